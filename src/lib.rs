@@ -1,0 +1,8 @@
+//! RDMA that you await.
+
+pub mod types;
+
+mod error;
+mod provider;
+
+pub use error::VerbError;

@@ -1,0 +1,200 @@
+//! What every provider guarantees, object by object.
+//!
+//! The names and the semantics are those of libibverbs; where its manual pages leave a choice, the
+//! text here makes it. All objects may be used from any thread at once. Destruction is `Drop`: it
+//! never panics, and when it returns the device uses nothing of the object any more. The layer above
+//! keeps parents alive longer than their children.
+
+use std::fmt::Debug;
+use std::os::fd::BorrowedFd;
+use std::ptr::NonNull;
+
+use crate::error::VerbError;
+use crate::types::{
+    Access, AddressVector, AsyncEvent, DeviceAttr, Lkey, PortAttr, PortNum, QpAttr, QpCaps, QpState, Qpn, RecvWr, Rkey,
+    SendWr, SrqCaps, Transport, WorkCompletion,
+};
+
+/// The object types of one provider.
+pub(crate) trait Provider: Sized + 'static {
+    type Context: Context<Self>;
+    type Pd: Pd<Self>;
+    type Mr: Mr;
+    type Channel: Channel;
+    type Cq: Cq;
+    type Qp: Qp;
+    type Srq: Srq;
+    type Ah: Ah;
+}
+
+/// An open device, `ibv_open_device(3)`.
+pub(crate) trait Context<P: Provider>: Debug + Send + Sync {
+    /// Limits and identity; constant while open.
+    fn attr(&self) -> &DeviceAttr;
+
+    /// Current state of a port. EINVAL for a port the device does not have.
+    fn port(&self, port: PortNum) -> Result<PortAttr, VerbError>;
+
+    /// `ibv_alloc_pd(3)`.
+    fn create_pd(&self) -> Result<P::Pd, VerbError>;
+
+    /// `ibv_create_comp_channel(3)`; its descriptor does not block.
+    fn create_channel(&self) -> Result<P::Channel, VerbError>;
+
+    /// `ibv_create_cq(3)`: room for at least `capacity` completions. `cookie` comes back in the
+    /// channel's events. EINVAL if `capacity` is 0 or above the device's limit.
+    fn create_cq(
+        &self,
+        capacity: u32,
+        channel: Option<&P::Channel>,
+        vector: u32,
+        cookie: u64,
+    ) -> Result<P::Cq, VerbError>;
+
+    /// Descriptor that is readable while [`next_event`](Self::next_event) has something to give; it
+    /// does not block.
+    fn event_fd(&self) -> BorrowedFd<'_>;
+
+    /// Next asynchronous event, already acknowledged; `None` if there is none now.
+    /// ENODEV once the device is gone and all events have been given.
+    fn next_event(&self) -> Result<Option<AsyncEvent>, VerbError>;
+}
+
+/// Protection domain, `ibv_alloc_pd(3)`: what belongs together may be used together.
+pub(crate) trait Pd<P: Provider>: Debug + Send + Sync {
+    /// `ibv_reg_mr(3)`. EINVAL if `access` is not legal or the range wraps around.
+    ///
+    /// # Safety
+    ///
+    /// `addr..addr + len` stays allocated until the registration is dropped. While it may be
+    /// written by the device (a posted work request names it, or `access` lets peers in), nobody
+    /// holds a reference to it.
+    unsafe fn register(&self, addr: NonNull<u8>, len: usize, access: Access) -> Result<P::Mr, VerbError>;
+
+    /// `ibv_create_qp(3)`, in RESET. EINVAL if a size is above the device's limit.
+    fn create_qp(&self, init: &QpInit<'_, P>) -> Result<P::Qp, VerbError>;
+
+    /// `ibv_create_srq(3)`.
+    fn create_srq(&self, caps: SrqCaps) -> Result<P::Srq, VerbError>;
+
+    /// `ibv_create_ah(3)`.
+    fn create_ah(&self, address: &AddressVector) -> Result<P::Ah, VerbError>;
+}
+
+/// What a queue pair is made of, `struct ibv_qp_init_attr`.
+#[derive(Debug)]
+pub(crate) struct QpInit<'a, P: Provider> {
+    pub(crate) transport: Transport,
+    pub(crate) send_cq: &'a P::Cq,
+    pub(crate) recv_cq: &'a P::Cq,
+    pub(crate) srq: Option<&'a P::Srq>,
+    pub(crate) caps: QpCaps,
+}
+
+/// Registration, `ibv_reg_mr(3)`. When its drop returns, the device does not touch the memory any
+/// more; work that names it fails with a protection or access error.
+pub(crate) trait Mr: Debug + Send + Sync {
+    fn lkey(&self) -> Lkey;
+    fn rkey(&self) -> Rkey;
+}
+
+/// Completion channel, `ibv_create_comp_channel(3)`.
+pub(crate) trait Channel: Debug + Send + Sync {
+    /// Readable while there are events; does not block.
+    fn fd(&self) -> BorrowedFd<'_>;
+
+    /// The cookie of the next completion queue that had an event, `ibv_get_cq_event(3)`; `None` if
+    /// there is none now. Each event given must be acknowledged by [`Cq::ack`].
+    fn next_event(&self) -> Result<Option<u64>, VerbError>;
+}
+
+/// Completion queue, `ibv_create_cq(3)`.
+pub(crate) trait Cq: Debug + Send + Sync {
+    /// Number by which asynchronous events name it.
+    fn id(&self) -> u64;
+
+    /// Completions it holds; at least what was asked.
+    fn capacity(&self) -> u32;
+
+    /// Takes the oldest completions, `ibv_poll_cq(3)`; how many were written to `out`.
+    ///
+    /// A queue that was overrun gives an error for ever.
+    fn poll(&self, out: &mut [WorkCompletion]) -> Result<usize, VerbError>;
+
+    /// Asks for one event at the next completion, or the next solicited or failed one,
+    /// `ibv_req_notify_cq(3)`. Completions already in the queue raise none: poll again afterwards.
+    fn arm(&self, solicited_only: bool) -> Result<(), VerbError>;
+
+    /// Acknowledges `events` events, `ibv_ack_cq_events(3)`. Dropping the queue waits for events
+    /// that were given and not acknowledged, so acknowledge all before.
+    fn ack(&self, events: u32);
+}
+
+/// A post that stopped part-way: `bad_wr` of `ibv_post_send(3)`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct PostError {
+    /// Work requests of the list that were posted, all before the refused one.
+    pub(crate) posted: usize,
+    /// EINVAL: malformed, or wrong state. ENOMEM: queue full.
+    pub(crate) error: VerbError,
+}
+
+/// Queue pair, `ibv_create_qp(3)`.
+pub(crate) trait Qp: Debug + Send + Sync {
+    fn qpn(&self) -> Qpn;
+
+    /// Sizes granted; at least what was asked.
+    fn caps(&self) -> QpCaps;
+
+    /// `ibv_modify_qp(3)`; a refused change changes nothing.
+    fn modify(&self, attr: &QpAttr) -> Result<(), VerbError>;
+
+    /// Current state and all attributes that have been set, `ibv_query_qp(3)`.
+    fn query(&self) -> Result<(QpState, QpAttr), VerbError>;
+
+    /// Posts a list with one doorbell, `ibv_post_send(3)`. A slot of the send queue is free again when
+    /// a completion at or after it has been polled.
+    ///
+    /// # Safety
+    ///
+    /// The memory that the list names stays valid and untouched until its completion has been
+    /// polled or the queue pair was dropped.
+    unsafe fn post_send(&self, list: &[SendWr<'_>]) -> Result<(), PostError>;
+
+    /// Posts a list, `ibv_post_recv(3)`.
+    ///
+    /// # Safety
+    ///
+    /// As [`post_send`](Self::post_send).
+    unsafe fn post_recv(&self, list: &[RecvWr<'_>]) -> Result<(), PostError>;
+}
+
+/// Shared receive queue, `ibv_create_srq(3)`.
+pub(crate) trait Srq: Debug + Send + Sync {
+    /// Number by which asynchronous events name it.
+    fn id(&self) -> u64;
+
+    /// Sizes granted; at least what was asked.
+    fn caps(&self) -> SrqCaps;
+
+    /// Arms the limit event: raised once when fewer than `limit` receives are left,
+    /// `ibv_modify_srq(3)`. EINVAL above `max_wr`.
+    fn set_limit(&self, limit: u32) -> Result<(), VerbError>;
+
+    /// The armed limit; 0 after the event.
+    fn limit(&self) -> Result<u32, VerbError>;
+
+    /// Posts a list, `ibv_post_srq_recv(3)`.
+    ///
+    /// # Safety
+    ///
+    /// The memory that the list names stays valid and untouched until its completion has been
+    /// polled or the shared receive queue was dropped.
+    unsafe fn post_recv(&self, list: &[RecvWr<'_>]) -> Result<(), PostError>;
+}
+
+/// Address handle, `ibv_create_ah(3)`.
+pub(crate) trait Ah: Debug + Send + Sync {
+    /// What [`UdTarget::handle`](crate::types::UdTarget) carries.
+    fn handle(&self) -> usize;
+}

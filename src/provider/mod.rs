@@ -1,0 +1,7 @@
+//! `[2]` Who executes the verbs.
+//!
+//! [`contract`] says in words and signatures what the layers above rely on; [`dispatch`] is the closed
+//! set of providers that keep it. Nothing above this line knows which one is at work.
+
+pub(crate) mod contract;
+pub(crate) mod soft;

@@ -1,0 +1,122 @@
+//! Numbers with a meaning: queue pairs, packet sequence, keys, ports.
+
+use std::fmt;
+
+macro_rules! number {
+    ($(#[$doc:meta])* $name:ident($inner:ty)) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
+        pub struct $name(pub $inner);
+
+        impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, concat!(stringify!($name), "({:#x})"), self.0)
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "{:#x}", self.0)
+            }
+        }
+    };
+}
+
+number! {
+    /// Queue pair number, 24 bits. 0 and 1 are the management queue pairs, 0xffffff is multicast.
+    Qpn(u32)
+}
+number! {
+    /// Local key: names a registration in a scatter/gather element.
+    Lkey(u32)
+}
+number! {
+    /// Remote key: lets a peer name a registration of ours.
+    Rkey(u32)
+}
+number! {
+    /// Queue key of unreliable datagrams: a packet is accepted only if its key is the receiver's.
+    Qkey(u32)
+}
+number! {
+    /// Port of a device, counted from 1.
+    PortNum(u8)
+}
+number! {
+    /// Caller's number of a work request; comes back in its completion.
+    WrId(u64)
+}
+number! {
+    /// Immediate data: four bytes that travel beside a message.
+    ///
+    /// The value is in host order; it is big-endian on the wire, as `imm_data` of `ibv_post_send(3)`.
+    Imm(u32)
+}
+
+impl Qpn {
+    /// Largest queue pair number.
+    pub const MAX: Self = Self(0x00ff_ffff);
+}
+
+/// Packet sequence number: 24 bits that wrap.
+///
+/// Comparison is by signed distance (`IBTA 9.7.2`), hence no `Ord`: of two numbers the one less than
+/// 2^23 steps ahead is the later.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct Psn(u32);
+
+impl Psn {
+    const MASK: u32 = 0x00ff_ffff;
+
+    /// Keeps the low 24 bits of `value`.
+    #[must_use]
+    pub const fn new(value: u32) -> Self {
+        Self(value & Self::MASK)
+    }
+
+    /// The 24-bit value.
+    #[must_use]
+    pub const fn value(self) -> u32 {
+        self.0
+    }
+
+    /// `steps` packets later.
+    #[must_use]
+    #[expect(clippy::should_implement_trait, reason = "wraps, takes a count and not a Psn")]
+    pub const fn add(self, steps: u32) -> Self {
+        Self(self.0.wrapping_add(steps) & Self::MASK)
+    }
+
+    /// `steps` packets earlier.
+    #[must_use]
+    #[expect(clippy::should_implement_trait, reason = "wraps, takes a count and not a Psn")]
+    pub const fn sub(self, steps: u32) -> Self {
+        Self(self.0.wrapping_sub(steps) & Self::MASK)
+    }
+
+    /// Signed distance `self - earlier`, in -2^23 .. 2^23.
+    #[must_use]
+    pub const fn distance_from(self, earlier: Self) -> i32 {
+        ((self.0.wrapping_sub(earlier.0) << 8) as i32) >> 8
+    }
+}
+
+impl fmt::Debug for Psn {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Psn({:#x})", self.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn psn_distance_wraps_at_24_bits() {
+        assert_eq!(Psn::new(0).distance_from(Psn::new(0xff_ffff)), 1);
+        assert_eq!(Psn::new(0xff_ffff).distance_from(Psn::new(0)), -1);
+        assert_eq!(Psn::new(0x80_0000).distance_from(Psn::new(0)), -(1 << 23));
+        assert_eq!(Psn::new(0xff_ffff).add(2), Psn::new(1));
+        assert_eq!(Psn::new(1).sub(2), Psn::new(0xff_ffff));
+    }
+}

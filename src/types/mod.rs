@@ -1,0 +1,26 @@
+//! `[0]` Values of the verbs interface: what is asked of a device and what it answers.
+//!
+//! No I/O, no device and no `unsafe` here. Every type prints (`Debug`), and codes that a device may
+//! invent are kept as values instead of being refused.
+
+#![forbid(unsafe_code)]
+
+mod access;
+mod addr;
+mod caps;
+mod event;
+mod id;
+mod qp;
+mod transition;
+mod wc;
+mod wr;
+
+pub use access::Access;
+pub use addr::{AddressVector, Gid, GidEntry, LinkLayer, Mtu};
+pub use caps::{AtomicCapability, DeviceAttr, PortAttr, PortState, QpCaps, SrqCaps};
+pub use event::AsyncEvent;
+pub use id::{Imm, Lkey, PortNum, Psn, Qkey, Qpn, Rkey, WrId};
+pub use qp::{AckTimeout, QpAttr, QpAttrMask, QpState, RnrTimer, Transport};
+pub use transition::{Transition, TransitionError, check_transition, transition};
+pub use wc::{WcFlags, WcOpcode, WcStatus, WorkCompletion};
+pub use wr::{Data, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, Sge, UdTarget};
