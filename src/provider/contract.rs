@@ -5,6 +5,9 @@
 //! never panics, and when it returns the device uses nothing of the object any more. The layer above
 //! keeps parents alive longer than their children.
 
+// Declares `unsafe fn`; holds no unsafe block.
+#![allow(unsafe_code)]
+
 use std::fmt::Debug;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
