@@ -3,6 +3,8 @@
 use std::fmt;
 use std::io;
 
+use crate::types::{Qpn, TransitionError, WcStatus};
+
 /// A verb that the provider refused: its name and the `errno` it gave.
 ///
 /// The four return conventions of libibverbs and librdmacm are already undone: `errno` is positive
@@ -44,5 +46,418 @@ impl From<VerbError> for io::Error {
     fn from(error: VerbError) -> Self {
         let kind = Self::from_raw_os_error(error.errno).kind();
         Self::new(kind, error)
+    }
+}
+
+/// A value beyond what the device or the queue allows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LimitError {
+    /// What was asked for, for example `max_send_wr`.
+    pub field: &'static str,
+    /// How much was asked.
+    pub asked: u64,
+    /// The most that is allowed.
+    pub allowed: u64,
+}
+
+impl LimitError {
+    /// `Ok` if `asked` is at most `allowed`.
+    pub(crate) fn check(field: &'static str, asked: u64, allowed: u64) -> Result<(), Self> {
+        if asked <= allowed { Ok(()) } else { Err(Self { field, asked, allowed }) }
+    }
+}
+
+impl fmt::Display for LimitError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: asked for {}, at most {} allowed", self.field, self.asked, self.allowed)
+    }
+}
+
+impl std::error::Error for LimitError {}
+
+/// A range that leaves the memory it is taken from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct OutOfBounds {
+    /// First byte asked for.
+    pub offset: u64,
+    /// Bytes asked for.
+    pub len: u64,
+    /// Bytes there are.
+    pub size: u64,
+}
+
+impl OutOfBounds {
+    /// `Ok` if `len` bytes from `offset` lie within `size`.
+    pub(crate) fn check(offset: u64, len: u64, size: u64) -> Result<(), Self> {
+        match offset.checked_add(len) {
+            Some(end) if end <= size => Ok(()),
+            _ => Err(Self { offset, len, size }),
+        }
+    }
+}
+
+impl fmt::Display for OutOfBounds {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} bytes at offset {} do not lie within {} bytes", self.len, self.offset, self.size)
+    }
+}
+
+impl std::error::Error for OutOfBounds {}
+
+/// No device could be opened.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum OpenError {
+    /// No device has this name.
+    NotFound {
+        /// Name asked for.
+        name: String,
+        /// Names there are.
+        available: Vec<String>,
+    },
+    /// The device is there and refused.
+    Verb(VerbError),
+}
+
+impl fmt::Display for OpenError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NotFound { name, available } => {
+                write!(f, "no RDMA device is called {name:?}; there is {}", available.join(", "))
+            }
+            Self::Verb(error) => error.fmt(f),
+        }
+    }
+}
+
+/// An object could not be made, changed or connected.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum SetupError {
+    /// The provider refused.
+    Verb(VerbError),
+    /// A size is beyond the device's limit.
+    Limit(LimitError),
+    /// The state machine of the queue pair does not allow it.
+    Transition(TransitionError),
+    /// An object of another protection domain or device was passed.
+    Foreign {
+        /// Which one.
+        what: &'static str,
+    },
+    /// The work of all queue pairs on a completion queue must fit it, and this one's would not.
+    CompletionQueueFull {
+        /// Completions the new queues can produce.
+        asked: u32,
+        /// Completions not yet spoken for.
+        free: u32,
+    },
+    /// The two ends do not fit together.
+    Mismatch {
+        /// Which property.
+        what: &'static str,
+        /// Ours.
+        ours: String,
+        /// The peer's.
+        theirs: String,
+    },
+    /// An address has no use here: this port has no such GID, or none at all.
+    NoGid {
+        /// The port asked.
+        port: u8,
+    },
+    /// The object was closed.
+    Closed,
+}
+
+impl fmt::Display for SetupError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Verb(error) => error.fmt(f),
+            Self::Limit(error) => error.fmt(f),
+            Self::Transition(error) => error.fmt(f),
+            Self::Foreign { what } => write!(f, "{what} belongs to another protection domain or device"),
+            Self::CompletionQueueFull { asked, free } => write!(
+                f,
+                "completion queue: {asked} entries needed for the new queues, {free} not spoken for; \
+                 make it larger or the queues smaller"
+            ),
+            Self::Mismatch { what, ours, theirs } => write!(f, "{what} differs: ours is {ours}, the peer's {theirs}"),
+            Self::NoGid { port } => write!(f, "port {port} has no GID to send from"),
+            Self::Closed => f.write_str("the object is closed"),
+        }
+    }
+}
+
+macro_rules! wraps {
+    ($outer:ident: $($variant:ident($inner:ty)),*) => {
+        impl std::error::Error for $outer {
+            fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+                match self {
+                    $(Self::$variant(error) => Some(error),)*
+                    #[allow(unreachable_patterns, reason = "some enums hold nothing but wrapped errors")]
+                    _ => None,
+                }
+            }
+        }
+
+        $(impl From<$inner> for $outer {
+            fn from(error: $inner) -> Self {
+                Self::$variant(error)
+            }
+        })*
+    };
+}
+
+wraps!(OpenError: Verb(VerbError));
+wraps!(SetupError: Verb(VerbError), Limit(LimitError), Transition(TransitionError));
+
+impl From<OpenError> for io::Error {
+    fn from(error: OpenError) -> Self {
+        let kind = match &error {
+            OpenError::NotFound { .. } => io::ErrorKind::NotFound,
+            OpenError::Verb(verb) => Self::from(*verb).kind(),
+        };
+        Self::new(kind, error)
+    }
+}
+
+impl From<SetupError> for io::Error {
+    fn from(error: SetupError) -> Self {
+        let kind = match &error {
+            SetupError::Verb(verb) => Self::from(*verb).kind(),
+            SetupError::Closed => io::ErrorKind::NotConnected,
+            SetupError::NoGid { .. } => io::ErrorKind::AddrNotAvailable,
+            _ => io::ErrorKind::InvalidInput,
+        };
+        Self::new(kind, error)
+    }
+}
+
+/// A work request that failed: what its completion says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CompletionError {
+    /// What went wrong.
+    pub status: WcStatus,
+    /// The device's own code, for its vendor's tables.
+    pub vendor_error: u32,
+    /// Queue pair.
+    pub qpn: Qpn,
+}
+
+impl fmt::Display for CompletionError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} (queue pair {}, vendor error {:#x})", self.status, self.qpn, self.vendor_error)
+    }
+}
+
+impl std::error::Error for CompletionError {}
+
+/// Why an operation failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum OpErrorKind {
+    /// The device tried and reports a failure.
+    Completion(CompletionError),
+    /// The device refused the work request; nothing was sent.
+    Post(VerbError),
+    /// The work request is beyond a limit of the queue pair; nothing was sent.
+    Limit(LimitError),
+    /// A buffer, region or address handle belongs to another protection domain; nothing was sent.
+    Foreign {
+        /// Which one.
+        what: &'static str,
+    },
+    /// The operation does not exist on this transport; nothing was sent.
+    Unsupported {
+        /// Which one.
+        what: &'static str,
+    },
+    /// An atomic's target is not 8 bytes on an 8-byte boundary; nothing was sent.
+    Misaligned {
+        /// Address of the target.
+        addr: u64,
+        /// Its bytes.
+        len: u64,
+    },
+    /// The queue pair was closed or dropped first. Whether a peer saw the operation is unknown.
+    Closed,
+    /// The completion queue failed, so the outcome is unknown.
+    CompletionQueue(VerbError),
+}
+
+impl OpErrorKind {
+    /// Status of the completion, if there was one.
+    #[must_use]
+    pub const fn status(&self) -> Option<WcStatus> {
+        match self {
+            Self::Completion(error) => Some(error.status),
+            _ => None,
+        }
+    }
+
+    /// Nearest kind of I/O error.
+    #[must_use]
+    pub fn io_kind(&self) -> io::ErrorKind {
+        use io::ErrorKind;
+        match self {
+            Self::Completion(error) => match error.status {
+                WcStatus::RETRY_EXC_ERR | WcStatus::RNR_RETRY_EXC_ERR | WcStatus::RESP_TIMEOUT_ERR => {
+                    ErrorKind::TimedOut
+                }
+                WcStatus::WR_FLUSH_ERR => ErrorKind::ConnectionAborted,
+                WcStatus::REM_ACCESS_ERR => ErrorKind::PermissionDenied,
+                WcStatus::LOC_LEN_ERR | WcStatus::LOC_PROT_ERR | WcStatus::REM_INV_REQ_ERR => ErrorKind::InvalidInput,
+                _ => ErrorKind::Other,
+            },
+            Self::Post(verb) | Self::CompletionQueue(verb) => io::Error::from(*verb).kind(),
+            Self::Limit(_) | Self::Foreign { .. } | Self::Misaligned { .. } => ErrorKind::InvalidInput,
+            Self::Unsupported { .. } => ErrorKind::Unsupported,
+            Self::Closed => ErrorKind::NotConnected,
+        }
+    }
+}
+
+impl fmt::Display for OpErrorKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Completion(error) => error.fmt(f),
+            Self::Post(error) => error.fmt(f),
+            Self::Limit(error) => error.fmt(f),
+            Self::Foreign { what } => write!(f, "{what} belongs to another protection domain"),
+            Self::Unsupported { what } => write!(f, "{what} does not exist on this transport"),
+            Self::Misaligned { addr, len } => {
+                write!(f, "an atomic needs 8 bytes on an 8-byte boundary, not {len} at {addr:#x}")
+            }
+            Self::Closed => f.write_str("the queue pair was closed before the operation was done"),
+            Self::CompletionQueue(error) => write!(f, "completion queue failed: {error}"),
+        }
+    }
+}
+
+impl std::error::Error for OpErrorKind {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            Self::Completion(error) => Some(error),
+            Self::Limit(error) => Some(error),
+            Self::Post(error) | Self::CompletionQueue(error) => Some(error),
+            _ => None,
+        }
+    }
+}
+
+/// An operation that failed, with the buffers it was given.
+///
+/// Turning it into another error (`?` does) drops the buffers, which go back to where they came from.
+pub struct OpError<B> {
+    kind: OpErrorKind,
+    buffer: B,
+}
+
+impl<B> OpError<B> {
+    pub(crate) const fn new(kind: OpErrorKind, buffer: B) -> Self {
+        Self { kind, buffer }
+    }
+
+    /// Why it failed.
+    #[must_use]
+    pub const fn kind(&self) -> OpErrorKind {
+        self.kind
+    }
+
+    /// Status of the completion, if there was one.
+    #[must_use]
+    pub const fn status(&self) -> Option<WcStatus> {
+        self.kind.status()
+    }
+
+    /// The buffers back. After a failure the content of a buffer that was to be filled is arbitrary.
+    #[must_use]
+    pub fn into_buffer(self) -> B {
+        self.buffer
+    }
+}
+
+impl<B> fmt::Debug for OpError<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("OpError").field(&self.kind).finish()
+    }
+}
+
+impl<B> fmt::Display for OpError<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.kind.fmt(f)
+    }
+}
+
+impl<B> std::error::Error for OpError<B> {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        std::error::Error::source(&self.kind)
+    }
+}
+
+impl<B> From<OpError<B>> for OpErrorKind {
+    fn from(error: OpError<B>) -> Self {
+        error.kind
+    }
+}
+
+impl<B> From<OpError<B>> for io::Error {
+    fn from(error: OpError<B>) -> Self {
+        Self::new(error.kind.io_kind(), error.kind)
+    }
+}
+
+/// What a `try_` form answers when it posted nothing.
+pub enum TryError<B> {
+    /// The queue holds as much work as it can; the buffers come back.
+    Full(B),
+    /// The operation was refused.
+    Refused(OpError<B>),
+}
+
+impl<B> TryError<B> {
+    /// The buffers back.
+    #[must_use]
+    pub fn into_buffer(self) -> B {
+        match self {
+            Self::Full(buffer) => buffer,
+            Self::Refused(error) => error.into_buffer(),
+        }
+    }
+
+    /// True if trying again later may succeed.
+    #[must_use]
+    pub const fn is_full(&self) -> bool {
+        matches!(self, Self::Full(_))
+    }
+}
+
+impl<B> fmt::Debug for TryError<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Full(_) => f.write_str("Full"),
+            Self::Refused(error) => f.debug_tuple("Refused").field(error).finish(),
+        }
+    }
+}
+
+impl<B> fmt::Display for TryError<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Full(_) => f.write_str("the work queue is full"),
+            Self::Refused(error) => error.fmt(f),
+        }
+    }
+}
+
+impl<B> std::error::Error for TryError<B> {}
+
+impl<B> From<TryError<B>> for io::Error {
+    fn from(error: TryError<B>) -> Self {
+        match error {
+            TryError::Full(_) => Self::new(io::ErrorKind::WouldBlock, "the work queue is full"),
+            TryError::Refused(error) => error.into(),
+        }
     }
 }

@@ -4,4 +4,5 @@
 //! set of providers that keep it. Nothing above this line knows which one is at work.
 
 pub(crate) mod contract;
+pub(crate) mod dispatch;
 pub(crate) mod soft;

@@ -1,0 +1,143 @@
+//! A dedicated thread that polls completion queues.
+
+use std::fmt;
+use std::hint;
+use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, Weak};
+use std::thread::{self, JoinHandle};
+
+use super::queue::CqShared;
+use crate::sync::lock_std as lock;
+
+/// Empty rounds before an unpinned poller lets others have the core.
+const ROUNDS_BEFORE_YIELD: u32 = 64;
+
+/// A thread that polls all completion queues given to it, and never sleeps while there is one; clones share it.
+///
+/// It ends when the last clone, and the last completion queue that uses it, is dropped.
+#[derive(Clone)]
+pub struct BusyPoller {
+    handle: Arc<ThreadHandle>,
+}
+
+struct ThreadHandle {
+    shared: Arc<Shared>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+struct Shared {
+    queues: Mutex<Vec<Weak<CqShared>>>,
+    /// `queues` has grown, or the thread shall end.
+    changed: AtomicBool,
+    stop: AtomicBool,
+    pinned: bool,
+}
+
+impl BusyPoller {
+    /// A poller that runs wherever the system puts it.
+    ///
+    /// # Errors
+    ///
+    /// If no thread can be started.
+    pub fn new() -> io::Result<Self> {
+        Self::start(None)
+    }
+
+    /// A poller on processor `core`, counted as the system does. Nothing else should run there.
+    ///
+    /// # Errors
+    ///
+    /// `InvalidInput` if there is no such core or it cannot be pinned there.
+    pub fn pinned(core: usize) -> io::Result<Self> {
+        Self::start(Some(core))
+    }
+
+    fn start(core: Option<usize>) -> io::Result<Self> {
+        let shared = Arc::new(Shared {
+            queues: Mutex::new(Vec::new()),
+            changed: AtomicBool::new(false),
+            stop: AtomicBool::new(false),
+            pinned: core.is_some(),
+        });
+        let (poller, (report, pinned)) = (shared.clone(), std::sync::mpsc::sync_channel(1));
+        let thread = thread::Builder::new().name("rdma-busy-poll".to_owned()).spawn(move || {
+            let pinned = core.is_none_or(|id| core_affinity::set_for_current(core_affinity::CoreId { id }));
+            if report.send(pinned).is_ok() && pinned {
+                poller.run();
+            }
+        })?;
+        if !pinned.recv().unwrap_or(false) {
+            let message = format!("cannot pin a thread to core {}", core.unwrap_or_default());
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
+        }
+        Ok(Self { handle: Arc::new(ThreadHandle { shared, thread: Mutex::new(Some(thread)) }) })
+    }
+
+    /// Adds a queue.
+    pub(super) fn serve(&self, queue: &Arc<CqShared>) {
+        lock(&self.handle.shared.queues).push(Arc::downgrade(queue));
+        self.handle.shared.changed.store(true, Ordering::Release);
+        if let Some(thread) = &*lock(&self.handle.thread) {
+            thread.thread().unpark();
+        }
+    }
+}
+
+impl Shared {
+    fn run(&self) {
+        let (mut queues, mut idle) = (Vec::new(), 0);
+        while !self.stop.load(Ordering::Acquire) {
+            if self.changed.swap(false, Ordering::Acquire) {
+                queues.clone_from(&lock(&self.queues));
+            }
+            if queues.is_empty() {
+                // `serve` and the end both unpark, after they have stored what is to be seen here.
+                thread::park();
+                continue;
+            }
+            let (mut any, mut gone) = (false, false);
+            for queue in &queues {
+                match queue.upgrade() {
+                    Some(queue) => any |= queue.try_drain(),
+                    None => gone = true,
+                }
+            }
+            if gone {
+                lock(&self.queues).retain(|queue| queue.strong_count() > 0);
+                self.changed.store(true, Ordering::Release);
+            }
+            if any {
+                idle = 0;
+                continue;
+            }
+            idle += 1;
+            hint::spin_loop();
+            if !self.pinned && idle >= ROUNDS_BEFORE_YIELD {
+                idle = 0;
+                thread::yield_now();
+            }
+        }
+    }
+}
+
+impl Drop for ThreadHandle {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Release);
+        let Some(thread) = lock(&self.thread).take() else { return };
+        thread.thread().unpark();
+        // The poller itself may be the last holder of a queue, and with it of this.
+        if thread.thread().id() != thread::current().id() && thread.join().is_err() {
+            tracing::error!("a busy-poll thread panicked");
+        }
+    }
+}
+
+impl fmt::Debug for BusyPoller {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("BusyPoller")
+            .field("queues", &lock(&self.handle.shared.queues).len())
+            .field("pinned", &self.handle.shared.pinned)
+            .finish()
+    }
+}

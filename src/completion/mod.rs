@@ -1,0 +1,34 @@
+//! `[4]` From a completion to a woken task.
+//!
+//! ```text
+//!  post:  InFlight ──▶ WorkQueue ──▶ Slot claimed ──▶ doorbell
+//!                        │ no room: queued, first in, first out
+//!  wait:  InFlight::poll ── result there? ── drain once ── spin (hybrid) ── register, arm, park
+//!  wake:  channel event (Reactor) │ dedicated thread (BusyPoller) │ another waiter
+//!                        └──────────▶ drain: poll CQ ▶ finish slots ▶ free room ▶ wake
+//! ```
+//!
+//! There is one drain path, under the lock of the completion queue; who calls it is all that completion
+//! modes differ in. The layer knows no contents of buffers and no peers.
+
+mod async_events;
+mod busy_poll;
+mod in_flight;
+mod mode;
+mod queue;
+mod reactor;
+mod slot;
+mod slots;
+mod spin;
+mod teardown;
+mod work_queue;
+
+pub use async_events::{DeviceEvents, events};
+pub use busy_poll::BusyPoller;
+pub(crate) use in_flight::{InFlight, InFlightBatch};
+pub use mode::CompletionMode;
+pub use queue::{CompletionQueue, CompletionQueueBuilder, CompletionQueueCounters};
+pub(crate) use slot::Outcome;
+pub(crate) use teardown::QueuePairCore;
+pub use work_queue::WorkQueueCounters;
+pub(crate) use work_queue::{BatchEntry, Limits, Patience, Poster, Refusal, Request, What, WorkQueue};

@@ -1,0 +1,121 @@
+//! The completion channel in Tokio's reactor.
+//!
+//! No task is spawned. What the reactor wakes is not an operation but the completion queue: its waker drains
+//! the queue right there, and the operations found complete are what gets scheduled, with one wake each.
+//!
+//! Every runtime in which an operation waits watches the channel with a registration of its own. So it does
+//! not matter which of them is running: a waiting task's own runtime is, whenever that task could go on.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Weak};
+use std::task::{Context, Poll, Wake, Waker};
+
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+use tokio::runtime::{self, Handle};
+
+use super::queue::CqShared;
+use crate::verbs::Channel;
+
+/// Registrations of one channel, one for each runtime that has waited for it.
+pub(super) struct Reactors {
+    list: std::sync::Mutex<Vec<Arc<Reactor>>>,
+}
+
+struct Reactor {
+    runtime: runtime::Id,
+    /// Owns a share of the channel, so that the descriptor is deregistered before it is closed. `None` if the
+    /// runtime has no I/O driver.
+    fd: Option<AsyncFd<Channel>>,
+    cq: Weak<CqShared>,
+    /// Holds the reactor weakly: the registration holds the waker.
+    waker: Waker,
+}
+
+impl Reactors {
+    pub(super) fn new() -> Self {
+        Self { list: std::sync::Mutex::new(Vec::new()) }
+    }
+
+    /// Makes sure that the current runtime watches the channel. False if there is none that could.
+    pub(super) fn watch(&self, cq: &Arc<CqShared>) -> bool {
+        let (Some(channel), Ok(handle)) = (cq.channel(), Handle::try_current()) else { return false };
+        let runtime = handle.id();
+        let mut list = crate::sync::lock_std(&self.list);
+        if let Some(reactor) = list.iter().find(|reactor| reactor.runtime == runtime) {
+            return reactor.fd.is_some();
+        }
+        let reactor = Reactor::new(runtime, channel, cq);
+        list.push(reactor.clone());
+        drop(list);
+        reactor.run();
+        reactor.fd.is_some()
+    }
+
+    fn forget(&self, gone: &Reactor) {
+        let mut list = crate::sync::lock_std(&self.list);
+        let forgotten = list.iter().position(|reactor| reactor.runtime == gone.runtime).map(|at| list.swap_remove(at));
+        drop(list);
+        drop(forgotten);
+    }
+}
+
+impl Reactor {
+    fn new(runtime: runtime::Id, channel: &Channel, cq: &Arc<CqShared>) -> Arc<Self> {
+        let channel = channel.clone();
+        // Tokio panics, and has no other answer, in a runtime that was built without an I/O driver.
+        let fd = match catch_unwind(AssertUnwindSafe(|| AsyncFd::with_interest(channel, Interest::READABLE))) {
+            Ok(Ok(fd)) => Some(fd),
+            Ok(Err(error)) => {
+                tracing::warn!(%error, "completion channel cannot be watched, polling instead");
+                None
+            }
+            Err(_) => {
+                tracing::warn!("runtime without an I/O driver (`enable_io`), polling instead of sleeping");
+                None
+            }
+        };
+        Arc::new_cyclic(|weak| Self {
+            runtime,
+            fd,
+            cq: Arc::downgrade(cq),
+            waker: Waker::from(Arc::new(ReactorWaker(weak.clone()))),
+        })
+    }
+
+    /// Serves the channel until it is not readable; then the reactor has the waker.
+    fn run(&self) {
+        let (Some(fd), Some(cq)) = (&self.fd, self.cq.upgrade()) else { return };
+        let mut context = Context::from_waker(&self.waker);
+        loop {
+            match fd.poll_read_ready(&mut context) {
+                Poll::Ready(Ok(mut ready)) => {
+                    cq.on_event();
+                    // A new event meanwhile makes the descriptor ready anew, which this does not clear.
+                    ready.clear_ready();
+                }
+                Poll::Ready(Err(_)) => {
+                    // The runtime shuts down, and its tasks with it; others watch by themselves.
+                    tracing::debug!("runtime is gone, no longer watching for it");
+                    cq.reactors().forget(self);
+                    return;
+                }
+                Poll::Pending => return,
+            }
+        }
+    }
+}
+
+struct ReactorWaker(Weak<Reactor>);
+
+impl Wake for ReactorWaker {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        if let Some(reactor) = self.0.upgrade() {
+            reactor.run();
+        }
+    }
+}

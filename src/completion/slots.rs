@@ -1,0 +1,166 @@
+//! The slots of one work queue: found by number, growing in steps that never move them.
+
+use std::sync::OnceLock;
+
+use super::slot::{Generation, NONE, Slot};
+
+/// Slots of the first step; each further step doubles what there is.
+const FIRST: u32 = 32;
+const FIRST_BITS: u32 = FIRST.trailing_zeros();
+
+/// Slot numbers have 20 bits in a work request number.
+pub(super) const INDEX_BITS: u32 = 20;
+const STEPS: usize = (INDEX_BITS - FIRST_BITS + 1) as usize;
+
+/// Slots by number.
+///
+/// There are more slots than the device holds work requests, for a slot is taken until its operation has
+/// looked at the result. In a steady state none is added.
+pub(super) struct Slots {
+    steps: [OnceLock<Box<[Slot]>>; STEPS],
+}
+
+/// Where the poster looks next; under the lock of the queue.
+#[derive(Debug, Default)]
+pub(super) struct Cursor {
+    next: u32,
+    /// Slots there are.
+    len: u32,
+}
+
+impl Slots {
+    pub(super) fn new() -> Self {
+        Self { steps: [const { OnceLock::new() }; STEPS] }
+    }
+
+    /// Step and offset of a slot: 0..32, 32..64, 64..128, 128..256, …
+    #[inline]
+    fn place(index: u32) -> (usize, usize) {
+        if index < FIRST {
+            return (0, index as usize);
+        }
+        let step = index.ilog2() - FIRST_BITS + 1;
+        (step as usize, (index - (FIRST << (step - 1))) as usize)
+    }
+
+    /// The slot with this number, if there is one.
+    #[inline]
+    pub(super) fn find(&self, index: u32) -> Option<&Slot> {
+        let (step, offset) = Self::place(index);
+        self.steps.get(step)?.get()?.get(offset)
+    }
+
+    /// A slot that was claimed before.
+    #[inline]
+    pub(super) fn slot(&self, index: u32) -> &Slot {
+        match self.find(index) {
+            Some(slot) => slot,
+            None => unreachable!("claimed slots exist and never move"),
+        }
+    }
+
+    /// Starts a life in a free slot; `None` if there are 2^20 and all are taken.
+    ///
+    /// Operations end about in the order they began, so the next slot after the last one is free nearly always.
+    #[inline]
+    pub(super) fn claim(&self, cursor: &mut Cursor, previous: u32) -> Option<(u32, Generation)> {
+        let index = cursor.next;
+        if index < cursor.len
+            && let Some(generation) = self.slot(index).claim(previous)
+        {
+            cursor.next = if index + 1 == cursor.len { 0 } else { index + 1 };
+            return Some((index, generation));
+        }
+        self.search(cursor, previous)
+    }
+
+    #[cold]
+    fn search(&self, cursor: &mut Cursor, previous: u32) -> Option<(u32, Generation)> {
+        let start = cursor.next;
+        for step in 0..cursor.len {
+            let index = (start + step) % cursor.len;
+            if let Some(generation) = self.slot(index).claim(previous) {
+                cursor.next = (index + 1) % cursor.len;
+                // More than half of them are held: search less next time.
+                if step > cursor.len / 2 {
+                    self.grow(cursor);
+                }
+                return Some((index, generation));
+            }
+        }
+        let index = cursor.len;
+        self.grow(cursor)?;
+        cursor.next = (index + 1) % cursor.len;
+        self.slot(index).claim(previous).map(|generation| (index, generation))
+    }
+
+    fn grow(&self, cursor: &mut Cursor) -> Option<()> {
+        let (step, _) = Self::place(cursor.len);
+        let more = cursor.len.max(FIRST);
+        self.steps.get(step)?.get_or_init(|| (0..more).map(|_| Slot::new()).collect());
+        cursor.len += more;
+        Some(())
+    }
+
+    /// Frees the slots of a batch, from its last to its first.
+    pub(super) fn release_chain(&self, last: u32) {
+        let mut next = Some(last);
+        while let Some(index) = next {
+            let slot = self.slot(index);
+            next = slot.previous();
+            slot.release();
+        }
+    }
+
+    /// All that there are, with their numbers.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &Slot)> {
+        (0..NONE).map_while(|index| self.find(index).map(|slot| (index, slot)))
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_map_to_steps_without_gap_or_overlap() {
+        let mut expected = (0, 0);
+        let mut len = FIRST;
+        for index in 0..4096 {
+            assert_eq!(Slots::place(index), expected, "slot {index}");
+            expected.1 += 1;
+            if expected.1 == len as usize {
+                if expected.0 > 0 {
+                    len *= 2;
+                }
+                expected = (expected.0 + 1, 0);
+            }
+        }
+        assert_eq!(Slots::place((1 << INDEX_BITS) - 1).0, STEPS - 1);
+    }
+
+    #[test]
+    fn slots_held_by_idle_operations_do_not_make_the_table_grow_for_ever() {
+        let (slots, mut cursor) = (Slots::new(), Cursor::default());
+        for _ in 0..100 {
+            slots.claim(&mut cursor, NONE).unwrap();
+        }
+        for _ in 0..100_000 {
+            let (index, _) = slots.claim(&mut cursor, NONE).unwrap();
+            slots.slot(index).unclaim();
+        }
+        assert!(cursor.len <= 512, "{} slots for 100 held", cursor.len);
+    }
+
+    #[test]
+    fn a_slot_comes_back_in_another_generation() {
+        let (slots, mut cursor) = (Slots::new(), Cursor::default());
+        let (index, first) = slots.claim(&mut cursor, NONE).unwrap();
+        slots.slot(index).unclaim();
+        assert!(!slots.slot(index).is_current(first));
+        cursor.next = index;
+        let (again, second) = slots.claim(&mut cursor, NONE).unwrap();
+        assert_eq!(again, index);
+        assert_ne!(first, second);
+    }
+}

@@ -1,0 +1,632 @@
+//! A send, receive or shared receive queue: posting, room, and who is in flight.
+
+#![allow(unsafe_code)]
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::Arc;
+
+use smallvec::SmallVec;
+
+use super::in_flight::{InFlight, InFlightBatch};
+use super::queue::{CqShared, WakeList};
+use super::slot::{Finished, Generation, NONE, Outcome};
+use super::slots::{Cursor, INDEX_BITS, Slots};
+use crate::error::{LimitError, OpErrorKind, VerbError};
+use crate::sync::{AtomicBool, AtomicU32, Mutex, MutexGuard, Ordering, lock};
+use crate::types::{
+    Data, Qkey, QpAttr, QpState, Qpn, RecvWr, SendFlags, SendOp, SendWr, Sge, WcStatus, WorkCompletion, WrId,
+};
+use crate::verbs::{AddressHandle, PdKey, PostError, Qp, SgeList, Source, Srq};
+
+/// Work requests of a batch for which posting needs no allocation.
+const BATCH_INLINE: usize = 16;
+
+/// What posts to the device.
+#[derive(Debug, Clone)]
+pub(crate) enum Poster {
+    /// Send queue.
+    Send(Arc<Qp>),
+    /// Receive queue.
+    Receive(Arc<Qp>),
+    /// Shared receive queue.
+    Shared(Srq),
+}
+
+/// Limits that are checked before the device is asked.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Limits {
+    /// Work requests the device holds.
+    pub(crate) depth: u32,
+    pub(crate) max_sge: u32,
+    pub(crate) max_inline: u32,
+    /// Bytes of a message.
+    pub(crate) max_message: u64,
+    /// Where buffers must be registered.
+    pub(crate) pd: PdKey,
+}
+
+/// What to do when the queue is full.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Patience {
+    /// Wait in line.
+    Queue,
+    /// Give the buffer back.
+    Try,
+}
+
+/// Which kind of work.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum What {
+    Send(SendOp),
+    Receive,
+}
+
+/// A work request without its buffers.
+#[derive(Debug)]
+pub(crate) struct Request<'a> {
+    pub(crate) what: What,
+    pub(crate) flags: SendFlags,
+    /// Data that is copied while posting, instead of a buffer.
+    pub(crate) inline: Option<&'a [u8]>,
+    /// Receiver of a datagram.
+    pub(crate) to: Option<(&'a AddressHandle, Qpn, Qkey)>,
+    /// Bytes at the remote end, if it is memory.
+    pub(crate) room: u64,
+}
+
+/// One work request of a batch, without its buffer.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct BatchEntry {
+    pub(crate) op: SendOp,
+    pub(crate) flags: SendFlags,
+    pub(crate) room: u64,
+}
+
+/// Why nothing was posted, with the buffers.
+#[derive(Debug)]
+pub(crate) enum Refusal<B> {
+    /// No room, and no patience.
+    Full(B),
+    /// It cannot be done.
+    Error(OpErrorKind, B),
+}
+
+/// A work queue of a device and all that is in flight on it.
+pub(crate) struct WorkQueue {
+    slots: Slots,
+    limits: Limits,
+    /// Upper bits of its work request numbers: where the completion queue finds it.
+    label: u64,
+    /// Shared receives complete in any order, others as posted.
+    shared: bool,
+    /// Work requests whose room is free again, counted from the first, modulo 2^32.
+    retired: AtomicU32,
+    /// Somebody waits for room.
+    crowded: AtomicBool,
+    /// Completions that were errors; of those, flushed ones.
+    failed: AtomicU32,
+    flushed: AtomicU32,
+    posting: Mutex<Posting>,
+    cq: Arc<CqShared>,
+}
+
+struct Posting {
+    /// `None` once closed.
+    poster: Option<Poster>,
+    cursor: Cursor,
+    /// Work requests given to the device, modulo 2^32.
+    posted: u32,
+    total: u64,
+    waited: u64,
+    queued: VecDeque<Queued>,
+}
+
+/// A work request that waits for room.
+struct Queued {
+    index: u32,
+    generation: Generation,
+    what: What,
+    flags: SendFlags,
+    sges: SgeList,
+    inline: Option<SmallVec<[u8; 64]>>,
+    to: Option<(AddressHandle, Qpn, Qkey)>,
+}
+
+/// Where in its completion queue's table a work queue is, as part of a work request number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Owner(pub(super) u32);
+
+const OWNER_SHIFT: u32 = INDEX_BITS + Generation::BITS;
+
+impl Owner {
+    /// Work queues of one completion queue.
+    pub(super) const MAX: u32 = 1 << (64 - OWNER_SHIFT);
+
+    #[inline]
+    pub(super) fn of(id: WrId) -> Self {
+        Self((id.0 >> OWNER_SHIFT) as u32)
+    }
+}
+
+impl WorkQueue {
+    pub(super) fn new(owner: Owner, poster: Poster, limits: Limits, cq: Arc<CqShared>) -> Self {
+        Self {
+            slots: Slots::new(),
+            limits,
+            label: u64::from(owner.0) << OWNER_SHIFT,
+            shared: matches!(poster, Poster::Shared(_)),
+            retired: AtomicU32::new(0),
+            crowded: AtomicBool::new(false),
+            failed: AtomicU32::new(0),
+            flushed: AtomicU32::new(0),
+            posting: Mutex::new(Posting {
+                poster: Some(poster),
+                cursor: Cursor::default(),
+                posted: 0,
+                total: 0,
+                waited: 0,
+                queued: VecDeque::new(),
+            }),
+            cq,
+        }
+    }
+
+    pub(super) fn owner(&self) -> Owner {
+        Owner::of(WrId(self.label))
+    }
+
+    pub(crate) fn cq(&self) -> &Arc<CqShared> {
+        &self.cq
+    }
+
+    pub(super) fn slots(&self) -> &Slots {
+        &self.slots
+    }
+
+    #[inline]
+    fn wr_id(&self, index: u32, generation: Generation) -> WrId {
+        WrId(self.label | u64::from(generation.value()) << INDEX_BITS | u64::from(index))
+    }
+
+    /// Posts one work request, or lines it up if there is no room.
+    #[inline]
+    pub(crate) fn submit<B: Source>(
+        self: &Arc<Self>,
+        request: Request<'_>,
+        buffer: B,
+        patience: Patience,
+    ) -> Result<InFlight<B>, Refusal<B>> {
+        let single;
+        let many;
+        let checked = match buffer.single() {
+            Some((sge, pd)) => {
+                single = [sge];
+                let list = if sge.length == 0 { &single[..0] } else { &single[..] };
+                if pd == self.limits.pd {
+                    self.check(list, request.inline, request.room).map(|()| list)
+                } else {
+                    Err(OpErrorKind::Foreign { what: "buffer" })
+                }
+            }
+            None => match self.gather(&buffer) {
+                Ok(list) => {
+                    many = list;
+                    self.check(&many, request.inline, request.room).map(|()| &many[..])
+                }
+                Err(error) => Err(error),
+            },
+        };
+        let sges = match checked {
+            Ok(sges) => sges,
+            Err(error) => return Err(Refusal::Error(error, buffer)),
+        };
+
+        let mut posting = lock(&self.posting);
+        if posting.poster.is_none() {
+            return Err(Refusal::Error(OpErrorKind::Closed, buffer));
+        }
+        let direct = posting.queued.is_empty() && self.room(&posting) > 0;
+        if !direct && patience == Patience::Try {
+            return Err(Refusal::Full(buffer));
+        }
+        let Some((index, generation)) = self.slots.claim(&mut posting.cursor, NONE) else {
+            return Err(Refusal::Error(self.too_many(), buffer));
+        };
+        if direct {
+            let data = request.inline.map_or(Data::Sges(sges), Data::Inline);
+            let target = request.to.map(|(handle, qpn, qkey)| handle.target(qpn, qkey));
+            let wr =
+                SendWr { wr_id: self.wr_id(index, generation), op: SendOp::Send, flags: request.flags, data, target };
+            if let Err(error) = self.post_one(&mut posting, index, request.what, wr, sges) {
+                self.slots.slot(index).unclaim();
+                return Err(Refusal::Error(OpErrorKind::Post(error), buffer));
+            }
+        } else {
+            let queued = Queued {
+                index,
+                generation,
+                what: request.what,
+                flags: request.flags,
+                sges: SgeList::from_slice(sges),
+                inline: request.inline.map(SmallVec::from_slice),
+                to: request.to.map(|(handle, qpn, qkey)| (handle.clone(), qpn, qkey)),
+            };
+            self.line_up(posting, queued);
+        }
+        Ok(InFlight::new(self.clone(), index, buffer))
+    }
+
+    /// Gives one work request to the device.
+    #[inline]
+    fn post_one(
+        &self,
+        posting: &mut Posting,
+        index: u32,
+        what: What,
+        wr: SendWr<'_>,
+        sges: &[Sge],
+    ) -> Result<(), VerbError> {
+        self.slots.slot(index).place(posting.posted);
+        let result = match (what, &posting.poster) {
+            // SAFETY: S1: for all three: the elements name buffers that the operation owns. It keeps them until
+            // the slot is COMPLETE, or leaves them in the slot, which `shutdown` empties only after the queue
+            // pair is destroyed.
+            (What::Send(op), Some(Poster::Send(qp))) => unsafe { qp.post_send(&[SendWr { op, ..wr }]) },
+            // SAFETY: S1: as above.
+            (What::Receive, Some(Poster::Receive(qp))) => unsafe { qp.post_recv(&[RecvWr { wr_id: wr.wr_id, sges }]) },
+            // SAFETY: S1: as above; the shared receive queue is destroyed first.
+            (What::Receive, Some(Poster::Shared(srq))) => unsafe { srq.post_recv(&[RecvWr { wr_id: wr.wr_id, sges }]) },
+            _ => return Err(VerbError::new("post to a closed queue", VerbError::EINVAL)),
+        };
+        result.map_err(|refused| refused.error)?;
+        tracing::trace!(wr_id = %wr.wr_id, ?what, "posted");
+        posting.posted = posting.posted.wrapping_add(1);
+        posting.total += 1;
+        Ok(())
+    }
+
+    /// Posts a batch with one doorbell, or lines it up. `buffers` are those of `entries`, in order.
+    pub(crate) fn submit_batch<B: Source>(
+        self: &Arc<Self>,
+        entries: &[BatchEntry],
+        common: SendFlags,
+        signal_every: u32,
+        buffers: Vec<B>,
+        patience: Patience,
+    ) -> Result<InFlightBatch<B>, Refusal<Vec<B>>> {
+        let mut sges: SmallVec<[Sge; 2 * BATCH_INLINE]> = SmallVec::new();
+        let mut ends: SmallVec<[usize; BATCH_INLINE]> = SmallVec::new();
+        if let Err(error) = self.check_batch(entries, &buffers, &mut sges, &mut ends) {
+            return Err(Refusal::Error(error, buffers));
+        }
+        let mut posting = lock(&self.posting);
+        if posting.poster.is_none() {
+            return Err(Refusal::Error(OpErrorKind::Closed, buffers));
+        }
+        let direct = posting.queued.is_empty() && self.room(&posting) as usize >= entries.len();
+        if !direct && patience == Patience::Try {
+            return Err(Refusal::Full(buffers));
+        }
+
+        let mut slots: SmallVec<[(u32, Generation); BATCH_INLINE]> = SmallVec::new();
+        let mut previous = NONE;
+        for _ in entries {
+            let Some((index, generation)) = self.slots.claim(&mut posting.cursor, previous) else {
+                slots.iter().for_each(|&(index, _)| self.slots.slot(index).unclaim());
+                return Err(Refusal::Error(self.too_many(), buffers));
+            };
+            slots.push((index, generation));
+            previous = index;
+        }
+        let last = entries.len() - 1;
+        let flags = |at: usize| {
+            let signaled = at == last || signal_every != 0 && (at as u32 + 1).is_multiple_of(signal_every);
+            let flags = entries[at].flags | common;
+            if signaled { flags | SendFlags::SIGNALED } else { flags - SendFlags::SIGNALED }
+        };
+        let pieces = |at: usize| &sges[if at == 0 { 0 } else { ends[at - 1] }..ends[at]];
+
+        if direct {
+            let list: SmallVec<[SendWr<'_>; BATCH_INLINE]> = (0..entries.len())
+                .map(|at| SendWr {
+                    wr_id: self.wr_id(slots[at].0, slots[at].1),
+                    op: entries[at].op,
+                    flags: flags(at),
+                    data: Data::Sges(pieces(at)),
+                    target: None,
+                })
+                .collect();
+            self.post_list(posting, &list, &slots);
+        } else {
+            for at in 0..entries.len() {
+                let queued = Queued {
+                    index: slots[at].0,
+                    generation: slots[at].1,
+                    what: What::Send(entries[at].op),
+                    flags: flags(at),
+                    sges: SgeList::from_slice(pieces(at)),
+                    inline: None,
+                    to: None,
+                };
+                posting.queued.push_back(queued);
+                posting.waited += 1;
+            }
+            self.announce(posting);
+        }
+        Ok(InFlightBatch::new(self.clone(), slots[last].0, entries.len(), buffers))
+    }
+
+    /// One doorbell for many. A refusal part-way ends the queue pair: of those already posted some are
+    /// unsignalled, and only a completion behind them tells when their buffers are free.
+    fn post_list(&self, mut posting: MutexGuard<'_, Posting>, list: &[SendWr<'_>], slots: &[(u32, Generation)]) {
+        let Some(Poster::Send(qp)) = posting.poster.clone() else {
+            unreachable!("batches are of send queues, and the caller saw it open")
+        };
+        for (at, &(index, _)) in slots.iter().enumerate() {
+            self.slots.slot(index).place(posting.posted.wrapping_add(at as u32));
+        }
+        // SAFETY: S1: the elements name buffers that the batch owns; see `post_one`.
+        let refused = unsafe { qp.post_send(list) }.err();
+        let posted = refused.map_or(list.len(), |refused| refused.posted) as u32;
+        tracing::trace!(posted, of = list.len(), "posted a batch");
+        posting.posted = posting.posted.wrapping_add(posted);
+        posting.total += u64::from(posted);
+        let Some(PostError { error, .. }) = refused else { return };
+        let (mut woken, last) = (WakeList::new(), slots.len() - 1);
+        let failed = Outcome::Failed(OpErrorKind::Post(error));
+        for &(index, generation) in &slots[posted as usize..last] {
+            self.settle(index, generation, failed, &mut woken);
+        }
+        let beacon = SendWr { data: Data::Sges(&[]), op: SendOp::Send, flags: SendFlags::SIGNALED, ..list[last] };
+        let flushes = posted > 0 && {
+            tracing::warn!(qpn = %qp.qpn(), %error, posted, "batch refused part-way, ending the queue pair");
+            let ended = qp.modify(&QpAttr::to_state(QpState::Err)).is_ok();
+            self.slots.slot(slots[last].0).place(posting.posted);
+            // SAFETY: S1: it names no memory.
+            ended && unsafe { qp.post_send(&[beacon]) }.is_ok()
+        };
+        if flushes {
+            posting.posted = posting.posted.wrapping_add(1);
+        } else if posted == 0 {
+            self.settle(slots[last].0, slots[last].1, failed, &mut woken);
+        }
+        drop(posting);
+        woken.finish();
+    }
+
+    /// Joins the line.
+    #[cold]
+    fn line_up(&self, mut posting: MutexGuard<'_, Posting>, queued: Queued) {
+        posting.queued.push_back(queued);
+        posting.waited += 1;
+        self.announce(posting);
+    }
+
+    /// Tells the drainer that somebody waits for room; if room came up meanwhile, uses it.
+    fn announce(&self, mut posting: MutexGuard<'_, Posting>) {
+        // Either the drainer sees `crowded` after it has freed room, or this sees the room: both sides
+        // store first and load second, in one order for all.
+        self.crowded.store(true, Ordering::SeqCst);
+        let mut woken = WakeList::new();
+        self.post_queued(&mut posting, &mut woken);
+        drop(posting);
+        woken.finish();
+    }
+
+    /// Posts those in line as far as there is room.
+    fn post_queued(&self, posting: &mut Posting, woken: &mut WakeList) {
+        while self.room(posting) > 0
+            && let Some(next) = posting.queued.pop_front()
+        {
+            let data = next.inline.as_ref().map_or(Data::Sges(&next.sges), |bytes| Data::Inline(bytes));
+            let target = next.to.as_ref().map(|(handle, qpn, qkey)| handle.target(*qpn, *qkey));
+            let wr_id = self.wr_id(next.index, next.generation);
+            let wr = SendWr { wr_id, op: SendOp::Send, flags: next.flags, data, target };
+            if let Err(error) = self.post_one(posting, next.index, next.what, wr, &next.sges) {
+                let failed = Outcome::Failed(OpErrorKind::Post(error));
+                self.settle(next.index, next.generation, failed, woken);
+            }
+        }
+        if posting.queued.is_empty() {
+            self.crowded.store(false, Ordering::SeqCst);
+        }
+    }
+
+    /// Work requests the device has room for.
+    #[inline]
+    fn room(&self, posting: &Posting) -> u32 {
+        let in_flight = posting.posted.wrapping_sub(self.retired.load(Ordering::SeqCst));
+        self.limits.depth.saturating_sub(in_flight)
+    }
+
+    /// A completion has come: its slot is finished, room is free, and who waits for room gets it.
+    #[inline]
+    pub(super) fn complete(&self, wc: &WorkCompletion, woken: &mut WakeList) {
+        let index = wc.wr_id.0 as u32 & ((1 << INDEX_BITS) - 1);
+        let generation = Generation::new((wc.wr_id.0 >> INDEX_BITS) as u32);
+        let Some(slot) = self.slots.find(index).filter(|slot| slot.is_current(generation)) else {
+            tracing::warn!(wr_id = %wc.wr_id, "completion of a work request that is not in flight");
+            return;
+        };
+        if !wc.status.is_success() {
+            self.count_failure(wc);
+        }
+        tracing::trace!(wr_id = %wc.wr_id, status = ?wc.status, "completed");
+        if self.shared {
+            self.retired.fetch_add(1, Ordering::SeqCst);
+        } else {
+            // A completion stands for all unsignalled work before it.
+            self.retired.store(slot.position().wrapping_add(1), Ordering::SeqCst);
+        }
+        self.settle(index, generation, Outcome::Completed(*wc), woken);
+        if self.crowded.load(Ordering::SeqCst) {
+            self.post_queued(&mut lock(&self.posting), woken);
+        }
+    }
+
+    #[cold]
+    fn count_failure(&self, wc: &WorkCompletion) {
+        self.failed.fetch_add(1, Ordering::Relaxed);
+        if wc.status == WcStatus::WR_FLUSH_ERR {
+            self.flushed.fetch_add(1, Ordering::Relaxed);
+            tracing::debug!(qpn = %wc.qpn, wr_id = %wc.wr_id, "flushed");
+        } else {
+            tracing::warn!(qpn = %wc.qpn, wr_id = %wc.wr_id, status = %wc.status, vendor = wc.vendor_error, "work request failed");
+        }
+    }
+
+    /// Hands the outcome to the operation; what that leaves to do is added to `woken`.
+    #[inline]
+    fn settle(&self, index: u32, generation: Generation, outcome: Outcome, woken: &mut WakeList) {
+        match self.slots.slot(index).finish(generation, outcome) {
+            Finished::Unwatched | Finished::Stale => {}
+            Finished::Wake(waker) => {
+                self.cq.no_longer_waiting();
+                woken.wake(waker);
+            }
+            Finished::Detached { held, batch } => {
+                if batch {
+                    self.slots.release_chain(index);
+                }
+                woken.dispose(held);
+            }
+        }
+    }
+
+    /// Stops posting: what is in line fails, what is posted stays with the device.
+    pub(super) fn close(&self, kind: OpErrorKind, woken: &mut WakeList) -> Option<Poster> {
+        let mut posting = lock(&self.posting);
+        let poster = posting.poster.take();
+        self.fail_queued(&mut posting, kind, woken);
+        poster
+    }
+
+    /// Ends a shared receive queue that nothing draws from any more.
+    pub(crate) fn shut(self: &Arc<Self>, kind: OpErrorKind) {
+        let mut woken = WakeList::new();
+        drop(self.close(kind, &mut woken));
+        woken.finish();
+        self.cq.abandon(self, kind, true);
+    }
+
+    fn fail_queued(&self, posting: &mut Posting, kind: OpErrorKind, woken: &mut WakeList) {
+        while let Some(next) = posting.queued.pop_front() {
+            self.settle(next.index, next.generation, Outcome::Failed(kind), woken);
+        }
+        self.crowded.store(false, Ordering::SeqCst);
+    }
+
+    /// Ends all that is in flight. The device must have forgotten it: the queue was destroyed or reset.
+    pub(super) fn abandon(&self, kind: OpErrorKind, woken: &mut WakeList) {
+        let mut posting = lock(&self.posting);
+        self.fail_queued(&mut posting, kind, woken);
+        for (index, slot) in self.slots.iter() {
+            if let Some(generation) = slot.in_flight() {
+                self.settle(index, generation, Outcome::Failed(kind), woken);
+            }
+        }
+        self.retired.store(posting.posted, Ordering::SeqCst);
+    }
+
+    pub(crate) fn counters(&self) -> WorkQueueCounters {
+        let posting = lock(&self.posting);
+        let in_flight = posting.posted.wrapping_sub(self.retired.load(Ordering::SeqCst));
+        WorkQueueCounters {
+            posted: posting.total,
+            in_flight,
+            waiting: posting.queued.len(),
+            waited: posting.waited,
+            failed: self.failed.load(Ordering::Relaxed),
+            flushed: self.flushed.load(Ordering::Relaxed),
+        }
+    }
+
+    /// Local elements of a list of buffers.
+    #[cold]
+    fn gather<B: Source>(&self, buffer: &B) -> Result<SgeList, OpErrorKind> {
+        let (mut list, mut foreign) = (SgeList::new(), false);
+        buffer.pieces(&mut |sge, pd| {
+            foreign |= pd != self.limits.pd;
+            // To some devices an element of no bytes means one of 2^31.
+            if sge.length > 0 {
+                list.push(sge);
+            }
+        });
+        if foreign { Err(OpErrorKind::Foreign { what: "buffer" }) } else { Ok(list) }
+    }
+
+    #[inline]
+    fn check(&self, sges: &[Sge], inline: Option<&[u8]>, room: u64) -> Result<(), OpErrorKind> {
+        if let Some(bytes) = inline {
+            LimitError::check("inline bytes", bytes.len() as u64, self.limits.max_inline.into())?;
+            LimitError::check("bytes for the remote region", bytes.len() as u64, room)?;
+            return Ok(());
+        }
+        let bytes: u64 = sges.iter().map(|sge| u64::from(sge.length)).sum();
+        LimitError::check("scatter/gather elements", sges.len() as u64, self.limits.max_sge.into())?;
+        LimitError::check("message bytes", bytes, self.limits.max_message)?;
+        LimitError::check("bytes for the remote region", bytes, room)?;
+        Ok(())
+    }
+
+    fn check_batch<B: Source>(
+        &self,
+        entries: &[BatchEntry],
+        buffers: &[B],
+        sges: &mut SmallVec<[Sge; 2 * BATCH_INLINE]>,
+        ends: &mut SmallVec<[usize; BATCH_INLINE]>,
+    ) -> Result<(), OpErrorKind> {
+        LimitError::check("work requests of a batch", entries.len() as u64, self.limits.depth.into())?;
+        for (entry, buffer) in entries.iter().zip(buffers) {
+            let (start, mut foreign) = (sges.len(), false);
+            buffer.pieces(&mut |sge, pd| {
+                foreign |= pd != self.limits.pd;
+                if sge.length > 0 {
+                    sges.push(sge);
+                }
+            });
+            if foreign {
+                return Err(OpErrorKind::Foreign { what: "buffer" });
+            }
+            self.check(&sges[start..], None, entry.room)?;
+            ends.push(sges.len());
+        }
+        Ok(())
+    }
+
+    fn too_many(&self) -> OpErrorKind {
+        let allowed = 1 << INDEX_BITS;
+        OpErrorKind::Limit(LimitError { field: "operations not yet awaited", asked: allowed + 1, allowed })
+    }
+}
+
+impl From<LimitError> for OpErrorKind {
+    fn from(error: LimitError) -> Self {
+        Self::Limit(error)
+    }
+}
+
+impl fmt::Debug for WorkQueue {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("WorkQueue").field("limits", &self.limits).field("counters", &self.counters()).finish()
+    }
+}
+
+/// What a send or receive queue has done so far.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct WorkQueueCounters {
+    /// Work requests given to the device.
+    pub posted: u64,
+    /// Work requests the device holds.
+    pub in_flight: u32,
+    /// Operations that wait for room now.
+    pub waiting: usize,
+    /// Operations that had to wait for room.
+    pub waited: u64,
+    /// Completions that were errors.
+    pub failed: u32,
+    /// Errors that were flushes.
+    pub flushed: u32,
+}

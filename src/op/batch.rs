@@ -1,0 +1,264 @@
+//! Many work requests, one doorbell.
+
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use super::queue_pair::{QueuePair, room};
+use crate::completion::{BatchEntry, InFlightBatch, Patience, Refusal};
+use crate::error::{OpErrorKind, TryError};
+use crate::mem::RemoteRegion;
+use crate::types::{Imm, SendFlags, SendOp, Transport};
+use crate::verbs::{Source, Target};
+
+/// Work requests to be posted together: one doorbell, one completion (or some), one future.
+///
+/// It can be used again: [`BatchResult::into_batch`] gives it back empty, with the memory it has grown to, so that
+/// batches of up to 16 work requests with a buffer each are posted without an allocation.
+///
+/// ```no_run
+/// # async fn example(qp: tokio_rdma::QueuePair, pool: tokio_rdma::Pool, remote: tokio_rdma::RemoteRegion)
+/// # -> Result<(), Box<dyn std::error::Error>> {
+/// let mut batch = tokio_rdma::Batch::new();
+/// for block in 0..8 {
+///     batch.write(pool.try_alloc(512)?, remote.slice(block * 512..(block + 1) * 512)?);
+/// }
+/// let result = qp.post_batch(batch).await;
+/// assert!(result.is_ok());
+/// # Ok(())
+/// # }
+/// ```
+pub struct Batch<B> {
+    entries: Vec<BatchEntry>,
+    buffers: Vec<B>,
+    results: Vec<Result<(), OpErrorKind>>,
+    /// A completion for each so many, besides the last; 0 for none.
+    signal_every: u32,
+    flags: SendFlags,
+}
+
+impl<B: Source> Batch<B> {
+    /// An empty batch.
+    #[must_use]
+    pub fn new() -> Self {
+        Self {
+            entries: Vec::new(),
+            buffers: Vec::new(),
+            results: Vec::new(),
+            signal_every: 0,
+            flags: SendFlags::empty(),
+        }
+    }
+
+    /// Asks for a completion after every `work_requests` and not only after the last: room in the send queue comes
+    /// free earlier. 0, the default, asks for none.
+    pub fn signal_every(&mut self, work_requests: u32) -> &mut Self {
+        self.signal_every = work_requests;
+        self
+    }
+
+    /// Lets what is added next wait for all READs and atomics before it.
+    pub fn fence(&mut self) -> &mut Self {
+        self.flags |= SendFlags::FENCE;
+        self
+    }
+
+    /// Adds a SEND.
+    pub fn send(&mut self, buffer: B) -> &mut Self {
+        self.push(SendOp::Send, buffer, u64::MAX)
+    }
+
+    /// Adds a SEND with four bytes beside it.
+    pub fn send_with_imm(&mut self, buffer: B, imm: Imm) -> &mut Self {
+        self.push(SendOp::SendWithImm(imm), buffer, u64::MAX)
+    }
+
+    /// Adds a WRITE.
+    pub fn write(&mut self, buffer: B, remote: RemoteRegion) -> &mut Self {
+        self.push(SendOp::Write(remote.remote_addr()), buffer, room(&remote))
+    }
+
+    /// Adds a WRITE that consumes a receive of the peer and reports `imm`.
+    pub fn write_with_imm(&mut self, buffer: B, remote: RemoteRegion, imm: Imm) -> &mut Self {
+        self.push(SendOp::WriteWithImm(remote.remote_addr(), imm), buffer, room(&remote))
+    }
+
+    /// Adds a READ.
+    pub fn read(&mut self, buffer: B, remote: RemoteRegion) -> &mut Self
+    where
+        B: Target,
+    {
+        self.push(SendOp::Read(remote.remote_addr()), buffer, room(&remote))
+    }
+
+    /// Work requests so far.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// True without any.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    fn push(&mut self, op: SendOp, buffer: B, room: u64) -> &mut Self {
+        self.entries.push(BatchEntry { op, flags: std::mem::take(&mut self.flags), room });
+        self.buffers.push(buffer);
+        self
+    }
+}
+
+impl<B: Source> Default for Batch<B> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl<B> fmt::Debug for Batch<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Batch").field("entries", &self.entries).field("signal_every", &self.signal_every).finish()
+    }
+}
+
+impl QueuePair {
+    /// Posts all of a batch with one doorbell (RC, UC); if the send queue has no room for all of it, they join the
+    /// line one by one.
+    ///
+    /// An empty batch is done at once.
+    ///
+    /// # Errors
+    ///
+    /// In the result, for each work request. If one is refused before posting (too long, foreign, more than
+    /// `max_send_wr`), none is posted and all have that error.
+    ///
+    /// # Cancel safety
+    ///
+    /// As [`Operation`](super::Operation): the batch goes on if the future is dropped.
+    pub fn post_batch<B: Source>(&self, batch: Batch<B>) -> BatchOp<B> {
+        match self.submit_batch(batch, Patience::Queue) {
+            Ok(operation) => operation,
+            Err(_) => unreachable!("patience waits for room"),
+        }
+    }
+
+    /// As [`post_batch`](Self::post_batch), if there is room for all of it.
+    ///
+    /// # Errors
+    ///
+    /// [`TryError::Full`] with the batch if there is not.
+    pub fn try_post_batch<B: Source>(&self, batch: Batch<B>) -> Result<BatchOp<B>, TryError<Batch<B>>> {
+        self.submit_batch(batch, Patience::Try).map_err(TryError::Full)
+    }
+
+    fn submit_batch<B: Source>(&self, batch: Batch<B>, patience: Patience) -> Result<BatchOp<B>, Batch<B>> {
+        let Batch { entries, buffers, mut results, signal_every, flags } = batch;
+        let unsupported = entries.iter().find_map(|entry| match entry.op {
+            SendOp::Read(_) => self.unsupported("READ", &[Transport::Rc]),
+            _ => self.unsupported("a batch", &[Transport::Rc, Transport::Uc]),
+        });
+        results.clear();
+        let (in_flight, buffers) = match unsupported {
+            _ if entries.is_empty() => (None, buffers),
+            Some(kind) => {
+                results.resize(entries.len(), Err(kind));
+                (None, buffers)
+            }
+            None => match self.send_queue().submit_batch(&entries, self.flags, signal_every, buffers, patience) {
+                Ok(in_flight) => (Some(in_flight), Vec::new()),
+                Err(Refusal::Full(buffers)) => return Err(Batch { entries, buffers, results, signal_every, flags }),
+                Err(Refusal::Error(kind, buffers)) => {
+                    results.resize(entries.len(), Err(kind));
+                    (None, buffers)
+                }
+            },
+        };
+        let batch = Batch { entries, buffers, results, signal_every, flags };
+        Ok(BatchOp { in_flight, batch: Some(batch) })
+    }
+}
+
+/// A batch in flight; gives a [`BatchResult`].
+#[must_use = "it is posted already, but only awaiting it tells whether it succeeded"]
+pub struct BatchOp<B: Source> {
+    /// `None` if nothing was posted.
+    in_flight: Option<InFlightBatch<B>>,
+    batch: Option<Batch<B>>,
+}
+
+impl<B: Source> Future for BatchOp<B> {
+    type Output = BatchResult<B>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<BatchResult<B>> {
+        let Self { in_flight, batch } = &mut *self;
+        let Some(posted) = batch else { panic!("a batch was polled after it had completed") };
+        if let Some(in_flight) = in_flight {
+            posted.buffers = ready!(in_flight.poll(&mut posted.results, context));
+        }
+        match batch.take() {
+            Some(batch) => Poll::Ready(BatchResult { batch }),
+            None => unreachable!("checked above"),
+        }
+    }
+}
+
+impl<B: Source> fmt::Debug for BatchOp<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("BatchOp").field("in_flight", &self.in_flight).field("batch", &self.batch).finish()
+    }
+}
+
+/// What became of a batch, in the order in which its work requests were added.
+#[derive(Debug)]
+#[must_use = "it may hold failures"]
+pub struct BatchResult<B> {
+    batch: Batch<B>,
+}
+
+impl<B: Source> BatchResult<B> {
+    /// True if all succeeded.
+    #[must_use]
+    pub fn is_ok(&self) -> bool {
+        self.results().iter().all(Result::is_ok)
+    }
+
+    /// The outcome of each.
+    #[must_use]
+    pub fn results(&self) -> &[Result<(), OpErrorKind>] {
+        &self.batch.results
+    }
+
+    /// The first failure: those behind it were flushed because of it.
+    ///
+    /// # Errors
+    ///
+    /// That failure.
+    pub fn into_buffers(self) -> Result<Vec<B>, OpErrorKind> {
+        match self.results().iter().find_map(|result| result.err()) {
+            None => Ok(self.batch.buffers),
+            Some(kind) => Err(kind),
+        }
+    }
+
+    /// The buffers, one for each.
+    #[must_use]
+    pub fn buffers(&self) -> &[B] {
+        &self.batch.buffers
+    }
+
+    /// Takes the buffers out, one for each.
+    pub fn drain(&mut self) -> impl Iterator<Item = B> + '_ {
+        self.batch.buffers.drain(..)
+    }
+
+    /// The batch, empty, to be used again; drops buffers that were not taken.
+    #[must_use]
+    pub fn into_batch(self) -> Batch<B> {
+        let mut batch = self.batch;
+        batch.entries.clear();
+        batch.buffers.clear();
+        batch
+    }
+}

@@ -1,0 +1,509 @@
+//! Queue pair: made, connected, closed.
+
+use std::fmt;
+use std::sync::{Arc, OnceLock};
+
+use crate::completion::{CompletionQueue, Limits, QueuePairCore, Request, What, WorkQueue, WorkQueueCounters};
+use crate::error::{LimitError, OpErrorKind, SetupError};
+use crate::mem::RemoteRegion;
+use crate::op::SharedReceiveQueue;
+use crate::types::{
+    Access, AckTimeout, AddressVector, Gid, LinkLayer, Mtu, PortNum, Psn, Qkey, QpAttr, QpCaps, QpState, Qpn, RnrTimer,
+    SendFlags, SendOp, Transport,
+};
+use crate::verbs::{BufMut, PdKey, Pool, PoolError, ProtectionDomain, Qp, QpOptions};
+
+/// A queue pair whose work requests are futures; clones share it.
+///
+/// # Closing
+///
+/// [`close`](Self::close) ends it in order. Dropping the last clone ends it at once: what is in flight is flushed
+/// or fails as [`OpErrorKind::Closed`], and when the drop returns the device touches no buffer any more.
+#[derive(Clone)]
+pub struct QueuePair {
+    pub(super) inner: Arc<Inner>,
+    pub(super) flags: SendFlags,
+}
+
+pub(super) struct Inner {
+    pub(super) core: Arc<QueuePairCore>,
+    srq: Option<SharedReceiveQueue>,
+    pd: ProtectionDomain,
+    transport: Transport,
+    qpn: Qpn,
+    caps: QpCaps,
+    /// Our first packet sequence number, drawn at random.
+    psn: Psn,
+    local: Local,
+    /// Where results of atomics arrive; registered when first needed.
+    words: OnceLock<Pool>,
+    span: tracing::Span,
+    // Last, for its completions come while the core shuts down.
+    _queues: [CompletionQueue; 2],
+}
+
+/// Our side of a connection.
+#[derive(Debug, Clone, Copy)]
+struct Local {
+    port: PortNum,
+    gid_index: u8,
+    gid: Gid,
+    lid: u16,
+    link_layer: LinkLayer,
+    mtu: Mtu,
+    reads: u8,
+}
+
+impl QueuePair {
+    /// A reliable connection with default sizes, in INIT: receives can be posted.
+    ///
+    /// # Errors
+    ///
+    /// As [`QueuePairBuilder::build`].
+    pub fn new(pd: &ProtectionDomain, queue: &CompletionQueue) -> Result<Self, SetupError> {
+        Self::builder(pd, queue).build()
+    }
+
+    /// A queue pair to be described further; `queue` takes its completions.
+    #[must_use]
+    pub fn builder(pd: &ProtectionDomain, queue: &CompletionQueue) -> QueuePairBuilder {
+        QueuePairBuilder {
+            pd: pd.clone(),
+            send_queue: queue.clone(),
+            recv_queue: queue.clone(),
+            srq: None,
+            transport: Transport::Rc,
+            caps: QpCaps { max_send_wr: 128, max_recv_wr: 128, max_send_sge: 4, max_recv_sge: 4, max_inline: 64 },
+            access: Access::REMOTE_ALL,
+            qkey: Qkey(0),
+        }
+    }
+
+    /// Its number.
+    #[must_use]
+    pub fn qpn(&self) -> Qpn {
+        self.inner.qpn
+    }
+
+    /// Service type.
+    #[must_use]
+    pub fn transport(&self) -> Transport {
+        self.inner.transport
+    }
+
+    /// Sizes granted.
+    #[must_use]
+    pub fn caps(&self) -> QpCaps {
+        self.inner.caps
+    }
+
+    /// The protection domain it belongs to.
+    #[must_use]
+    pub fn protection_domain(&self) -> &ProtectionDomain {
+        &self.inner.pd
+    }
+
+    /// What a peer needs to connect to it.
+    #[must_use]
+    pub fn endpoint(&self) -> QueuePairEndpoint {
+        let Local { gid, lid, link_layer, mtu, reads, .. } = self.inner.local;
+        QueuePairEndpoint {
+            transport: self.inner.transport,
+            qpn: self.inner.qpn,
+            psn: self.inner.psn,
+            gid,
+            lid,
+            link_layer,
+            mtu,
+            reads,
+        }
+    }
+
+    /// Connects to a peer, which does the same with our [`endpoint`](Self::endpoint). UD needs no peer and is
+    /// ready after [`activate`](Self::activate).
+    ///
+    /// Both ends may send as soon as both have called it; what is sent before the other end has is repeated until
+    /// it answers, or lost if the connection is unreliable.
+    ///
+    /// # Errors
+    ///
+    /// [`SetupError::Mismatch`] if the ends do not fit together, [`SetupError::Transition`] if it is connected
+    /// already, [`SetupError::Verb`] if the device refuses.
+    pub fn connect(&self, peer: &QueuePairEndpoint) -> Result<(), SetupError> {
+        self.connect_with(peer, &ConnectOptions::default())
+    }
+
+    /// As [`connect`](Self::connect), with timeouts and retries of your own.
+    ///
+    /// # Errors
+    ///
+    /// As [`connect`](Self::connect).
+    pub fn connect_with(&self, peer: &QueuePairEndpoint, options: &ConnectOptions) -> Result<(), SetupError> {
+        let _entered = self.inner.span.enter();
+        let local = self.inner.local;
+        self.agree("transport", self.inner.transport, peer.transport)?;
+        self.agree("link layer", local.link_layer, peer.link_layer)?;
+        LimitError::check("retry_count", options.retry_count.into(), 7)?;
+        LimitError::check("rnr_retry", options.rnr_retry.into(), 7)?;
+        let reliable = self.inner.transport == Transport::Rc;
+        let mut address = AddressVector::new(local.port, local.gid_index, peer.gid);
+        address.dlid = peer.lid;
+        self.modify(&QpAttr {
+            address: Some(address),
+            path_mtu: Some(local.mtu.min(peer.mtu)),
+            dest_qpn: Some(peer.qpn),
+            rq_psn: Some(peer.psn),
+            max_dest_rd_atomic: reliable.then_some(local.reads),
+            min_rnr_timer: reliable.then_some(options.rnr_timer),
+            ..QpAttr::to_state(QpState::Rtr)
+        })?;
+        self.modify(&QpAttr {
+            sq_psn: Some(self.inner.psn),
+            timeout: reliable.then_some(options.timeout),
+            retry_count: reliable.then_some(options.retry_count),
+            rnr_retry: reliable.then_some(options.rnr_retry),
+            max_rd_atomic: reliable.then_some(local.reads.min(peer.reads)),
+            ..QpAttr::to_state(QpState::Rts)
+        })?;
+        tracing::debug!(peer = %peer.qpn, gid = %peer.gid, "connected");
+        Ok(())
+    }
+
+    /// Makes a datagram queue pair ready to send and receive.
+    ///
+    /// # Errors
+    ///
+    /// [`SetupError::Transition`] if it is ready already or not of datagrams.
+    pub fn activate(&self) -> Result<(), SetupError> {
+        self.modify(&QpAttr::to_state(QpState::Rtr))?;
+        self.modify(&QpAttr { sq_psn: Some(self.inner.psn), ..QpAttr::to_state(QpState::Rts) })
+    }
+
+    fn agree<T: fmt::Debug + PartialEq>(&self, what: &'static str, ours: T, theirs: T) -> Result<(), SetupError> {
+        if ours == theirs {
+            return Ok(());
+        }
+        Err(SetupError::Mismatch { what, ours: format!("{ours:?}"), theirs: format!("{theirs:?}") })
+    }
+
+    /// Changes attributes and state, `ibv_modify_qp(3)`; a refused change changes nothing. Work that a change to
+    /// RESET makes the device forget fails as [`OpErrorKind::Closed`].
+    ///
+    /// # Errors
+    ///
+    /// [`SetupError::Transition`] with what is missing or not allowed, [`SetupError::Verb`] if the device refuses,
+    /// [`SetupError::Closed`] after [`close`](Self::close).
+    pub fn modify(&self, attr: &QpAttr) -> Result<(), SetupError> {
+        self.inner.core.modify(attr)
+    }
+
+    /// Current state and all attributes that have been set, `ibv_query_qp(3)`.
+    ///
+    /// # Errors
+    ///
+    /// [`SetupError::Verb`] if the device refuses, [`SetupError::Closed`] after [`close`](Self::close).
+    pub fn query(&self) -> Result<(QpState, QpAttr), SetupError> {
+        Ok(self.inner.core.qp()?.query()?)
+    }
+
+    /// Ends it in order: no more sends start, what is in flight is flushed and awaited, then it is destroyed.
+    ///
+    /// Operations that peers have not acknowledged fail with
+    /// [`WR_FLUSH_ERR`](crate::types::WcStatus::WR_FLUSH_ERR): await those that matter before. Clones stay valid and
+    /// answer [`OpErrorKind::Closed`].
+    ///
+    /// # Cancel safety
+    ///
+    /// Once polled, dropping the future leaves the queue pair in the error state; the rest happens when its last
+    /// clone is dropped.
+    pub async fn close(self) {
+        if self.modify(&QpAttr::to_state(QpState::Err)).is_ok() {
+            // In the error state work is taken and flushed, in order: this flush comes after all others.
+            let beacon = super::Send::post(self.send_queue(), self.request(What::Send(SendOp::Send), u64::MAX), ());
+            if let Err(error) = beacon.await {
+                tracing::debug!(%error, qpn = %self.qpn(), "drained");
+            }
+        }
+        self.inner.core.shut_down(OpErrorKind::Closed);
+    }
+
+    /// What its send queue has done so far.
+    #[must_use]
+    pub fn send_counters(&self) -> WorkQueueCounters {
+        self.send_queue().counters()
+    }
+
+    /// What its receive queue has done so far; nothing, if it draws from a shared one.
+    #[must_use]
+    pub fn receive_counters(&self) -> WorkQueueCounters {
+        self.inner.core.receive().map(|queue| queue.counters()).unwrap_or_default()
+    }
+
+    /// The same queue pair; what is posted through this handle waits for all READs and atomics posted before, as
+    /// `IBV_SEND_FENCE` of `ibv_post_send(3)` (RC).
+    #[must_use]
+    pub fn fenced(&self) -> Self {
+        Self { inner: self.inner.clone(), flags: self.flags | SendFlags::FENCE }
+    }
+
+    /// The same queue pair; messages sent through this handle raise a solicited event at the receiver, as
+    /// `IBV_SEND_SOLICITED` of `ibv_post_send(3)`.
+    #[must_use]
+    pub fn solicited(&self) -> Self {
+        Self { inner: self.inner.clone(), flags: self.flags | SendFlags::SOLICITED }
+    }
+
+    #[inline]
+    pub(super) fn send_queue(&self) -> &Arc<WorkQueue> {
+        self.inner.core.send()
+    }
+
+    #[inline]
+    pub(super) fn request(&self, what: What, room: u64) -> Request<'static> {
+        Request { what, flags: self.flags | SendFlags::SIGNALED, inline: None, to: None, room }
+    }
+
+    /// Why an operation does not exist on this transport.
+    #[inline]
+    pub(super) fn unsupported(&self, what: &'static str, on: &[Transport]) -> Option<OpErrorKind> {
+        (!on.contains(&self.inner.transport)).then_some(OpErrorKind::Unsupported { what })
+    }
+
+    /// A registered word for the result of an atomic.
+    pub(super) fn word(&self) -> Result<BufMut, PoolError> {
+        let words = match self.inner.words.get() {
+            Some(words) => words,
+            None => {
+                let made = Pool::builder(&self.inner.pd).buffer_size(8).buffers(64).growing(true).build();
+                let made = made.map_err(PoolError::Register)?;
+                self.inner.words.get_or_init(|| made)
+            }
+        };
+        words.try_alloc(8)
+    }
+}
+
+/// Room at the remote end.
+#[inline]
+pub(super) fn room(remote: &RemoteRegion) -> u64 {
+    remote.len()
+}
+
+impl fmt::Debug for QueuePair {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("QueuePair")
+            .field("qpn", &self.inner.qpn)
+            .field("transport", &self.inner.transport)
+            .field("send", &self.send_counters())
+            .field("receive", &self.receive_counters())
+            .finish_non_exhaustive()
+    }
+}
+
+/// Describes a [`QueuePair`].
+#[derive(Debug, Clone)]
+pub struct QueuePairBuilder {
+    pd: ProtectionDomain,
+    send_queue: CompletionQueue,
+    recv_queue: CompletionQueue,
+    srq: Option<SharedReceiveQueue>,
+    transport: Transport,
+    caps: QpCaps,
+    access: Access,
+    qkey: Qkey,
+}
+
+impl QueuePairBuilder {
+    /// Service type; RC unless set.
+    #[must_use]
+    pub fn transport(mut self, transport: Transport) -> Self {
+        self.transport = transport;
+        self
+    }
+
+    /// Another queue for completions of receives than for those of sends.
+    #[must_use]
+    pub fn receive_completions(mut self, queue: &CompletionQueue) -> Self {
+        self.recv_queue = queue.clone();
+        self
+    }
+
+    /// Draws receives from a shared queue, whose completion queue becomes that of receives.
+    #[must_use]
+    pub fn shared_receive_queue(mut self, srq: &SharedReceiveQueue) -> Self {
+        self.recv_queue = srq.completion_queue().clone();
+        self.srq = Some(srq.clone());
+        self
+    }
+
+    /// Work requests the send queue holds; 128 unless set. More operations wait for room.
+    #[must_use]
+    pub fn max_send_wr(mut self, work_requests: u32) -> Self {
+        self.caps.max_send_wr = work_requests;
+        self
+    }
+
+    /// Work requests the receive queue holds; 128 unless set. More operations wait for room.
+    #[must_use]
+    pub fn max_recv_wr(mut self, work_requests: u32) -> Self {
+        self.caps.max_recv_wr = work_requests;
+        self
+    }
+
+    /// Scatter/gather elements of a work request, that is buffers in a `Vec`; 4 unless set.
+    #[must_use]
+    pub fn max_sge(mut self, elements: u32) -> Self {
+        self.caps.max_send_sge = elements;
+        self.caps.max_recv_sge = elements;
+        self
+    }
+
+    /// Most bytes that can be sent inline; 64 unless set. Devices take queue memory for it.
+    #[must_use]
+    pub fn max_inline(mut self, bytes: u32) -> Self {
+        self.caps.max_inline = bytes;
+        self
+    }
+
+    /// What a peer may do to regions exposed in the same protection domain; everything unless set.
+    #[must_use]
+    pub fn access(mut self, access: Access) -> Self {
+        self.access = access;
+        self
+    }
+
+    /// Queue key that datagrams must carry; 0 unless set.
+    #[must_use]
+    pub fn qkey(mut self, qkey: Qkey) -> Self {
+        self.qkey = qkey;
+        self
+    }
+
+    /// Makes it, in INIT: receives can be posted, nothing arrives yet.
+    ///
+    /// # Errors
+    ///
+    /// [`SetupError::Limit`] beyond a limit of the device, [`SetupError::CompletionQueueFull`] if the completion queue
+    /// has no room for its work, [`SetupError::Foreign`] for queues of another device or protection domain,
+    /// [`SetupError::NoGid`] without an active port, [`SetupError::Verb`] if the provider refuses.
+    pub fn build(self) -> Result<QueuePair, SetupError> {
+        let Self { pd, send_queue, recv_queue, srq, transport, mut caps, access, qkey } = self;
+        let device = pd.device();
+        let (port, gid) = device.default_path()?;
+        if srq.is_some() {
+            caps.max_recv_wr = 0;
+        }
+        let options = QpOptions { transport, caps };
+        let (send_cq, recv_cq) = (send_queue.verbs(), recv_queue.verbs());
+        let qp = Qp::new(&pd, send_cq, recv_cq, srq.as_ref().map(SharedReceiveQueue::verbs), &options)?;
+        let (granted, qpn) = (qp.caps(), qp.qpn());
+        let datagram = transport == Transport::Ud;
+        qp.modify(&QpAttr {
+            pkey_index: Some(0),
+            port: Some(port.port),
+            access: (!datagram).then_some(access),
+            qkey: datagram.then_some(qkey),
+            ..QpAttr::to_state(QpState::Init)
+        })?;
+
+        // The depth asked for, not the one granted: completion queue room is set aside by it.
+        let limits = |depth, max_sge| Limits {
+            depth,
+            max_sge,
+            max_inline: granted.max_inline,
+            max_message: if datagram { port.active_mtu.bytes() as u64 } else { port.max_msg_size.into() },
+            pd: PdKey(pd.id()),
+        };
+        let send = limits(caps.max_send_wr, granted.max_send_sge);
+        // A receive may be larger than any message.
+        let receive = Limits { max_message: u64::MAX, ..limits(caps.max_recv_wr, granted.max_recv_sge) };
+        let core = QueuePairCore::new(
+            qp,
+            (send_queue.shared(), send),
+            (recv_queue.shared(), srq.is_none().then_some(receive)),
+        )?;
+        let span = tracing::info_span!("queue_pair", %qpn, ?transport);
+        span.in_scope(|| tracing::debug!(?caps, "created"));
+        let local = Local {
+            port: port.port,
+            gid_index: gid.index,
+            gid: gid.gid,
+            lid: port.lid,
+            link_layer: port.link_layer,
+            mtu: port.active_mtu,
+            reads: device.attr().max_qp_rd_atom.min(device.attr().max_qp_init_rd_atom),
+        };
+        let inner = Inner {
+            core,
+            srq,
+            transport,
+            qpn,
+            caps: granted,
+            psn: random_psn()?,
+            local,
+            words: OnceLock::new(),
+            span,
+            pd,
+            _queues: [send_queue, recv_queue],
+        };
+        Ok(QueuePair { inner: Arc::new(inner), flags: SendFlags::empty() })
+    }
+}
+
+/// A first sequence number that nobody can guess.
+fn random_psn() -> Result<Psn, SetupError> {
+    let mut bytes = [0; 4];
+    getrandom::fill(&mut bytes).map_err(|error| {
+        let errno = error.raw_os_error().unwrap_or(crate::error::VerbError::EIO);
+        crate::error::VerbError::new("getrandom", errno)
+    })?;
+    Ok(Psn::new(u32::from_ne_bytes(bytes)))
+}
+
+/// What a peer needs to know to connect to a queue pair.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct QueuePairEndpoint {
+    /// Service type.
+    pub transport: Transport,
+    /// Queue pair number.
+    pub qpn: Qpn,
+    /// First packet sequence number it sends.
+    pub psn: Psn,
+    /// Address of its port.
+    pub gid: Gid,
+    /// Local identifier of its port (InfiniBand); 0 on Ethernet.
+    pub lid: u16,
+    /// What its port is attached to.
+    pub link_layer: LinkLayer,
+    /// Largest packet payload; the smaller of both ends is used.
+    pub mtu: Mtu,
+    /// READ and atomic requests it serves at once.
+    pub reads: u8,
+}
+
+/// Timeouts and retries of a reliable connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ConnectOptions {
+    /// Time to wait for an acknowledgement. 67 ms unless set, code 14, as librdmacm and most applications do: far
+    /// above the latency of a loaded network, and seven retries notice a dead peer within some seconds.
+    pub timeout: AckTimeout,
+    /// Repetitions of what was not acknowledged, 0 to 7. 7 unless set.
+    pub retry_count: u8,
+    /// Repetitions of what found no receive posted, 0 to 6, or 7 for ever. For ever unless set: the peer is there
+    /// and slow, which deadlines of the service should decide about.
+    pub rnr_retry: u8,
+    /// Time that a peer waits before it repeats what found no receive posted here. 0.64 ms unless set.
+    pub rnr_timer: RnrTimer,
+}
+
+impl Default for ConnectOptions {
+    fn default() -> Self {
+        Self { timeout: AckTimeout::from_code(14), retry_count: 7, rnr_retry: 7, rnr_timer: RnrTimer::from_code(12) }
+    }
+}
+
+impl Inner {
+    pub(super) fn srq(&self) -> Option<&SharedReceiveQueue> {
+        self.srq.as_ref()
+    }
+}

@@ -1,0 +1,49 @@
+//! READ: from the peer's memory.
+
+use super::future::{Operation, Return};
+use super::queue_pair::{QueuePair, room};
+use crate::completion::What;
+use crate::error::TryError;
+use crate::mem::RemoteRegion;
+use crate::types::{SendOp, Transport};
+use crate::verbs::Target;
+
+/// A READ in flight; gives the buffer back, filled.
+pub type Read<B> = Operation<Return<B>>;
+
+impl QueuePair {
+    /// Fills the buffer, all of its length, from the start of `remote` (RC).
+    ///
+    /// # Errors
+    ///
+    /// Of the future, with the buffer, whose content is arbitrary then:
+    /// [`OpErrorKind::Limit`](crate::OpErrorKind::Limit) if the buffer is longer than `remote`,
+    /// [`REM_ACCESS_ERR`](crate::types::WcStatus::REM_ACCESS_ERR) if the peer does not grant it (any more); the
+    /// connection has ended then.
+    ///
+    /// # Cancel safety
+    ///
+    /// As [`Operation`]: if the future is dropped, the buffer comes back to its pool when the device has filled it.
+    #[inline]
+    pub fn read<B: Target>(&self, buffer: B, remote: RemoteRegion) -> Read<B> {
+        if let Some(kind) = self.unsupported("READ", &[Transport::Rc]) {
+            return Operation::refused(kind, buffer);
+        }
+        let op = SendOp::Read(remote.remote_addr());
+        Operation::post(self.send_queue(), self.request(What::Send(op), room(&remote)), buffer)
+    }
+
+    /// As [`read`](Self::read), if there is room in the send queue.
+    ///
+    /// # Errors
+    ///
+    /// [`TryError::Full`] with the buffer if there is none.
+    #[inline]
+    pub fn try_read<B: Target>(&self, buffer: B, remote: RemoteRegion) -> Result<Read<B>, TryError<B>> {
+        if let Some(kind) = self.unsupported("READ", &[Transport::Rc]) {
+            return Ok(Operation::refused(kind, buffer));
+        }
+        let op = SendOp::Read(remote.remote_addr());
+        Operation::try_post(self.send_queue(), self.request(What::Send(op), room(&remote)), buffer)
+    }
+}

@@ -1,0 +1,120 @@
+//! RECV: room for the peer's next message.
+
+use std::marker::PhantomData;
+use std::sync::Arc;
+
+use super::future::{Finish, Operation};
+use super::queue_pair::QueuePair;
+use crate::completion::{Request, What, WorkQueue};
+use crate::error::{OpErrorKind, TryError};
+use crate::types::{Imm, Qpn, SendFlags, WcFlags, WcOpcode, WorkCompletion};
+use crate::verbs::Target;
+
+/// A receive in flight; gives what was [`Received`].
+pub type Recv<B> = Operation<Receipt<B>>;
+
+/// A message that arrived, or the news of a peer's WRITE_WITH_IMM.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct Received<B> {
+    /// The buffer, cut down to the bytes that arrived; empty for a WRITE_WITH_IMM.
+    ///
+    /// A datagram's first 40 bytes are its routing header, see [`WcFlags::GRH`].
+    pub buffer: B,
+    /// Bytes of the message, or bytes that the WRITE_WITH_IMM wrote.
+    pub len: usize,
+    /// Four bytes beside it, if the peer sent them.
+    pub imm: Option<Imm>,
+    /// True if it is a WRITE_WITH_IMM: the data are where the peer wrote them.
+    pub written: bool,
+    /// Queue pair it arrived on: of interest with a shared receive queue.
+    pub qpn: Qpn,
+    /// The sender (UD).
+    pub src_qpn: Qpn,
+    /// Flags of the completion.
+    pub flags: WcFlags,
+}
+
+/// Makes a [`Received`] of a buffer.
+#[derive(Debug)]
+pub struct Receipt<B>(PhantomData<fn() -> B>);
+
+impl<B: Target> Finish for Receipt<B> {
+    type Held = B;
+    type Buffer = B;
+    type Output = Received<B>;
+
+    #[inline]
+    fn finish(mut held: B, completion: &WorkCompletion) -> Received<B> {
+        let written = completion.opcode == WcOpcode::RecvRdmaWithImm;
+        let len = completion.byte_len as usize;
+        held.filled(if written { 0 } else { len });
+        Received {
+            buffer: held,
+            len,
+            imm: completion.imm(),
+            written,
+            qpn: completion.qpn,
+            src_qpn: completion.src_qpn,
+            flags: completion.flags,
+        }
+    }
+
+    #[inline]
+    fn give_back(held: B) -> B {
+        held
+    }
+}
+
+const REQUEST: Request<'static> =
+    Request { what: What::Receive, flags: SendFlags::empty(), inline: None, to: None, room: u64::MAX };
+
+#[inline]
+pub(super) fn recv<B: Target>(queue: &Arc<WorkQueue>, buffer: B) -> Recv<B> {
+    Operation::post(queue, REQUEST, buffer)
+}
+
+#[inline]
+pub(super) fn try_recv<B: Target>(queue: &Arc<WorkQueue>, buffer: B) -> Result<Recv<B>, TryError<B>> {
+    Operation::try_post(queue, REQUEST, buffer)
+}
+
+impl QueuePair {
+    /// Posts a receive: the next message that finds it first goes into `buffer`, all of its length.
+    ///
+    /// Messages fill receives in the order in which both were posted. A WRITE_WITH_IMM of the peer consumes
+    /// one too.
+    ///
+    /// # Errors
+    ///
+    /// Of the future, with the buffer: [`LOC_LEN_ERR`](crate::types::WcStatus::LOC_LEN_ERR) if the message is longer,
+    /// [`WR_FLUSH_ERR`](crate::types::WcStatus::WR_FLUSH_ERR) when the connection ends,
+    /// [`OpErrorKind::Unsupported`] if receives come from a shared queue.
+    ///
+    /// # Cancel safety
+    ///
+    /// The receive stays posted if the future is dropped, and the message that finds it is lost, its buffer back
+    /// in its pool. To wait with a deadline, poll the same future again: `timeout(deadline, &mut receive)`.
+    #[inline]
+    pub fn recv<B: Target>(&self, buffer: B) -> Recv<B> {
+        match self.inner.core.receive() {
+            Some(queue) => recv(queue, buffer),
+            None => Operation::refused(SHARED, buffer),
+        }
+    }
+
+    /// As [`recv`](Self::recv), if there is room in the receive queue.
+    ///
+    /// # Errors
+    ///
+    /// [`TryError::Full`] with the buffer if there is none.
+    #[inline]
+    pub fn try_recv<B: Target>(&self, buffer: B) -> Result<Recv<B>, TryError<B>> {
+        match self.inner.core.receive() {
+            Some(queue) => try_recv(queue, buffer),
+            None => Ok(Operation::refused(SHARED, buffer)),
+        }
+    }
+}
+
+const SHARED: OpErrorKind = OpErrorKind::Unsupported { what: "a receive of its own beside a shared receive queue" };

@@ -1,0 +1,155 @@
+//! SEND: a message into the peer's next receive.
+
+use super::future::{Finish, Operation, Return};
+use super::queue_pair::QueuePair;
+use crate::completion::{Request, What};
+use crate::error::TryError;
+use crate::types::{Imm, Qkey, Qpn, SendOp, Transport, WorkCompletion};
+use crate::verbs::{AddressHandle, PdKey, Sealed, Source};
+
+/// A SEND in flight; gives the buffer back.
+pub type Send<B> = Operation<Return<B>>;
+
+/// A datagram in flight; gives the buffer back.
+pub type SendTo<B> = Operation<Addressed<B>>;
+
+const CONNECTED: &[Transport] = &[Transport::Rc, Transport::Uc];
+
+impl QueuePair {
+    /// Sends a message: it fills the peer's next receive (RC, UC).
+    ///
+    /// # Errors
+    ///
+    /// Of the future, with the buffer: the completion's status, among them
+    /// [`REM_INV_REQ_ERR`](crate::types::WcStatus::REM_INV_REQ_ERR) if the message is longer than the receive and
+    /// [`RNR_RETRY_EXC_ERR`](crate::types::WcStatus::RNR_RETRY_EXC_ERR) if none was posted for too long.
+    ///
+    /// # Cancel safety
+    ///
+    /// As [`Operation`]: the message is sent even if the future is dropped.
+    #[inline]
+    pub fn send<B: Source>(&self, buffer: B) -> Send<B> {
+        self.post_send(SendOp::Send, buffer)
+    }
+
+    /// As [`send`](Self::send), with four bytes beside the message.
+    #[inline]
+    pub fn send_with_imm<B: Source>(&self, buffer: B, imm: Imm) -> Send<B> {
+        self.post_send(SendOp::SendWithImm(imm), buffer)
+    }
+
+    /// As [`send`](Self::send), of at most `max_inline` bytes that are copied now: `bytes` can be reused at once.
+    #[inline]
+    pub fn send_inline(&self, bytes: &[u8]) -> Send<()> {
+        if let Some(kind) = self.unsupported("SEND to a connected peer", CONNECTED) {
+            return Operation::refused(kind, ());
+        }
+        let request = Request { inline: Some(bytes), ..self.request(What::Send(SendOp::Send), u64::MAX) };
+        Operation::post(self.send_queue(), request, ())
+    }
+
+    /// As [`send`](Self::send), if there is room in the send queue.
+    ///
+    /// # Errors
+    ///
+    /// [`TryError::Full`] with the buffer if there is none.
+    #[inline]
+    pub fn try_send<B: Source>(&self, buffer: B) -> Result<Send<B>, TryError<B>> {
+        if let Some(kind) = self.unsupported("SEND to a connected peer", CONNECTED) {
+            return Ok(Operation::refused(kind, buffer));
+        }
+        Operation::try_post(self.send_queue(), self.request(What::Send(SendOp::Send), u64::MAX), buffer)
+    }
+
+    #[inline]
+    fn post_send<B: Source>(&self, op: SendOp, buffer: B) -> Send<B> {
+        if let Some(kind) = self.unsupported("SEND to a connected peer", CONNECTED) {
+            return Operation::refused(kind, buffer);
+        }
+        Operation::post(self.send_queue(), self.request(What::Send(op), u64::MAX), buffer)
+    }
+
+    /// Sends a datagram of at most the port's MTU to any datagram queue pair (UD).
+    ///
+    /// Success means that it was sent. It arrives 40 bytes into the receive, or is lost: without a trace if
+    /// there is no such queue pair, it has another queue key, or no receive is posted.
+    ///
+    /// # Errors
+    ///
+    /// Of the future, with the buffer.
+    ///
+    /// # Cancel safety
+    ///
+    /// As [`Operation`]: the datagram is sent even if the future is dropped.
+    pub fn send_to<B: Source>(&self, buffer: B, handle: &AddressHandle, qpn: Qpn, qkey: Qkey) -> SendTo<B> {
+        self.post_send_to(SendOp::Send, buffer, handle, qpn, qkey)
+    }
+
+    /// As [`send_to`](Self::send_to), with four bytes beside the datagram.
+    pub fn send_to_with_imm<B: Source>(
+        &self,
+        buffer: B,
+        imm: Imm,
+        handle: &AddressHandle,
+        qpn: Qpn,
+        qkey: Qkey,
+    ) -> SendTo<B> {
+        self.post_send_to(SendOp::SendWithImm(imm), buffer, handle, qpn, qkey)
+    }
+
+    fn post_send_to<B: Source>(
+        &self,
+        op: SendOp,
+        buffer: B,
+        handle: &AddressHandle,
+        qpn: Qpn,
+        qkey: Qkey,
+    ) -> SendTo<B> {
+        let held = WithRoute { buffer, _handle: handle.clone() };
+        if let Some(kind) = self.unsupported("a datagram", &[Transport::Ud]) {
+            return Operation::refused(kind, held);
+        }
+        if !handle.protection_domain().same(self.protection_domain()) {
+            return Operation::refused(crate::error::OpErrorKind::Foreign { what: "address handle" }, held);
+        }
+        let request = Request { to: Some((handle, qpn, qkey)), ..self.request(What::Send(op), u64::MAX) };
+        Operation::post(self.send_queue(), request, held)
+    }
+}
+
+/// Gives the buffer of a datagram back.
+#[derive(Debug)]
+pub struct Addressed<B>(std::marker::PhantomData<fn() -> B>);
+
+/// A buffer with the route that its datagram takes, which the device may need until it has gone.
+#[derive(Debug)]
+pub struct WithRoute<B> {
+    buffer: B,
+    _handle: AddressHandle,
+}
+
+impl<B: Source> Source for WithRoute<B> {}
+
+impl<B: Source> Sealed for WithRoute<B> {
+    fn pieces(&self, visit: &mut dyn FnMut(crate::types::Sge, PdKey)) {
+        self.buffer.pieces(visit);
+    }
+
+    fn single(&self) -> Option<(crate::types::Sge, PdKey)> {
+        self.buffer.single()
+    }
+}
+
+impl<B: Source> Finish for Addressed<B> {
+    type Held = WithRoute<B>;
+    type Buffer = B;
+    type Output = B;
+
+    fn finish(held: WithRoute<B>, _completion: &WorkCompletion) -> B {
+        held.buffer
+    }
+
+    fn give_back(held: WithRoute<B>) -> B {
+        held.buffer
+    }
+}

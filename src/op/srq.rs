@@ -1,0 +1,119 @@
+//! Shared receive queue: receives that many queue pairs draw from.
+
+use std::fmt;
+use std::sync::Arc;
+
+use super::recv::{Recv, recv, try_recv};
+use crate::completion::{CompletionQueue, Limits, Poster, WorkQueue, WorkQueueCounters};
+use crate::error::{OpErrorKind, SetupError, TryError};
+use crate::types::SrqCaps;
+use crate::verbs::{PdKey, ProtectionDomain, Srq, Target};
+
+/// Receives that many queue pairs draw from, in the order in which messages arrive; clones share it.
+///
+/// All its completions arrive on one completion queue, which its queue pairs use for receives.
+#[derive(Clone)]
+pub struct SharedReceiveQueue {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    queue: Arc<WorkQueue>,
+    srq: Srq,
+    completions: CompletionQueue,
+}
+
+impl SharedReceiveQueue {
+    /// A queue for `max_wr` receives of up to `max_sge` buffers each.
+    ///
+    /// # Errors
+    ///
+    /// [`SetupError::Limit`] beyond a limit of the device, [`SetupError::CompletionQueueFull`] if `completions` has no
+    /// room for its work, [`SetupError::Foreign`] if it is of another device, [`SetupError::Verb`] if the provider refuses.
+    pub fn new(
+        pd: &ProtectionDomain,
+        completions: &CompletionQueue,
+        max_wr: u32,
+        max_sge: u32,
+    ) -> Result<Self, SetupError> {
+        if !completions.device().same(pd.device()) {
+            return Err(SetupError::Foreign { what: "completion queue" });
+        }
+        let srq = Srq::new(pd, SrqCaps { max_wr, max_sge })?;
+        let limits = Limits {
+            depth: max_wr,
+            max_sge: srq.caps().max_sge,
+            max_inline: 0,
+            max_message: u64::MAX,
+            pd: PdKey(pd.id()),
+        };
+        let queue = completions.shared().attach(Poster::Shared(srq.clone()), limits)?;
+        Ok(Self { inner: Arc::new(Inner { queue, srq, completions: completions.clone() }) })
+    }
+
+    /// Posts a receive: the next message to any of its queue pairs goes into `buffer`;
+    /// [`Received::qpn`](super::Received::qpn) tells which.
+    ///
+    /// # Errors
+    ///
+    /// Of the future, with the buffer; see [`QueuePair::recv`](super::QueuePair::recv). Receives that no message has
+    /// found are not flushed when a queue pair ends; they fail as [`OpErrorKind::Closed`] when the shared queue is
+    /// dropped with its last queue pair.
+    ///
+    /// # Cancel safety
+    ///
+    /// The receive stays posted if the future is dropped, and the message that finds it is lost.
+    pub fn recv<B: Target>(&self, buffer: B) -> Recv<B> {
+        recv(&self.inner.queue, buffer)
+    }
+
+    /// As [`recv`](Self::recv), if there is room.
+    ///
+    /// # Errors
+    ///
+    /// [`TryError::Full`] with the buffer if there is none.
+    pub fn try_recv<B: Target>(&self, buffer: B) -> Result<Recv<B>, TryError<B>> {
+        try_recv(&self.inner.queue, buffer)
+    }
+
+    /// Asks for [`AsyncEvent::SrqLimitReached`](crate::types::AsyncEvent::SrqLimitReached), once, when fewer than
+    /// `limit` receives are left.
+    ///
+    /// # Errors
+    ///
+    /// [`SetupError::Limit`] above its size.
+    pub fn set_limit(&self, limit: u32) -> Result<(), SetupError> {
+        self.inner.srq.set_limit(limit)
+    }
+
+    /// What it has done so far.
+    #[must_use]
+    pub fn counters(&self) -> WorkQueueCounters {
+        self.inner.queue.counters()
+    }
+
+    /// The completion queue of its receives.
+    #[must_use]
+    pub fn completion_queue(&self) -> &CompletionQueue {
+        &self.inner.completions
+    }
+
+    /// The bare queue.
+    #[must_use]
+    pub fn verbs(&self) -> &Srq {
+        &self.inner.srq
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // Its queue pairs hold it, so they are destroyed and nothing draws from it any more.
+        self.queue.shut(OpErrorKind::Closed);
+    }
+}
+
+impl fmt::Debug for SharedReceiveQueue {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SharedReceiveQueue").field("srq", &self.inner.srq).field("counters", &self.counters()).finish()
+    }
+}

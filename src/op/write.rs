@@ -1,0 +1,74 @@
+//! WRITE: into the peer's memory.
+
+use super::future::{Operation, Return};
+use super::queue_pair::{QueuePair, room};
+use crate::completion::{Request, What};
+use crate::error::TryError;
+use crate::mem::RemoteRegion;
+use crate::types::{Imm, SendOp, Transport};
+use crate::verbs::Source;
+
+/// A WRITE in flight; gives the buffer back.
+pub type Write<B> = Operation<Return<B>>;
+
+const CONNECTED: &[Transport] = &[Transport::Rc, Transport::Uc];
+
+impl QueuePair {
+    /// Writes the buffer's bytes to the start of `remote` (RC, UC).
+    ///
+    /// Success means that the peer's device has taken them (RC) or that they were sent (UC). The peer is not told:
+    /// a message sent afterwards, or [`write_with_imm`](Self::write_with_imm), tells it, and makes them visible.
+    ///
+    /// # Errors
+    ///
+    /// Of the future, with the buffer: [`OpErrorKind::Limit`](crate::OpErrorKind::Limit) if the buffer is longer than
+    /// `remote`, [`REM_ACCESS_ERR`](crate::types::WcStatus::REM_ACCESS_ERR) if the peer does not grant it (any more);
+    /// the connection has ended then.
+    ///
+    /// # Cancel safety
+    ///
+    /// As [`Operation`]: the bytes are written even if the future is dropped.
+    #[inline]
+    pub fn write<B: Source>(&self, buffer: B, remote: RemoteRegion) -> Write<B> {
+        self.post_write(SendOp::Write(remote.remote_addr()), buffer, remote)
+    }
+
+    /// As [`write`](Self::write), and consumes a receive of the peer, which reports `imm` and the number of bytes.
+    #[inline]
+    pub fn write_with_imm<B: Source>(&self, buffer: B, remote: RemoteRegion, imm: Imm) -> Write<B> {
+        self.post_write(SendOp::WriteWithImm(remote.remote_addr(), imm), buffer, remote)
+    }
+
+    /// As [`write`](Self::write), of at most `max_inline` bytes that are copied now: `bytes` can be reused at once.
+    #[inline]
+    pub fn write_inline(&self, bytes: &[u8], remote: RemoteRegion) -> Write<()> {
+        if let Some(kind) = self.unsupported("WRITE", CONNECTED) {
+            return Operation::refused(kind, ());
+        }
+        let op = SendOp::Write(remote.remote_addr());
+        let request = Request { inline: Some(bytes), ..self.request(What::Send(op), room(&remote)) };
+        Operation::post(self.send_queue(), request, ())
+    }
+
+    /// As [`write`](Self::write), if there is room in the send queue.
+    ///
+    /// # Errors
+    ///
+    /// [`TryError::Full`] with the buffer if there is none.
+    #[inline]
+    pub fn try_write<B: Source>(&self, buffer: B, remote: RemoteRegion) -> Result<Write<B>, TryError<B>> {
+        if let Some(kind) = self.unsupported("WRITE", CONNECTED) {
+            return Ok(Operation::refused(kind, buffer));
+        }
+        let request = self.request(What::Send(SendOp::Write(remote.remote_addr())), room(&remote));
+        Operation::try_post(self.send_queue(), request, buffer)
+    }
+
+    #[inline]
+    fn post_write<B: Source>(&self, op: SendOp, buffer: B, remote: RemoteRegion) -> Write<B> {
+        if let Some(kind) = self.unsupported("WRITE", CONNECTED) {
+            return Operation::refused(kind, buffer);
+        }
+        Operation::post(self.send_queue(), self.request(What::Send(op), room(&remote)), buffer)
+    }
+}

@@ -1,0 +1,335 @@
+//! Buffers for local use: registered with local access only, so that no peer can reach them.
+//!
+//! ```text
+//! Slab: ┌ stride ┬────────┬────────┬────────┐  one registration
+//!       │ BufMut │  free  │  Buf ──┼─ Buf   │  Buf: counted, BufMut: alone
+//!       └────────┴────────┴────────┴────────┘
+//! ```
+//!
+//! A buffer holds its slab, a slab its registration. The last holder of a chunk hands it back to the
+//! slab's free list; a slab made of user memory has one chunk and no free list.
+
+#![allow(unsafe_code)]
+
+use std::any::Any;
+use std::fmt;
+use std::mem::ManuallyDrop;
+use std::ops::{Bound, Deref, DerefMut, RangeBounds};
+use std::ptr::NonNull;
+use std::slice;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering, fence};
+
+use super::pool::FreeList;
+use super::registration::Registration;
+use crate::error::{LimitError, OutOfBounds, SetupError};
+use crate::mem::Storage;
+use crate::types::Sge;
+
+/// Registered memory cut into chunks of equal size.
+pub(super) struct Slab {
+    registration: Registration,
+    stride: u32,
+    /// Holders of each chunk that was frozen; meaningless for the others.
+    shares: Box<[AtomicU32]>,
+    /// Where chunks go when their last holder drops; `None` for user memory.
+    free: Option<Arc<FreeList>>,
+}
+
+impl Slab {
+    pub(super) fn new(registration: Registration, stride: u32, chunks: u32, free: Option<Arc<FreeList>>) -> Self {
+        assert!(stride as usize * chunks as usize <= registration.len(), "chunks lie within the registration");
+        let shares = (0..chunks).map(|_| AtomicU32::new(0)).collect();
+        Self { registration, stride, shares, free }
+    }
+
+    pub(super) fn stride(&self) -> u32 {
+        self.stride
+    }
+
+    pub(super) fn registration(&self) -> &Registration {
+        &self.registration
+    }
+
+    #[inline]
+    fn chunk(&self, index: u32) -> NonNull<u8> {
+        // SAFETY: S1: chunk indices come from `new`, which checked that all lie within the registration.
+        unsafe { self.registration.base().add(index as usize * self.stride as usize) }
+    }
+
+    /// Gives a chunk back, or drops the slab's share if it has no free list.
+    fn release(self: Arc<Self>, index: u32) {
+        if self.free.is_some() {
+            FreeList::give_back(self, index);
+        }
+    }
+
+    pub(super) fn free_list(&self) -> Option<&Arc<FreeList>> {
+        self.free.as_ref()
+    }
+}
+
+/// A chunk of registered memory that its holder owns alone.
+///
+/// Dereferences to its bytes, which are always initialised (with what was there before, at first zeros).
+/// An operation takes it by value and gives it back, so that nobody looks while a device writes.
+/// Dropping it returns it to its pool.
+pub struct BufMut {
+    ptr: NonNull<u8>,
+    len: u32,
+    index: u32,
+    slab: ManuallyDrop<Arc<Slab>>,
+}
+
+// SAFETY: S1: a `BufMut` is the only way to its chunk.
+unsafe impl Send for BufMut {}
+// SAFETY: S1: through a shared `BufMut` bytes can only be read.
+unsafe impl Sync for BufMut {}
+
+impl BufMut {
+    /// Chunk `index`, which the caller took from the slab's free list (or made just now).
+    #[inline]
+    pub(super) fn from_chunk(slab: Arc<Slab>, index: u32, len: u32) -> Self {
+        Self { ptr: slab.chunk(index), len, index, slab: ManuallyDrop::new(slab) }
+    }
+
+    /// One buffer of all the memory of a registration.
+    pub(super) fn from_storage(registration: Registration) -> Result<Self, SetupError> {
+        LimitError::check("buffer bytes", registration.len() as u64, u64::from(u32::MAX))?;
+        let len = registration.len() as u32;
+        Ok(Self::from_chunk(Arc::new(Slab::new(registration, len, 1, None)), 0, len))
+    }
+
+    /// Bytes it can be resized to.
+    #[must_use]
+    pub fn capacity(&self) -> usize {
+        self.slab.stride as usize
+    }
+
+    /// Sets the length. Bytes that come into view hold what was there before.
+    ///
+    /// # Errors
+    ///
+    /// [`LimitError`] above the capacity; nothing is changed.
+    pub fn resize(&mut self, len: usize) -> Result<(), LimitError> {
+        LimitError::check("buffer bytes", len as u64, u64::from(self.slab.stride))?;
+        self.len = len as u32;
+        Ok(())
+    }
+
+    /// Shortens it to at most `len` bytes.
+    pub fn truncate(&mut self, len: usize) {
+        if len < self.len as usize {
+            self.len = len as u32;
+        }
+    }
+
+    /// Gives up writing, to share the bytes: clones, slices, `bytes::Bytes`.
+    #[must_use]
+    pub fn freeze(self) -> Buf {
+        let this = ManuallyDrop::new(self);
+        this.slab.shares[this.index as usize].store(1, Ordering::Relaxed);
+        // SAFETY: S1: `this` is never dropped, so its share of the slab moves to the new value.
+        let slab = unsafe { std::ptr::read(&raw const this.slab) };
+        Buf { ptr: this.ptr, len: this.len, index: this.index, slab }
+    }
+
+    /// Ends the registration and gives back memory that [`ProtectionDomain::register`] took.
+    ///
+    /// # Errors
+    ///
+    /// The buffer itself, if it is of a pool or the memory is not an `S`.
+    ///
+    /// [`ProtectionDomain::register`]: super::ProtectionDomain::register
+    pub fn into_storage<S: Storage>(self) -> Result<S, Self> {
+        if self.slab.free.is_some() || !self.slab.registration().holds::<S>() {
+            return Err(self);
+        }
+        let (len, index) = (self.len, self.index);
+        let mut this = ManuallyDrop::new(self);
+        // SAFETY: S1: `this` is never dropped, so its share of the slab is taken once.
+        let slab = unsafe { ManuallyDrop::take(&mut this.slab) };
+        match Arc::try_unwrap(slab) {
+            Ok(slab) => {
+                let storage: Box<dyn Any> = slab.registration.into_storage();
+                Ok(*storage.downcast::<S>().unwrap_or_else(|_| unreachable!("its type was checked above")))
+            }
+            Err(slab) => Err(Self::from_chunk(slab, index, len)),
+        }
+    }
+
+    #[inline]
+    pub(super) fn sge(&self) -> Sge {
+        Sge { addr: self.ptr.addr().get() as u64, length: self.len, lkey: self.slab.registration.lkey() }
+    }
+
+    #[inline]
+    pub(super) fn slab(&self) -> &Slab {
+        &self.slab
+    }
+}
+
+impl Deref for BufMut {
+    type Target = [u8];
+
+    #[inline]
+    fn deref(&self) -> &[u8] {
+        // SAFETY: S1: the chunk belongs to this buffer alone and no posted work names it, for that
+        // would own the buffer; its bytes are initialised.
+        unsafe { slice::from_raw_parts(self.ptr.as_ptr(), self.len as usize) }
+    }
+}
+
+impl DerefMut for BufMut {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: S1: as in `deref`; and the borrow is exclusive.
+        unsafe { slice::from_raw_parts_mut(self.ptr.as_ptr(), self.len as usize) }
+    }
+}
+
+impl Drop for BufMut {
+    #[inline]
+    fn drop(&mut self) {
+        // SAFETY: S1: taken once, here; `freeze` and `into_storage` never drop the value they took it from.
+        unsafe { ManuallyDrop::take(&mut self.slab) }.release(self.index);
+    }
+}
+
+impl fmt::Debug for BufMut {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("BufMut").field("len", &self.len).field("capacity", &self.capacity()).finish_non_exhaustive()
+    }
+}
+
+/// A view of registered memory that several holders read.
+///
+/// Cloning and slicing copy nothing. Operations that only read it (SEND, WRITE) take it by value; keep a
+/// clone to go on reading. The chunk returns to its pool when the last view is dropped.
+pub struct Buf {
+    ptr: NonNull<u8>,
+    len: u32,
+    index: u32,
+    slab: ManuallyDrop<Arc<Slab>>,
+}
+
+// SAFETY: S1: nobody writes a frozen chunk.
+unsafe impl Send for Buf {}
+// SAFETY: S1: nobody writes a frozen chunk.
+unsafe impl Sync for Buf {}
+
+impl Buf {
+    /// A part of it.
+    ///
+    /// # Errors
+    ///
+    /// [`OutOfBounds`] if the range ends before it starts or reaches beyond the view.
+    pub fn slice(&self, range: impl RangeBounds<usize>) -> Result<Self, OutOfBounds> {
+        let size = self.len as usize;
+        let start = match range.start_bound() {
+            Bound::Included(&start) => start,
+            Bound::Excluded(&before) => before.saturating_add(1),
+            Bound::Unbounded => 0,
+        };
+        let end = match range.end_bound() {
+            Bound::Included(&last) => last.saturating_add(1),
+            Bound::Excluded(&end) => end,
+            Bound::Unbounded => size,
+        };
+        if start > end || end > size {
+            let len = end.wrapping_sub(start) as u64;
+            return Err(OutOfBounds { offset: start as u64, len, size: size as u64 });
+        }
+        let mut part = self.clone();
+        // SAFETY: S1: `start` is within the view, as just checked.
+        part.ptr = unsafe { part.ptr.add(start) };
+        part.len = (end - start) as u32;
+        Ok(part)
+    }
+
+    /// The right to write, if this is the only view of its chunk. The length stays as it is.
+    ///
+    /// # Errors
+    ///
+    /// The view itself, if there are others or it does not start where its chunk does.
+    pub fn try_into_mut(self) -> Result<BufMut, Self> {
+        if self.shares().load(Ordering::Acquire) != 1 || self.ptr != self.slab.chunk(self.index) {
+            return Err(self);
+        }
+        let this = ManuallyDrop::new(self);
+        // SAFETY: S1: `this` is never dropped, so its share of the slab moves to the new value.
+        let slab = unsafe { std::ptr::read(&raw const this.slab) };
+        Ok(BufMut { ptr: this.ptr, len: this.len, index: this.index, slab })
+    }
+
+    fn shares(&self) -> &AtomicU32 {
+        &self.slab.shares[self.index as usize]
+    }
+
+    #[inline]
+    pub(super) fn sge(&self) -> Sge {
+        Sge { addr: self.ptr.addr().get() as u64, length: self.len, lkey: self.slab.registration.lkey() }
+    }
+
+    #[inline]
+    pub(super) fn slab(&self) -> &Slab {
+        &self.slab
+    }
+}
+
+impl Clone for Buf {
+    fn clone(&self) -> Self {
+        let before = self.shares().fetch_add(1, Ordering::Relaxed);
+        assert!(before < u32::MAX / 2, "two thousand million views of one buffer");
+        Self { ptr: self.ptr, len: self.len, index: self.index, slab: self.slab.clone() }
+    }
+}
+
+impl Deref for Buf {
+    type Target = [u8];
+
+    #[inline]
+    fn deref(&self) -> &[u8] {
+        // SAFETY: S1: a frozen chunk is written by nobody, the device included, until its last view is
+        // gone; its bytes are initialised.
+        unsafe { slice::from_raw_parts(self.ptr.as_ptr(), self.len as usize) }
+    }
+}
+
+impl AsRef<[u8]> for Buf {
+    fn as_ref(&self) -> &[u8] {
+        self
+    }
+}
+
+impl Drop for Buf {
+    fn drop(&mut self) {
+        let last = self.shares().fetch_sub(1, Ordering::Release) == 1;
+        // SAFETY: S1: taken once, here; `try_into_mut` never drops the value it took it from.
+        let slab = unsafe { ManuallyDrop::take(&mut self.slab) };
+        if last {
+            // Reads through other views happen before the chunk is handed out again.
+            fence(Ordering::Acquire);
+            slab.release(self.index);
+        }
+    }
+}
+
+impl From<Buf> for bytes::Bytes {
+    /// Without a copy; the chunk returns to its pool when the last clone is dropped.
+    fn from(buf: Buf) -> Self {
+        Self::from_owner(buf)
+    }
+}
+
+impl From<BufMut> for Buf {
+    fn from(buf: BufMut) -> Self {
+        buf.freeze()
+    }
+}
+
+impl fmt::Debug for Buf {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Buf").field("len", &self.len).finish_non_exhaustive()
+    }
+}

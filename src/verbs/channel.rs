@@ -1,0 +1,70 @@
+//! Completion channel: the descriptor behind the event driver.
+
+use std::fmt;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
+use std::sync::Arc;
+
+use super::Device;
+use crate::error::VerbError;
+use crate::provider::contract::{Channel as _, Context as _};
+use crate::provider::dispatch;
+
+/// Completion channel, `ibv_create_comp_channel(3)`; clones share it.
+#[derive(Clone)]
+pub struct Channel {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    raw: dispatch::Channel,
+    device: Device,
+}
+
+impl Channel {
+    /// A channel of `device`; its descriptor does not block.
+    ///
+    /// # Errors
+    ///
+    /// [`VerbError`] as the provider gives it, for example if there is no descriptor left.
+    pub fn new(device: &Device) -> Result<Self, VerbError> {
+        let raw = device.context().create_channel()?;
+        Ok(Self { inner: Arc::new(Inner { raw, device: device.clone() }) })
+    }
+
+    /// Cookie of the next completion queue that had an event, `ibv_get_cq_event(3)`; `None` if there is none now.
+    ///
+    /// Each event must be acknowledged by [`Cq::acknowledge`](super::Cq::acknowledge) of its queue.
+    ///
+    /// # Errors
+    ///
+    /// [`VerbError`] as the provider gives it.
+    pub fn next_event(&self) -> Result<Option<u64>, VerbError> {
+        self.inner.raw.next_event()
+    }
+
+    pub(super) fn raw(&self) -> &dispatch::Channel {
+        &self.inner.raw
+    }
+
+    pub(super) fn device(&self) -> &Device {
+        &self.inner.device
+    }
+}
+
+impl AsFd for Channel {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.inner.raw.fd()
+    }
+}
+
+impl AsRawFd for Channel {
+    fn as_raw_fd(&self) -> RawFd {
+        self.as_fd().as_raw_fd()
+    }
+}
+
+impl fmt::Debug for Channel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Channel").field("fd", &self.as_raw_fd()).finish_non_exhaustive()
+    }
+}

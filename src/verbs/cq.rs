@@ -1,0 +1,115 @@
+//! Completion queue: poll and arm.
+
+use std::fmt;
+use std::sync::Arc;
+
+use super::{Channel, Device};
+use crate::error::{LimitError, SetupError, VerbError};
+use crate::provider::contract::{Context as _, Cq as _};
+use crate::provider::dispatch;
+use crate::types::WorkCompletion;
+
+/// Bare completion queue, `ibv_create_cq(3)`; clones share it.
+#[derive(Clone)]
+pub struct Cq {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    raw: dispatch::Cq,
+    channel: Option<Channel>,
+    device: Device,
+}
+
+impl Cq {
+    /// A queue for at least `capacity` completions, with its events (marked `cookie`) on `channel`.
+    ///
+    /// # Errors
+    ///
+    /// [`SetupError::Limit`] for a capacity of 0 or above the device's, [`SetupError::Foreign`] for a channel of
+    /// another device, [`SetupError::Verb`] if the provider refuses.
+    pub fn new(device: &Device, capacity: u32, channel: Option<&Channel>, cookie: u64) -> Result<Self, SetupError> {
+        Self::on_vector(device, capacity, channel, 0, cookie)
+    }
+
+    /// As [`new`](Self::new), with the interrupt of completion vector `vector`.
+    ///
+    /// # Errors
+    ///
+    /// As [`new`](Self::new), and for a vector the device does not have.
+    pub fn on_vector(
+        device: &Device,
+        capacity: u32,
+        channel: Option<&Channel>,
+        vector: u32,
+        cookie: u64,
+    ) -> Result<Self, SetupError> {
+        let attr = device.attr();
+        LimitError::check("completion queue entries", capacity.into(), attr.max_cqe.into())?;
+        LimitError::check("completion vector", vector.into(), attr.completion_vectors.saturating_sub(1).into())?;
+        if channel.is_some_and(|channel| !channel.device().same(device)) {
+            return Err(SetupError::Foreign { what: "completion channel" });
+        }
+        let raw = device.context().create_cq(capacity, channel.map(Channel::raw), vector, cookie)?;
+        Ok(Self { inner: Arc::new(Inner { raw, channel: channel.cloned(), device: device.clone() }) })
+    }
+
+    /// Number by which asynchronous events name it.
+    #[must_use]
+    pub fn id(&self) -> u64 {
+        self.inner.raw.id()
+    }
+
+    /// Completions it holds.
+    #[must_use]
+    pub fn capacity(&self) -> u32 {
+        self.inner.raw.capacity()
+    }
+
+    /// Takes the oldest completions, `ibv_poll_cq(3)`; how many were written to `out`.
+    ///
+    /// # Errors
+    ///
+    /// [`VerbError`] for ever once the queue was overrun.
+    #[inline]
+    pub fn poll(&self, out: &mut [WorkCompletion]) -> Result<usize, VerbError> {
+        self.inner.raw.poll(out)
+    }
+
+    /// Asks for one event at the next completion (the next solicited or failed one if `solicited_only`),
+    /// `ibv_req_notify_cq(3)`. Completions already there raise none: poll again afterwards.
+    ///
+    /// # Errors
+    ///
+    /// [`VerbError`] as the provider gives it.
+    pub fn arm(&self, solicited_only: bool) -> Result<(), VerbError> {
+        self.inner.raw.arm(solicited_only)
+    }
+
+    /// Acknowledges events taken from the channel, `ibv_ack_cq_events(3)`.
+    pub fn acknowledge(&self, events: u32) {
+        self.inner.raw.ack(events);
+    }
+
+    /// The channel its events go to.
+    #[must_use]
+    pub fn channel(&self) -> Option<&Channel> {
+        self.inner.channel.as_ref()
+    }
+
+    /// The device it belongs to.
+    #[must_use]
+    pub fn device(&self) -> &Device {
+        &self.inner.device
+    }
+
+    pub(super) fn raw(&self) -> &dispatch::Cq {
+        &self.inner.raw
+    }
+}
+
+impl fmt::Debug for Cq {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Cq").field("id", &self.id()).field("capacity", &self.capacity()).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,163 @@
+//! Find, choose and open a device.
+
+use std::fmt;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+
+use super::ProtectionDomain;
+use crate::error::{OpenError, SetupError, VerbError};
+use crate::provider::contract::Context as _;
+use crate::provider::dispatch::Context;
+use crate::provider::soft;
+use crate::types::{AsyncEvent, DeviceAttr, GidEntry, PortAttr, PortNum, PortState};
+
+/// An open device; clones share it.
+#[derive(Clone)]
+pub struct Device {
+    context: Arc<Context>,
+}
+
+impl Device {
+    /// Name of the software device of this process.
+    pub const SOFTWARE: &'static str = "soft0";
+
+    /// Opens the software device of this process: no hardware, no kernel module, no root.
+    ///
+    /// # Errors
+    ///
+    /// [`OpenError::Verb`] if the process has no file descriptor left.
+    pub fn software() -> Result<Self, OpenError> {
+        Self::software_in(soft::Network::global(), Self::SOFTWARE)
+    }
+
+    /// Opens the software device `name` of a network of your own, made on first use.
+    ///
+    /// Devices of one network reach each other, and no others.
+    ///
+    /// # Errors
+    ///
+    /// As [`software`](Self::software).
+    pub fn software_in(network: &soft::Network, name: &str) -> Result<Self, OpenError> {
+        let context = network.open(name)?;
+        Ok(Self { context: Arc::new(Context::Soft(context)) })
+    }
+
+    /// Names of the devices that [`open`](Self::open) takes.
+    #[must_use]
+    pub fn list() -> Vec<String> {
+        vec![Self::SOFTWARE.to_owned()]
+    }
+
+    /// Opens a device by name.
+    ///
+    /// # Errors
+    ///
+    /// [`OpenError::NotFound`] with the names there are; [`OpenError::Verb`] if the device refuses.
+    pub fn open(name: &str) -> Result<Self, OpenError> {
+        if name == Self::SOFTWARE {
+            return Self::software();
+        }
+        Err(OpenError::NotFound { name: name.to_owned(), available: Self::list() })
+    }
+
+    /// Opens the device that `TOKIO_RDMA_DEVICE` names, or, if that is not set, the software device.
+    ///
+    /// # Errors
+    ///
+    /// As [`open`](Self::open); a name that does not exist is an error and never replaced by another device.
+    pub fn open_default() -> Result<Self, OpenError> {
+        match std::env::var("TOKIO_RDMA_DEVICE") {
+            Ok(name) => Self::open(&name),
+            Err(_) => {
+                tracing::warn!(device = Self::SOFTWARE, "no RDMA device named, using the software device");
+                Self::software()
+            }
+        }
+    }
+
+    /// Limits and identity.
+    #[must_use]
+    pub fn attr(&self) -> &DeviceAttr {
+        self.context.attr()
+    }
+
+    /// Name, for example `mlx5_0` or `soft0`.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.attr().name
+    }
+
+    /// Current state of a port.
+    ///
+    /// # Errors
+    ///
+    /// [`VerbError`] with EINVAL for a port the device does not have.
+    pub fn port(&self, port: PortNum) -> Result<PortAttr, VerbError> {
+        self.context.port(port)
+    }
+
+    /// A new protection domain: objects of one may be used together, `ibv_alloc_pd(3)`.
+    ///
+    /// # Errors
+    ///
+    /// [`VerbError`] as the provider gives it.
+    pub fn protection_domain(&self) -> Result<ProtectionDomain, VerbError> {
+        ProtectionDomain::new(self)
+    }
+
+    /// First active port and the entry of its GID table to send from: RoCE v2 before others.
+    ///
+    /// # Errors
+    ///
+    /// [`SetupError::NoGid`] if no port is active or the active one has no GID.
+    pub fn default_path(&self) -> Result<(PortAttr, GidEntry), SetupError> {
+        let mut last = SetupError::NoGid { port: 1 };
+        for number in 1..=self.attr().ports {
+            let port = self.port(PortNum(number))?;
+            let best = port.gids.iter().max_by_key(|entry| (entry.roce_v2, std::cmp::Reverse(entry.index))).copied();
+            match best {
+                Some(gid) if port.state == PortState::Active => return Ok((port, gid)),
+                _ => last = SetupError::NoGid { port: number },
+            }
+        }
+        Err(last)
+    }
+
+    /// Control of a software device; `None` for any other.
+    #[must_use]
+    pub fn software_control(&self) -> Option<soft::Control> {
+        let Context::Soft(context) = &*self.context;
+        Some(context.control())
+    }
+
+    /// Descriptor that is readable while [`next_event`](Self::next_event) has something to give.
+    pub(crate) fn event_fd(&self) -> BorrowedFd<'_> {
+        self.context.event_fd()
+    }
+
+    /// Next asynchronous event, `ibv_get_async_event(3)`; `None` if there is none now.
+    ///
+    /// Each event is given once. Services rather await them: [`events`](crate::events()).
+    ///
+    /// # Errors
+    ///
+    /// [`VerbError`] with ENODEV once the device is gone.
+    pub fn next_event(&self) -> Result<Option<AsyncEvent>, VerbError> {
+        self.context.next_event()
+    }
+
+    pub(crate) fn context(&self) -> &Context {
+        &self.context
+    }
+
+    /// True if both are the same open device.
+    pub(crate) fn same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.context, &other.context)
+    }
+}
+
+impl fmt::Debug for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Device").field("name", &self.name()).finish_non_exhaustive()
+    }
+}

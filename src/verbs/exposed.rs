@@ -1,0 +1,210 @@
+//! Memory that peers may reach.
+
+#![allow(unsafe_code)]
+
+use std::any::Any;
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::ProtectionDomain;
+use super::registration::Registration;
+use crate::error::{LimitError, OutOfBounds, SetupError};
+use crate::mem::{RemoteRegion, Storage, shared};
+use crate::types::{Access, Sge};
+
+/// Memory that peers may read, write or change atomically, as far as its access rights go.
+///
+/// A peer may do so at any moment, so there is no reference to the bytes: they are read and written by
+/// copies, which can see a peer's write half done, and in words of 8 bytes, which cannot. Order comes from
+/// messages: what a peer wrote before it sent one is seen after that one was received.
+///
+/// Dropping the region (and all slices in flight) revokes the access first and frees the memory after; what
+/// peers do with the key from then on fails at their side with
+/// [`REM_ACCESS_ERR`](crate::types::WcStatus::REM_ACCESS_ERR).
+pub struct ExposedRegion {
+    inner: Arc<Registration>,
+    access: Access,
+}
+
+impl ExposedRegion {
+    /// Exposes `memory` with the rights `access` (remote ones; local writing is always included).
+    ///
+    /// # Errors
+    ///
+    /// [`SetupError`] if it is longer than a registration can be or the provider refuses.
+    pub fn new<S: Storage>(pd: &ProtectionDomain, memory: S, access: Access) -> Result<Self, SetupError> {
+        let access = access | Access::LOCAL_WRITE;
+        Ok(Self { inner: Arc::new(Registration::new(pd, memory, access)?), access })
+    }
+
+    /// What peers may do.
+    #[must_use]
+    pub fn access(&self) -> Access {
+        self.access
+    }
+
+    /// Bytes.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.inner.len()
+    }
+
+    /// True without any byte.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Address and key of the whole region, to hand to a peer.
+    ///
+    /// Whoever knows them can use them over any queue pair of the same protection domain that allows remote
+    /// access, until the region is dropped.
+    #[must_use]
+    pub fn grant(&self) -> RemoteRegion {
+        RemoteRegion::new(self.inner.base().addr().get() as u64, self.inner.len() as u64, self.inner.rkey())
+    }
+
+    /// Copies bytes out, from `offset`.
+    ///
+    /// # Errors
+    ///
+    /// [`OutOfBounds`]; nothing is copied.
+    pub fn read(&self, offset: usize, out: &mut [u8]) -> Result<(), OutOfBounds> {
+        OutOfBounds::check(offset as u64, out.len() as u64, self.len() as u64)?;
+        // SAFETY: S2: the range lies within the registration and is reached by atomic accesses only;
+        // `out` is borrowed exclusively.
+        unsafe { shared::load(self.inner.base().add(offset).as_ptr(), out.as_mut_ptr(), out.len()) };
+        Ok(())
+    }
+
+    /// Copies `bytes` in, to `offset`.
+    ///
+    /// # Errors
+    ///
+    /// [`OutOfBounds`]; nothing is copied.
+    pub fn write(&self, offset: usize, bytes: &[u8]) -> Result<(), OutOfBounds> {
+        OutOfBounds::check(offset as u64, bytes.len() as u64, self.len() as u64)?;
+        // SAFETY: S2: the range lies within the registration and is reached by atomic accesses only;
+        // `bytes` is borrowed, so nobody writes it.
+        unsafe { shared::store(bytes.as_ptr(), self.inner.base().add(offset).as_ptr(), bytes.len()) };
+        Ok(())
+    }
+
+    /// Reads the word at `offset` with acquire order, in the byte order of this machine, as atomics leave it.
+    ///
+    /// # Errors
+    ///
+    /// [`OutOfBounds`] if 8 bytes from `offset` reach beyond the region or do not start on an 8-byte boundary.
+    pub fn load(&self, offset: usize) -> Result<u64, OutOfBounds> {
+        Ok(self.word(offset)?.load(Ordering::Acquire))
+    }
+
+    /// Writes the word at `offset` with release order.
+    ///
+    /// # Errors
+    ///
+    /// As [`load`](Self::load).
+    pub fn store(&self, offset: usize, value: u64) -> Result<(), OutOfBounds> {
+        self.word(offset)?.store(value, Ordering::Release);
+        Ok(())
+    }
+
+    fn word(&self, offset: usize) -> Result<&AtomicU64, OutOfBounds> {
+        OutOfBounds::check(offset as u64, 8, self.len() as u64)?;
+        let word = self.inner.base().as_ptr().wrapping_add(offset).cast::<u64>();
+        if !word.is_aligned() {
+            return Err(OutOfBounds { offset: offset as u64, len: 8, size: self.len() as u64 });
+        }
+        // SAFETY: S2: within the registration, on a boundary, and reached by atomic accesses only; the
+        // reference lives no longer than the region.
+        Ok(unsafe { AtomicU64::from_ptr(word) })
+    }
+
+    /// A part of the region as the local side of an operation: data to send, or room to read into.
+    ///
+    /// # Errors
+    ///
+    /// [`OutOfBounds`] if the range ends before it starts or reaches beyond the region;
+    /// [`SetupError::Limit`] if it is longer than a scatter/gather element (2^32 - 1 bytes).
+    pub fn slice(&self, range: Range<usize>) -> Result<ExposedSlice, SetupError> {
+        let len = range.end.saturating_sub(range.start);
+        OutOfBounds::check(range.start as u64, len as u64, self.len() as u64).map_err(|error| LimitError {
+            field: "end of the slice",
+            asked: error.offset.saturating_add(error.len),
+            allowed: error.size,
+        })?;
+        LimitError::check("slice bytes", len as u64, u64::from(u32::MAX))?;
+        Ok(ExposedSlice { inner: self.inner.clone(), offset: range.start, len: len as u32 })
+    }
+
+    /// Revokes the access and gives the memory back.
+    ///
+    /// # Errors
+    ///
+    /// The region itself, if operations or slices still use it or the memory is not an `S`.
+    pub fn into_storage<S: Storage>(self) -> Result<S, Self> {
+        if !self.inner.holds::<S>() {
+            return Err(self);
+        }
+        let access = self.access;
+        match Arc::try_unwrap(self.inner) {
+            Ok(registration) => {
+                let storage: Box<dyn Any> = registration.into_storage();
+                Ok(*storage.downcast::<S>().unwrap_or_else(|_| unreachable!("its type was checked above")))
+            }
+            Err(inner) => Err(Self { inner, access }),
+        }
+    }
+}
+
+impl fmt::Debug for ExposedRegion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ExposedRegion")
+            .field("len", &self.len())
+            .field("access", &self.access)
+            .field("rkey", &self.inner.rkey())
+            .finish()
+    }
+}
+
+/// A part of an [`ExposedRegion`] as the local side of an operation; keeps the region registered.
+#[derive(Clone)]
+pub struct ExposedSlice {
+    inner: Arc<Registration>,
+    offset: usize,
+    len: u32,
+}
+
+impl ExposedSlice {
+    /// Bytes.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.len as usize
+    }
+
+    /// True without any byte.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    pub(super) fn truncate(&mut self, len: usize) {
+        self.len = self.len.min(u32::try_from(len).unwrap_or(u32::MAX));
+    }
+
+    pub(super) fn sge(&self) -> Sge {
+        Sge { addr: (self.inner.base().addr().get() + self.offset) as u64, length: self.len, lkey: self.inner.lkey() }
+    }
+
+    pub(super) fn registration(&self) -> &Registration {
+        &self.inner
+    }
+}
+
+impl fmt::Debug for ExposedSlice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ExposedSlice").field("offset", &self.offset).field("len", &self.len).finish_non_exhaustive()
+    }
+}

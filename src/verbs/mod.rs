@@ -1,0 +1,38 @@
+//! `[3]` The objects of the verbs interface, each freed after all that was made from it.
+//!
+//! ```text
+//! Device ── ProtectionDomain ── Registration ── BufMut, Buf, Pool, ExposedRegion
+//!   │              ├─────────── Qp, SharedQueue (Srq)
+//!   │              └─────────── AddressHandle
+//!   └────── Channel ─────────── Cq
+//! ```
+//!
+//! A child holds its parent by `Arc`, so there is no wrong order to drop them in. `Qp`, `Cq` and `Srq`
+//! are the bare objects: post, poll, arm. Nothing here waits and nothing knows about tasks; the futures
+//! are made of these by [`QueuePair`](crate::QueuePair) and [`CompletionQueue`](crate::CompletionQueue).
+
+mod ah;
+mod buf;
+mod channel;
+mod cq;
+mod device;
+mod exposed;
+mod pd;
+mod pool;
+mod qp;
+mod registration;
+mod source;
+mod srq;
+
+pub use ah::AddressHandle;
+pub use buf::{Buf, BufMut};
+pub use channel::Channel;
+pub use cq::Cq;
+pub use device::Device;
+pub use exposed::{ExposedRegion, ExposedSlice};
+pub use pd::ProtectionDomain;
+pub use pool::{Pool, PoolBuilder, PoolError};
+pub use qp::{PostError, Qp, QpOptions};
+pub(crate) use source::{PdKey, Sealed, SgeList};
+pub use source::{Source, Target};
+pub use srq::Srq;

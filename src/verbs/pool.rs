@@ -1,0 +1,303 @@
+//! Registered slabs cut into buffers that come back.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokio::sync::Semaphore;
+
+use super::buf::Slab;
+use super::registration::Registration;
+use super::{BufMut, ProtectionDomain};
+use crate::error::{LimitError, SetupError};
+use crate::mem::HostMemory;
+use crate::types::Access;
+
+/// A pool of registered buffers of equal size; clones share it.
+///
+/// Registering memory is slow and counts against limits, so it is done once, in slabs. An empty pool makes
+/// [`alloc`](Self::alloc) wait for a buffer to come back, in order of asking; buffers come back when they are
+/// dropped, those of abandoned operations when the device is done with them.
+#[derive(Clone)]
+pub struct Pool {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    pd: ProtectionDomain,
+    buffer_size: u32,
+    stride: u32,
+    per_slab: u32,
+    growing: bool,
+    free: Arc<FreeList>,
+}
+
+/// Chunks nobody holds. Its entries keep their slabs alive, so the pool empties it when it goes.
+pub(super) struct FreeList {
+    chunks: Mutex<Chunks>,
+    /// One permit per free chunk that nobody has been promised.
+    permits: Semaphore,
+}
+
+struct Chunks {
+    free: Vec<(Arc<Slab>, u32)>,
+    total: usize,
+    /// The pool is gone: chunks that come back are dropped.
+    closed: bool,
+}
+
+impl FreeList {
+    fn lock(&self) -> MutexGuard<'_, Chunks> {
+        // A panic while it was held cannot have left it half changed: every change is one push or pop.
+        self.chunks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Puts a chunk of `slab` back.
+    pub(super) fn give_back(slab: Arc<Slab>, index: u32) {
+        let Some(list) = slab.free_list().cloned() else { return };
+        let mut chunks = list.lock();
+        if chunks.closed {
+            // Unlock first: this may be the last holder, and ending a registration takes time.
+            drop(chunks);
+            drop(slab);
+            return;
+        }
+        chunks.free.push((slab, index));
+        drop(chunks);
+        list.permits.add_permits(1);
+    }
+}
+
+impl Pool {
+    /// `buffers` buffers of `buffer_size` bytes.
+    ///
+    /// # Errors
+    ///
+    /// [`SetupError`] if the memory cannot be registered.
+    pub fn new(pd: &ProtectionDomain, buffer_size: usize, buffers: usize) -> Result<Self, SetupError> {
+        Self::builder(pd).buffer_size(buffer_size).buffers(buffers).build()
+    }
+
+    /// A pool to be described further.
+    #[must_use]
+    pub fn builder(pd: &ProtectionDomain) -> PoolBuilder {
+        PoolBuilder { pd: pd.clone(), buffer_size: 4096, buffers: 64, growing: false }
+    }
+
+    /// A buffer of `len` bytes, waiting for one to come back if there is none.
+    ///
+    /// # Errors
+    ///
+    /// [`PoolError::TooLong`] if `len` is above the size of the pool's buffers; [`PoolError::Register`] if a
+    /// growing pool cannot register more.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future loses nothing but its place in the queue.
+    pub async fn alloc(&self, len: usize) -> Result<BufMut, PoolError> {
+        match self.try_alloc(len) {
+            Err(PoolError::Empty) => {}
+            other => return other,
+        }
+        match self.inner.free.permits.acquire().await {
+            Ok(permit) => permit.forget(),
+            Err(_) => unreachable!("the semaphore is never closed"),
+        }
+        Ok(self.take(len))
+    }
+
+    /// A buffer of `len` bytes if there is one now.
+    ///
+    /// # Errors
+    ///
+    /// As [`alloc`](Self::alloc), and [`PoolError::Empty`].
+    pub fn try_alloc(&self, len: usize) -> Result<BufMut, PoolError> {
+        LimitError::check("buffer bytes", len as u64, u64::from(self.inner.buffer_size)).map_err(PoolError::TooLong)?;
+        loop {
+            match self.inner.free.permits.try_acquire() {
+                Ok(permit) => {
+                    permit.forget();
+                    return Ok(self.take(len));
+                }
+                Err(_) if self.inner.growing => self.inner.grow().map_err(PoolError::Register)?,
+                Err(_) => return Err(PoolError::Empty),
+            }
+        }
+    }
+
+    /// A buffer that holds a copy of `bytes`, if there is one now.
+    ///
+    /// # Errors
+    ///
+    /// As [`try_alloc`](Self::try_alloc).
+    pub fn copy_from(&self, bytes: &[u8]) -> Result<BufMut, PoolError> {
+        let mut buf = self.try_alloc(bytes.len())?;
+        buf.copy_from_slice(bytes);
+        Ok(buf)
+    }
+
+    /// Bytes of each buffer.
+    #[must_use]
+    pub fn buffer_size(&self) -> usize {
+        self.inner.buffer_size as usize
+    }
+
+    /// Buffers that are in the pool now.
+    #[must_use]
+    pub fn available(&self) -> usize {
+        self.inner.free.lock().free.len()
+    }
+
+    /// Buffers there are, in the pool and out of it.
+    #[must_use]
+    pub fn total(&self) -> usize {
+        self.inner.free.lock().total
+    }
+
+    /// Takes the chunk that a forgotten permit promises.
+    fn take(&self, len: usize) -> BufMut {
+        let chunk = self.inner.free.lock().free.pop();
+        let Some((slab, index)) = chunk else { unreachable!("a permit stands for a chunk in the list") };
+        BufMut::from_chunk(slab, index, len as u32)
+    }
+}
+
+impl Inner {
+    /// Registers one more slab.
+    fn grow(&self) -> Result<(), SetupError> {
+        let memory = HostMemory::zeroed(self.stride as usize * self.per_slab as usize)?;
+        let registration = Registration::new(&self.pd, memory, Access::LOCAL_WRITE)?;
+        let slab = Arc::new(Slab::new(registration, self.stride, self.per_slab, Some(self.free.clone())));
+        let mut chunks = self.free.lock();
+        chunks.total += self.per_slab as usize;
+        // Room for all there are, so that giving back never allocates.
+        let room = chunks.total - chunks.free.len();
+        chunks.free.reserve(room);
+        chunks.free.extend((0..self.per_slab).rev().map(|index| (slab.clone(), index)));
+        drop(chunks);
+        self.free.permits.add_permits(self.per_slab as usize);
+        Ok(())
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        let mut chunks = self.free.lock();
+        chunks.closed = true;
+        let free = std::mem::take(&mut chunks.free);
+        drop(chunks);
+        drop(free);
+    }
+}
+
+impl fmt::Debug for Pool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pool")
+            .field("buffer_size", &self.inner.buffer_size)
+            .field("available", &self.available())
+            .field("total", &self.total())
+            .finish()
+    }
+}
+
+/// Describes a [`Pool`].
+#[derive(Debug, Clone)]
+pub struct PoolBuilder {
+    pd: ProtectionDomain,
+    buffer_size: usize,
+    buffers: usize,
+    growing: bool,
+}
+
+impl PoolBuilder {
+    /// Bytes of each buffer; 4096 unless set. Memory use is this, rounded up to 64, times the number of buffers.
+    #[must_use]
+    pub fn buffer_size(mut self, bytes: usize) -> Self {
+        self.buffer_size = bytes;
+        self
+    }
+
+    /// Number of buffers, or of those added each time a growing pool grows; 64 unless set.
+    #[must_use]
+    pub fn buffers(mut self, number: usize) -> Self {
+        self.buffers = number;
+        self
+    }
+
+    /// Registers more buffers instead of waiting for one to come back; without limit, so bound the
+    /// number in use in some other way.
+    #[must_use]
+    pub fn growing(mut self, growing: bool) -> Self {
+        self.growing = growing;
+        self
+    }
+
+    /// Registers the memory.
+    ///
+    /// # Errors
+    ///
+    /// [`SetupError::Limit`] for no buffers, too many or too long ones; [`SetupError::Verb`] if the provider refuses.
+    pub fn build(self) -> Result<Pool, SetupError> {
+        // A cache line each, so that neighbours do not fight; words of 8 bytes stay words.
+        let align = if self.buffer_size <= 8 { 8 } else { 64 };
+        LimitError::check("buffer bytes", self.buffer_size as u64, u64::from(u32::MAX - 63))?;
+        LimitError::check("buffers", self.buffers as u64, u64::from(u32::MAX))?;
+        let stride = self.buffer_size.max(1).next_multiple_of(align) as u32;
+        let free = Arc::new(FreeList {
+            chunks: Mutex::new(Chunks { free: Vec::new(), total: 0, closed: false }),
+            permits: Semaphore::new(0),
+        });
+        let inner = Inner {
+            pd: self.pd,
+            buffer_size: self.buffer_size as u32,
+            stride,
+            per_slab: self.buffers.max(1) as u32,
+            growing: self.growing,
+            free,
+        };
+        inner.grow()?;
+        Ok(Pool { inner: Arc::new(inner) })
+    }
+}
+
+/// No buffer to be had.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum PoolError {
+    /// All buffers are out.
+    Empty,
+    /// Longer than the pool's buffers.
+    TooLong(LimitError),
+    /// The pool should grow and could not.
+    Register(SetupError),
+}
+
+impl fmt::Display for PoolError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Empty => f.write_str("all buffers of the pool are in use"),
+            Self::TooLong(error) => error.fmt(f),
+            Self::Register(error) => error.fmt(f),
+        }
+    }
+}
+
+impl std::error::Error for PoolError {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            Self::Empty => None,
+            Self::TooLong(error) => Some(error),
+            Self::Register(error) => Some(error),
+        }
+    }
+}
+
+impl From<PoolError> for std::io::Error {
+    fn from(error: PoolError) -> Self {
+        let kind = match &error {
+            PoolError::Empty => std::io::ErrorKind::WouldBlock,
+            PoolError::TooLong(_) => std::io::ErrorKind::InvalidInput,
+            PoolError::Register(setup) => Self::from(setup.clone()).kind(),
+        };
+        Self::new(kind, error)
+    }
+}

@@ -1,0 +1,215 @@
+//! Queue pair: create, move through its states, post.
+
+#![allow(unsafe_code)]
+
+use std::fmt;
+use std::sync::{Mutex, PoisonError};
+
+use super::{Cq, ProtectionDomain, Srq};
+use crate::error::{LimitError, SetupError, VerbError};
+use crate::provider::contract::{self, Pd as _, Qp as _, QpInit};
+use crate::provider::dispatch;
+use crate::types::{QpAttr, QpCaps, QpState, Qpn, RecvWr, SendWr, TransitionError, Transport, check_transition};
+
+/// What a queue pair is made of.
+#[derive(Debug, Clone)]
+pub struct QpOptions {
+    /// Service type.
+    pub transport: Transport,
+    /// Sizes asked for.
+    pub caps: QpCaps,
+}
+
+/// Bare queue pair, `ibv_create_qp(3)`.
+///
+/// Dropping it destroys it: work in flight is abandoned, completions not yet polled are gone.
+pub struct Qp {
+    raw: dispatch::Qp,
+    transport: Transport,
+    // What the device believes too; kept here to name what is wrong with a transition.
+    state: Mutex<QpState>,
+    send_cq: Cq,
+    recv_cq: Cq,
+    srq: Option<Srq>,
+    pd: ProtectionDomain,
+}
+
+impl Qp {
+    /// A queue pair in RESET.
+    ///
+    /// # Errors
+    ///
+    /// [`SetupError::Limit`] above a limit of the device, [`SetupError::Foreign`] for queues of another device or
+    /// protection domain, [`SetupError::Verb`] if the provider refuses.
+    pub fn new(
+        pd: &ProtectionDomain,
+        send_cq: &Cq,
+        recv_cq: &Cq,
+        srq: Option<&Srq>,
+        options: &QpOptions,
+    ) -> Result<Self, SetupError> {
+        let (attr, caps) = (pd.device().attr(), options.caps);
+        LimitError::check("max_send_wr", caps.max_send_wr.into(), attr.max_qp_wr.into())?;
+        LimitError::check("max_recv_wr", caps.max_recv_wr.into(), attr.max_qp_wr.into())?;
+        LimitError::check("max_send_sge", caps.max_send_sge.into(), attr.max_sge.into())?;
+        LimitError::check("max_recv_sge", caps.max_recv_sge.into(), attr.max_sge.into())?;
+        LimitError::check("max_inline", caps.max_inline.into(), attr.max_inline.into())?;
+        for cq in [send_cq, recv_cq] {
+            if !cq.device().same(pd.device()) {
+                return Err(SetupError::Foreign { what: "completion queue" });
+            }
+        }
+        if srq.is_some_and(|srq| !srq.protection_domain().same(pd)) {
+            return Err(SetupError::Foreign { what: "shared receive queue" });
+        }
+        let raw = pd.raw().create_qp(&QpInit {
+            transport: options.transport,
+            send_cq: send_cq.raw(),
+            recv_cq: recv_cq.raw(),
+            srq: srq.map(Srq::raw),
+            caps,
+        })?;
+        Ok(Self {
+            raw,
+            transport: options.transport,
+            state: Mutex::new(QpState::Reset),
+            send_cq: send_cq.clone(),
+            recv_cq: recv_cq.clone(),
+            srq: srq.cloned(),
+            pd: pd.clone(),
+        })
+    }
+
+    /// Its number.
+    #[must_use]
+    pub fn qpn(&self) -> Qpn {
+        self.raw.qpn()
+    }
+
+    /// Sizes granted.
+    #[must_use]
+    pub fn caps(&self) -> QpCaps {
+        self.raw.caps()
+    }
+
+    /// Service type.
+    #[must_use]
+    pub fn transport(&self) -> Transport {
+        self.transport
+    }
+
+    /// The protection domain it belongs to.
+    #[must_use]
+    pub fn protection_domain(&self) -> &ProtectionDomain {
+        &self.pd
+    }
+
+    /// Queue of its send completions.
+    #[must_use]
+    pub fn send_cq(&self) -> &Cq {
+        &self.send_cq
+    }
+
+    /// Queue of its receive completions.
+    #[must_use]
+    pub fn recv_cq(&self) -> &Cq {
+        &self.recv_cq
+    }
+
+    /// Shared receive queue it draws from.
+    #[must_use]
+    pub fn srq(&self) -> Option<&Srq> {
+        self.srq.as_ref()
+    }
+
+    /// Changes attributes and state, `ibv_modify_qp(3)`; a refused change changes nothing.
+    ///
+    /// # Errors
+    ///
+    /// [`SetupError::Transition`] with what is missing or not allowed, [`SetupError::Verb`] if a value is not
+    /// valid or the device refuses.
+    pub fn modify(&self, attr: &QpAttr) -> Result<(), SetupError> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        // The device may have moved to SQE or ERR by itself.
+        let (now, _) = self.raw.query()?;
+        *state = now;
+        if let Some(claimed) = attr.current_state.filter(|&claimed| claimed != now) {
+            return Err(TransitionError::NotInState { claimed, actual: now }.into());
+        }
+        let to = attr.state.unwrap_or(now);
+        check_transition(self.transport, now, to, attr.mask())?;
+        self.raw.modify(attr)?;
+        tracing::debug!(qpn = %self.qpn(), from = ?now, ?to, "queue pair state");
+        *state = to;
+        Ok(())
+    }
+
+    /// Current state and all attributes that have been set, `ibv_query_qp(3)`.
+    ///
+    /// # Errors
+    ///
+    /// [`VerbError`] as the provider gives it.
+    pub fn query(&self) -> Result<(QpState, QpAttr), VerbError> {
+        self.raw.query()
+    }
+
+    /// Posts a list with one doorbell, `ibv_post_send(3)`.
+    ///
+    /// # Errors
+    ///
+    /// [`PostError`]: EINVAL for a malformed request or a wrong state, ENOMEM for a full queue.
+    ///
+    /// # Safety
+    ///
+    /// The memory that the list names stays valid and untouched until its completion has been polled or this
+    /// queue pair was dropped.
+    #[inline]
+    pub unsafe fn post_send(&self, list: &[SendWr<'_>]) -> Result<(), PostError> {
+        // SAFETY: S1: promised by the caller.
+        unsafe { self.raw.post_send(list) }.map_err(PostError::from)
+    }
+
+    /// Posts a list, `ibv_post_recv(3)`.
+    ///
+    /// # Errors
+    ///
+    /// As [`post_send`](Self::post_send); EINVAL also if there is a shared receive queue.
+    ///
+    /// # Safety
+    ///
+    /// As [`post_send`](Self::post_send).
+    #[inline]
+    pub unsafe fn post_recv(&self, list: &[RecvWr<'_>]) -> Result<(), PostError> {
+        // SAFETY: S1: promised by the caller.
+        unsafe { self.raw.post_recv(list) }.map_err(PostError::from)
+    }
+}
+
+impl fmt::Debug for Qp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Qp").field("qpn", &self.qpn()).field("transport", &self.transport).finish_non_exhaustive()
+    }
+}
+
+/// A post that stopped part-way: `bad_wr` of `ibv_post_send(3)`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PostError {
+    /// Work requests of the list that were posted, all before the refused one.
+    pub posted: usize,
+    /// Why the next one was refused.
+    pub error: VerbError,
+}
+
+impl From<contract::PostError> for PostError {
+    fn from(error: contract::PostError) -> Self {
+        Self { posted: error.posted, error: error.error }
+    }
+}
+
+impl fmt::Display for PostError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} after {} work requests", self.error, self.posted)
+    }
+}
+
+impl std::error::Error for PostError {}

@@ -1,0 +1,89 @@
+//! Memory and its registration, freed in the right order.
+
+#![allow(unsafe_code)]
+
+use std::any::Any;
+use std::fmt;
+use std::ptr::NonNull;
+
+use super::ProtectionDomain;
+use crate::error::{LimitError, SetupError};
+use crate::mem::Storage;
+use crate::provider::contract::{Mr as _, Pd as _};
+use crate::provider::dispatch::Mr;
+use crate::types::{Access, Lkey, Rkey};
+
+/// Registered memory with its owner: the registration ends before the memory is freed.
+pub(crate) struct Registration {
+    base: NonNull<u8>,
+    len: usize,
+    lkey: Lkey,
+    rkey: Rkey,
+    // Fields drop in this order: no device touches the storage once `raw` is gone.
+    raw: Mr,
+    storage: Box<dyn Storage>,
+    pd: ProtectionDomain,
+}
+
+// SAFETY: S1: `base` names memory owned by `storage`, which is `Send`; who may touch it is decided by
+// the buffer types, not by who holds the registration.
+unsafe impl Send for Registration {}
+// SAFETY: S2: a shared registration gives out addresses and keys only.
+unsafe impl Sync for Registration {}
+
+impl Registration {
+    pub(super) fn new<S: Storage>(pd: &ProtectionDomain, storage: S, access: Access) -> Result<Self, SetupError> {
+        let mut storage: Box<dyn Storage> = Box::new(storage);
+        let (base, len) = (storage.base(), storage.len());
+        LimitError::check("registration bytes", len as u64, pd.device().attr().max_mr_size)?;
+        // SAFETY: S1: `storage` owns the bytes and moves into the same value as the registration, which
+        // drops first. S2: `storage` is private and no reference to its bytes is made from here on but
+        // by the buffer types, which keep to their rules.
+        let raw = unsafe { pd.raw().register(base, len, access) }?;
+        tracing::debug!(base = ?base, len, ?access, lkey = %raw.lkey(), "registered");
+        Ok(Self { base, len, lkey: raw.lkey(), rkey: raw.rkey(), raw, storage, pd: pd.clone() })
+    }
+
+    pub(crate) fn base(&self) -> NonNull<u8> {
+        self.base
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    pub(crate) fn lkey(&self) -> Lkey {
+        self.lkey
+    }
+
+    pub(crate) fn rkey(&self) -> Rkey {
+        self.rkey
+    }
+
+    pub(crate) fn pd(&self) -> &ProtectionDomain {
+        &self.pd
+    }
+
+    /// True if the memory is owned by an `S`.
+    pub(super) fn holds<S: Storage>(&self) -> bool {
+        let storage: &dyn Any = &*self.storage;
+        storage.is::<S>()
+    }
+
+    /// Ends the registration and gives the memory back.
+    pub(super) fn into_storage(self) -> Box<dyn Storage> {
+        let Self { raw, storage, .. } = self;
+        drop(raw);
+        storage
+    }
+}
+
+impl fmt::Debug for Registration {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Registration")
+            .field("base", &self.base)
+            .field("len", &self.len)
+            .field("lkey", &self.lkey)
+            .finish_non_exhaustive()
+    }
+}
