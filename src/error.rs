@@ -22,8 +22,6 @@ impl VerbError {
     pub(crate) const EIO: i32 = 5;
     /// Out of memory, or queue full.
     pub(crate) const ENOMEM: i32 = 12;
-    /// In use.
-    pub(crate) const EBUSY: i32 = 16;
     /// No such device, or it is gone.
     pub(crate) const ENODEV: i32 = 19;
     /// Wrong argument or wrong state.

@@ -1,6 +1,46 @@
-//! RDMA that you await.
+//! RDMA that you await: every work request is a future on Tokio.
+//!
+//! ```text
+//!        your service
+//!  op          QueuePair::{send, recv, write, read, compare_swap, fetch_add}, Batch → futures
+//!  completion  slot in flight ▸ drain one queue ▸ wake; watched by events, busy-poll or both
+//!  verbs       Device, ProtectionDomain, memory, Qp, Cq, Srq: freed in the right order
+//!  provider    who executes: the embedded software device
+//! ```
+//!
+//! The same program runs on a software device inside the process, with no hardware, no kernel module and no
+//! root, and (later) on real devices.
+//!
+//! # A first run
+//!
+//! ```
+//! use tokio_rdma::{Access, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, QueuePair};
+//!
+//! # #[tokio::main(flavor = "current_thread")]
+//! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let device = Device::open_default()?;
+//! let pd = device.protection_domain()?;
+//! let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
+//! let (ours, theirs) = (QueuePair::new(&pd, &queue)?, QueuePair::new(&pd, &queue)?);
+//! ours.connect(&theirs.endpoint())?;
+//! theirs.connect(&ours.endpoint())?;
+//!
+//! let region = ExposedRegion::new(&pd, vec![0; 4096], Access::REMOTE_ALL)?;
+//! let remote = region.grant();
+//! let pool = Pool::new(&pd, 4096, 16)?;
+//!
+//! let buffer = ours.write(pool.copy_from(b"hello")?, remote.slice(..5)?).await?;
+//! let buffer = ours.read(buffer, remote.slice(..5)?).await?;
+//! assert_eq!(&buffer[..], b"hello");
+//! assert_eq!(ours.fetch_add(remote.slice(8..16)?, 1).await?, 0);
+//! # Ok(())
+//! # }
+//! ```
+
+#![cfg_attr(docsrs, feature(doc_cfg))]
 
 pub mod types;
+pub mod verbs;
 
 mod completion;
 mod error;
@@ -8,10 +48,28 @@ mod mem;
 mod op;
 mod provider;
 mod sync;
-pub mod verbs;
 
-pub use completion::*;
-pub use error::*;
-pub use mem::*;
-pub use op::*;
-pub use verbs::{Buf, BufMut, Pool};
+pub use completion::{
+    BusyPoller, CompletionMode, CompletionQueue, CompletionQueueBuilder, CompletionQueueCounters, DeviceEvents,
+    WorkQueueCounters, events,
+};
+pub use error::{
+    CompletionError, LimitError, OpError, OpErrorKind, OpenError, OutOfBounds, SetupError, TryError, VerbError,
+};
+pub use mem::{HostMemory, RemoteRegion, Storage};
+pub use op::{
+    Atomic, Batch, BatchOp, BatchResult, ConnectOptions, Operation, QueuePair, QueuePairBuilder, QueuePairEndpoint,
+    Read, Received, Recv, Send, SendTo, SharedReceiveQueue, Write,
+};
+pub use types::{Access, Imm};
+pub use verbs::{
+    AddressHandle, Buf, BufMut, Device, ExposedRegion, ExposedSlice, Pool, PoolBuilder, PoolError, ProtectionDomain,
+    Source, Target,
+};
+
+/// The software device's own interface: networks within this process, their faults and their clock.
+pub mod software {
+    pub use crate::provider::soft::{
+        CqCounters, DeviceControl, Faults, LinkCounters, Network, ReceiveCounters, SendCounters,
+    };
+}

@@ -2,7 +2,7 @@
 
 #[cfg(not(loom))]
 mod imp {
-    pub(crate) use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
+    pub(crate) use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
     pub(crate) use std::sync::{Mutex, MutexGuard};
 
     /// `UnsafeCell` with the interface of loom's.
@@ -29,7 +29,7 @@ mod imp {
 #[cfg(loom)]
 mod imp {
     pub(crate) use loom::cell::UnsafeCell;
-    pub(crate) use loom::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
+    pub(crate) use loom::sync::atomic::{AtomicBool, AtomicU32, Ordering};
     pub(crate) use loom::sync::{Mutex, MutexGuard};
 }
 

@@ -28,7 +28,6 @@ pub use busy_poll::BusyPoller;
 pub(crate) use in_flight::{InFlight, InFlightBatch};
 pub use mode::CompletionMode;
 pub use queue::{CompletionQueue, CompletionQueueBuilder, CompletionQueueCounters};
-pub(crate) use slot::Outcome;
 pub(crate) use teardown::QueuePairCore;
 pub use work_queue::WorkQueueCounters;
 pub(crate) use work_queue::{BatchEntry, Limits, Patience, Poster, Refusal, Request, What, WorkQueue};

@@ -193,10 +193,6 @@ struct Attached {
 }
 
 impl CqShared {
-    pub(crate) fn verbs(&self) -> &Cq {
-        &self.cq
-    }
-
     /// Makes a work queue whose completions arrive here, and sets room aside for them.
     pub(crate) fn attach(self: &Arc<Self>, poster: Poster, limits: Limits) -> Result<Arc<WorkQueue>, SetupError> {
         let mut state = lock(&self.state);

@@ -27,7 +27,6 @@ pub struct QueuePair {
 
 pub(super) struct Inner {
     pub(super) core: Arc<QueuePairCore>,
-    srq: Option<SharedReceiveQueue>,
     pd: ProtectionDomain,
     transport: Transport,
     qpn: Qpn,
@@ -38,7 +37,8 @@ pub(super) struct Inner {
     /// Where results of atomics arrive; registered when first needed.
     words: OnceLock<Pool>,
     span: tracing::Span,
-    // Last, for its completions come while the core shuts down.
+    // Last, for they are needed while the core shuts down.
+    _srq: Option<SharedReceiveQueue>,
     _queues: [CompletionQueue; 2],
 }
 
@@ -435,7 +435,6 @@ impl QueuePairBuilder {
         };
         let inner = Inner {
             core,
-            srq,
             transport,
             qpn,
             caps: granted,
@@ -444,6 +443,7 @@ impl QueuePairBuilder {
             words: OnceLock::new(),
             span,
             pd,
+            _srq: srq,
             _queues: [send_queue, recv_queue],
         };
         Ok(QueuePair { inner: Arc::new(inner), flags: SendFlags::empty() })
@@ -499,11 +499,5 @@ pub struct ConnectOptions {
 impl Default for ConnectOptions {
     fn default() -> Self {
         Self { timeout: AckTimeout::from_code(14), retry_count: 7, rnr_retry: 7, rnr_timer: RnrTimer::from_code(12) }
-    }
-}
-
-impl Inner {
-    pub(super) fn srq(&self) -> Option<&SharedReceiveQueue> {
-        self.srq.as_ref()
     }
 }

@@ -43,10 +43,6 @@ impl Slab {
         Self { registration, stride, shares, free }
     }
 
-    pub(super) fn stride(&self) -> u32 {
-        self.stride
-    }
-
     pub(super) fn registration(&self) -> &Registration {
         &self.registration
     }

@@ -123,13 +123,6 @@ impl Device {
         Err(last)
     }
 
-    /// Control of a software device; `None` for any other.
-    #[must_use]
-    pub fn software_control(&self) -> Option<soft::Control> {
-        let Context::Soft(context) = &*self.context;
-        Some(context.control())
-    }
-
     /// Descriptor that is readable while [`next_event`](Self::next_event) has something to give.
     pub(crate) fn event_fd(&self) -> BorrowedFd<'_> {
         self.context.event_fd()

@@ -1,1 +1,83 @@
-//! The software device.
+//! The software device: a complete verbs device in user space, no hardware and no privilege needed.
+//!
+//! Not a mock. It has the state machine, the checks, the completion statuses and the events of a
+//! device for RoCE v2, and its channels are real descriptors, so that the layers above cannot tell.
+//!
+//! ```text
+//!   post_send                                              poll
+//!      │                                                     ▲
+//!      ▼                 packets                             │
+//!  ┌───────────┐  ───────────────────▶  ┌───────────┐     ┌──────┐
+//!  │ requester │         network        │ responder │ ──▶ │  cq  │ ──▶ channel (descriptor)
+//!  └───────────┘  ◀───────────────────  └───────────┘     └──────┘
+//!      │  ▲              replies           │    ▲
+//!      ▼  │ timers                         ▼    │ receives
+//!    network's thread                 dma ◀─ keys  srq
+//! ```
+//!
+//! Requester and responder are pure: packets and time go in, packets and deadlines come out. On a
+//! network without faults the thread that posts runs the whole exchange, copying once from the memory
+//! of the sender to the memory of the receiver; with faults, or in virtual time, the same machines
+//! exchange encoded packets.
+//!
+//! Locks, in the order they are taken: requester half of one queue pair, responder half of one queue
+//! pair, then one of completion queue, shared receive queue, channel, scheduler. What would need
+//! another order (a queue pair that takes a second one down with it) is put on a
+//! [`Deferred`](deferred::Deferred) list and done when no lock is held.
+
+mod channel;
+mod cq;
+mod deferred;
+mod device;
+mod dma;
+mod exchange;
+mod faults;
+mod keys;
+mod network;
+mod qp;
+mod requester;
+mod responder;
+mod ring;
+mod scheduler;
+mod srq;
+mod wire;
+
+#[cfg(test)]
+#[allow(unsafe_code)]
+mod tests;
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+pub(crate) use channel::Channel;
+pub(crate) use cq::Cq;
+pub use cq::CqCounters;
+pub(crate) use device::{Ah, Context, Mr, Pd};
+pub use faults::{Faults, LinkCounters};
+pub use network::{DeviceControl, Network};
+pub(crate) use qp::Qp;
+pub use requester::SendCounters;
+pub use responder::ReceiveCounters;
+pub(crate) use srq::Srq;
+
+use super::contract;
+
+/// The provider.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Soft {}
+
+impl contract::Provider for Soft {
+    type Context = Context;
+    type Pd = Pd;
+    type Mr = Mr;
+    type Channel = Channel;
+    type Cq = Cq;
+    type Qp = Qp;
+    type Srq = Srq;
+    type Ah = Ah;
+}
+
+/// Locks even if a thread panicked while it held the lock: the machines change their state only after
+/// their checks, so there is nothing half-done to protect from.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,118 @@
+//! Events behind a file descriptor: completion channels and asynchronous events.
+
+use std::collections::VecDeque;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+
+use crate::error::VerbError;
+use crate::provider::contract;
+
+use super::lock;
+
+/// Queue whose descriptor is readable exactly while something is in it.
+///
+/// A byte is written when the queue turns non-empty and taken when it turns empty, both under its lock:
+/// a burst of events costs one system call, and a connected pair of sockets is an ordinary descriptor
+/// for any reactor on any Unix.
+#[derive(Debug)]
+pub(super) struct Mailbox<T> {
+    queue: Mutex<VecDeque<T>>,
+    reader: UnixStream,
+    writer: UnixStream,
+}
+
+impl<T> Mailbox<T> {
+    pub(super) fn new() -> io::Result<Self> {
+        let (reader, writer) = UnixStream::pair()?;
+        reader.set_nonblocking(true)?;
+        writer.set_nonblocking(true)?;
+        Ok(Self { queue: Mutex::new(VecDeque::new()), reader, writer })
+    }
+
+    pub(super) fn push(&self, event: T) {
+        let mut queue = lock(&self.queue);
+        if queue.is_empty() {
+            self.signal();
+        }
+        queue.push_back(event);
+    }
+
+    pub(super) fn pop(&self) -> Option<T> {
+        let mut queue = lock(&self.queue);
+        let event = queue.pop_front()?;
+        if queue.is_empty() {
+            self.unsignal();
+        }
+        Some(event)
+    }
+
+    /// Removes the events that `keep` refuses.
+    pub(super) fn retain(&self, keep: impl FnMut(&T) -> bool) {
+        let mut queue = lock(&self.queue);
+        let before = queue.len();
+        queue.retain(keep);
+        if before > 0 && queue.is_empty() {
+            self.unsignal();
+        }
+    }
+
+    pub(super) fn fd(&self) -> BorrowedFd<'_> {
+        self.reader.as_fd()
+    }
+
+    fn signal(&self) {
+        // One byte at most is ever in the pair, so the buffer cannot be full; both ends are ours, so
+        // the pipe cannot be broken.
+        if let Err(error) = retry(|| (&self.writer).write(&[1])) {
+            tracing::error!(%error, "event descriptor cannot be signalled; a waiter may not wake");
+        }
+    }
+
+    fn unsignal(&self) {
+        if let Err(error) = retry(|| (&self.reader).read(&mut [0; 1])) {
+            tracing::error!(%error, "event descriptor cannot be cleared; a waiter may spin");
+        }
+    }
+}
+
+fn retry(mut call: impl FnMut() -> io::Result<usize>) -> io::Result<usize> {
+    loop {
+        match call() {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            result => return result,
+        }
+    }
+}
+
+/// What a channel knows of a completion queue.
+#[derive(Debug)]
+pub(super) struct Subscriber {
+    pub(super) cookie: u64,
+    /// Events given out and not yet acknowledged.
+    pub(super) unacknowledged: AtomicU32,
+}
+
+/// Completion channel, see [`contract::Channel`].
+#[derive(Debug, Clone)]
+pub(crate) struct Channel(pub(super) Arc<Mailbox<Arc<Subscriber>>>);
+
+impl contract::Channel for Channel {
+    fn fd(&self) -> BorrowedFd<'_> {
+        self.0.fd()
+    }
+
+    fn next_event(&self) -> Result<Option<u64>, VerbError> {
+        Ok(self.0.pop().map(|subscriber| {
+            subscriber.unacknowledged.fetch_add(1, Ordering::Relaxed);
+            subscriber.cookie
+        }))
+    }
+}
+
+/// The verb failed with the reason the system gave.
+pub(super) fn os_error(verb: &'static str, error: &io::Error) -> VerbError {
+    VerbError::new(verb, error.raw_os_error().unwrap_or(VerbError::EIO))
+}

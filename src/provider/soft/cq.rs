@@ -1,0 +1,306 @@
+//! Completion queue: a ring with room for as many entries as asked, a one-shot arm, and overrun.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+use crate::error::VerbError;
+use crate::provider::contract;
+use crate::types::{AsyncEvent, Qpn, WorkCompletion};
+
+use super::channel::{Channel, Subscriber};
+use super::device::ContextInner;
+use super::lock;
+use super::srq::SrqInner;
+
+/// Which event was asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Arm {
+    Off,
+    Solicited,
+    Next,
+}
+
+/// How far completions of a queue pair have been polled: what frees the slots of its queues.
+#[derive(Debug, Default)]
+pub(super) struct Polled {
+    /// Position after the newest polled send completion.
+    pub(super) send: AtomicU32,
+    /// The same for receives.
+    pub(super) recv: AtomicU32,
+}
+
+/// Which slot a completion frees when it is polled.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Frees {
+    /// All send slots before this position.
+    Send(u32),
+    /// All receive slots before this position.
+    Recv(u32),
+    /// One slot of the shared receive queue.
+    Shared,
+}
+
+#[derive(Debug)]
+struct Entry {
+    completion: WorkCompletion,
+    /// Index into [`State::attached`].
+    owner: u32,
+    frees: Frees,
+}
+
+/// A queue pair that completes here.
+#[derive(Debug)]
+struct Attached {
+    qpn: Qpn,
+    polled: Arc<Polled>,
+    srq: Option<Arc<SrqInner>>,
+}
+
+#[derive(Debug)]
+struct State {
+    entries: VecDeque<Entry>,
+    arm: Arm,
+    overrun: bool,
+    attached: Vec<Option<Attached>>,
+    /// Indexes of `attached` that are free.
+    vacant: Vec<u32>,
+    counters: CqCounters,
+}
+
+/// What a completion queue has seen.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct CqCounters {
+    /// Completions that entered it.
+    pub completions: u64,
+    /// Events it raised on its channel.
+    pub events: u64,
+    /// Completions lost because it was full.
+    pub lost: u64,
+}
+
+#[derive(Debug)]
+pub(super) struct CqInner {
+    id: u64,
+    capacity: u32,
+    context: Arc<ContextInner>,
+    channel: Option<(Channel, Arc<Subscriber>)>,
+    /// Entries in the ring, so that polling an empty queue takes no lock.
+    waiting: AtomicUsize,
+    state: Mutex<State>,
+}
+
+/// A completion did not fit; the queue and its queue pairs are unusable.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Overrun;
+
+impl CqInner {
+    /// Appends a completion. `solicited`: it may fire an arm that waits for those only.
+    #[inline]
+    pub(super) fn push(
+        &self,
+        owner: u32,
+        frees: Frees,
+        completion: &WorkCompletion,
+        solicited: bool,
+    ) -> Result<(), Overrun> {
+        let mut state = lock(&self.state);
+        let state = &mut *state;
+        if state.overrun || state.entries.len() >= self.capacity as usize {
+            state.counters.lost += 1;
+            let first = !std::mem::replace(&mut state.overrun, true);
+            return if first { Err(Overrun) } else { Ok(()) };
+        }
+        state.entries.push_back(Entry { completion: *completion, owner, frees });
+        state.counters.completions += 1;
+        // Release pairs with the acquire in `poll`; the lock orders the rest.
+        self.waiting.store(state.entries.len(), Ordering::Release);
+        if state.arm != Arm::Off {
+            self.fire(state, solicited || !completion.status.is_success());
+        }
+        Ok(())
+    }
+
+    #[cold]
+    fn fire(&self, state: &mut State, solicited: bool) {
+        if state.arm == Arm::Next || solicited {
+            state.arm = Arm::Off;
+            if let Some((channel, subscriber)) = &self.channel {
+                state.counters.events += 1;
+                channel.0.push(Arc::clone(subscriber));
+            }
+        }
+    }
+
+    /// Reserves the place of a queue pair; its index is the `owner` of completions.
+    pub(super) fn attach(&self, qpn: Qpn, polled: &Arc<Polled>, srq: Option<&Arc<SrqInner>>) -> u32 {
+        let attached = Attached { qpn, polled: Arc::clone(polled), srq: srq.cloned() };
+        let mut state = lock(&self.state);
+        if let Some(index) = state.vacant.pop() {
+            state.attached[index as usize] = Some(attached);
+            index
+        } else {
+            state.attached.push(Some(attached));
+            state.attached.len() as u32 - 1
+        }
+    }
+
+    /// Removes the completions of a queue pair, as mlx5 does when it is destroyed or reset.
+    pub(super) fn purge(&self, owner: u32) {
+        let mut state = lock(&self.state);
+        let state = &mut *state;
+        let shared = state.attached.get(owner as usize).and_then(Option::as_ref).and_then(|it| it.srq.as_ref());
+        state.entries.retain(|entry| {
+            let keep = entry.owner != owner;
+            if let (false, Frees::Shared, Some(srq)) = (keep, entry.frees, shared) {
+                srq.release();
+            }
+            keep
+        });
+        // An overrun queue never looks empty, so that polling it always finds the error.
+        self.waiting.store(state.entries.len().max(usize::from(state.overrun)), Ordering::Release);
+    }
+
+    /// Ends what [`attach`](Self::attach) began.
+    pub(super) fn detach(&self, owner: u32) {
+        self.purge(owner);
+        let mut state = lock(&self.state);
+        if state.attached.get_mut(owner as usize).and_then(Option::take).is_some() {
+            state.vacant.push(owner);
+        }
+    }
+
+    /// Queue pairs that complete here, in the order of their numbers.
+    pub(super) fn queue_pairs(&self) -> Vec<Qpn> {
+        let mut all: Vec<_> = lock(&self.state).attached.iter().flatten().map(|it| it.qpn).collect();
+        all.sort_unstable();
+        all.dedup();
+        all
+    }
+
+    pub(super) fn context(&self) -> &Arc<ContextInner> {
+        &self.context
+    }
+
+    pub(super) fn error_event(&self) -> AsyncEvent {
+        AsyncEvent::CqError { cq: self.id }
+    }
+}
+
+/// Completion queue, see [`contract::Cq`].
+///
+/// Destroying or resetting a queue pair removes its completions from the queue.
+#[derive(Debug)]
+pub(crate) struct Cq(pub(super) Arc<CqInner>);
+
+impl Cq {
+    pub(super) fn new(
+        id: u64,
+        capacity: u32,
+        context: Arc<ContextInner>,
+        channel: Option<&Channel>,
+        cookie: u64,
+    ) -> Self {
+        let channel = channel
+            .map(|channel| (channel.clone(), Arc::new(Subscriber { cookie, unacknowledged: AtomicU32::new(0) })));
+        Self(Arc::new(CqInner {
+            id,
+            capacity,
+            context,
+            channel,
+            waiting: AtomicUsize::new(0),
+            state: Mutex::new(State {
+                entries: VecDeque::new(),
+                arm: Arm::Off,
+                overrun: false,
+                attached: Vec::new(),
+                vacant: Vec::new(),
+                counters: CqCounters::default(),
+            }),
+        }))
+    }
+
+    /// What has happened so far.
+    pub(crate) fn counters(&self) -> CqCounters {
+        lock(&self.0.state).counters
+    }
+}
+
+impl contract::Cq for Cq {
+    fn id(&self) -> u64 {
+        self.0.id
+    }
+
+    fn capacity(&self) -> u32 {
+        self.0.capacity
+    }
+
+    fn poll(&self, out: &mut [WorkCompletion]) -> Result<usize, VerbError> {
+        // A queue that was overrun holds entries for ever, so it never looks empty here.
+        if self.0.waiting.load(Ordering::Acquire) == 0 {
+            return Ok(0);
+        }
+        let mut state = lock(&self.0.state);
+        let state = &mut *state;
+        if state.overrun {
+            return Err(VerbError::new("ibv_poll_cq", VerbError::EIO));
+        }
+        let mut count = 0;
+        for target in out {
+            let Some(entry) = state.entries.pop_front() else { break };
+            if let Some(Some(owner)) = state.attached.get(entry.owner as usize) {
+                match entry.frees {
+                    // Release: the poster that sees the slot free also sees the work as done.
+                    Frees::Send(position) => owner.polled.send.store(position, Ordering::Release),
+                    Frees::Recv(position) => owner.polled.recv.store(position, Ordering::Release),
+                    Frees::Shared => {
+                        if let Some(srq) = &owner.srq {
+                            srq.release();
+                        }
+                    }
+                }
+            }
+            *target = entry.completion;
+            count += 1;
+        }
+        self.0.waiting.store(state.entries.len(), Ordering::Release);
+        Ok(count)
+    }
+
+    fn arm(&self, solicited_only: bool) -> Result<(), VerbError> {
+        let wanted = if solicited_only { Arm::Solicited } else { Arm::Next };
+        let mut state = lock(&self.0.state);
+        // An arm for any completion is not weakened by one for solicited completions.
+        state.arm = state.arm.max(wanted);
+        Ok(())
+    }
+
+    fn ack(&self, events: u32) {
+        let Some((_, subscriber)) = &self.0.channel else {
+            tracing::error!(cq = self.0.id, events, "acknowledged events of a completion queue without channel");
+            return;
+        };
+        let before = subscriber.unacknowledged.fetch_sub(events, Ordering::Relaxed);
+        if before < events {
+            subscriber.unacknowledged.fetch_add(events - before, Ordering::Relaxed);
+            tracing::error!(cq = self.0.id, events, given = before, "acknowledged more events than were given");
+        }
+    }
+}
+
+impl Drop for Cq {
+    fn drop(&mut self) {
+        if let Some((channel, subscriber)) = &self.0.channel {
+            channel.0.retain(|event| !Arc::ptr_eq(event, subscriber));
+            // libibverbs would block here for ever; nothing of ours depends on it.
+            let missing = subscriber.unacknowledged.load(Ordering::Relaxed);
+            if missing > 0 {
+                tracing::error!(cq = self.0.id, missing, "completion queue destroyed with unacknowledged events");
+            }
+        }
+        let users = self.0.queue_pairs();
+        if !users.is_empty() {
+            tracing::error!(cq = self.0.id, ?users, "completion queue destroyed before its queue pairs");
+        }
+    }
+}

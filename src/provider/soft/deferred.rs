@@ -1,0 +1,71 @@
+//! Work that must wait until no lock is held.
+
+use std::cell::RefCell;
+use std::sync::Arc;
+
+use crate::types::AsyncEvent;
+
+use super::cq::CqInner;
+use super::qp::QpInner;
+
+#[derive(Debug)]
+enum Work {
+    /// A queue pair goes to ERR, both halves; unless it has been reset since (`generation`).
+    Fail { qp: Arc<QpInner>, generation: u64, event: Option<AsyncEvent> },
+    /// A completion queue was overrun.
+    Overrun(Arc<CqInner>),
+}
+
+/// List of such work. Empty, and then free of cost, unless something fails.
+#[derive(Debug, Default)]
+pub(super) struct Deferred(RefCell<Vec<Work>>);
+
+impl Deferred {
+    pub(super) fn new() -> Self {
+        Self::default()
+    }
+
+    #[cold]
+    pub(super) fn fail(&self, qp: &Arc<QpInner>, event: Option<AsyncEvent>) {
+        let generation = qp.generation();
+        self.0.borrow_mut().push(Work::Fail { qp: Arc::clone(qp), generation, event });
+    }
+
+    #[cold]
+    pub(super) fn overrun(&self, cq: &Arc<CqInner>) {
+        self.0.borrow_mut().push(Work::Overrun(Arc::clone(cq)));
+    }
+
+    /// Does the work, and what follows from it. The caller holds no lock of the device.
+    #[inline]
+    pub(super) fn run(mut self) {
+        if !self.0.get_mut().is_empty() {
+            self.run_slow();
+        }
+    }
+
+    #[cold]
+    fn run_slow(self) {
+        loop {
+            let work = std::mem::take(&mut *self.0.borrow_mut());
+            if work.is_empty() {
+                return;
+            }
+            for item in work {
+                match item {
+                    Work::Fail { qp, generation, event } => qp.fail(Some(generation), event, &self),
+                    Work::Overrun(cq) => {
+                        let event = cq.error_event();
+                        tracing::error!(?event, "completion queue overrun: completions are lost");
+                        cq.context().event(event);
+                        for qpn in cq.queue_pairs() {
+                            if let Some(qp) = cq.context().device().queue_pair(qpn) {
+                                qp.fail(None, Some(AsyncEvent::QpFatal(qpn)), &self);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}

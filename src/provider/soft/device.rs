@@ -1,0 +1,350 @@
+//! A device and what is made from an open one: protection domains, registrations, address handles.
+
+// Implements an `unsafe fn` of the contract and passes its promise on to `dma`.
+#![allow(unsafe_code)]
+
+use std::collections::HashMap;
+use std::os::fd::BorrowedFd;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
+
+use crate::error::VerbError;
+use crate::provider::contract::{self, QpInit};
+use crate::types::{
+    Access, AddressVector, AsyncEvent, AtomicCapability, DeviceAttr, Gid, GidEntry, Lkey, PortAttr, PortNum, PortState,
+    Qpn, Rkey, SrqCaps,
+};
+
+use super::channel::{Channel, Mailbox, os_error};
+use super::cq::Cq;
+use super::deferred::Deferred;
+use super::dma::Memory;
+use super::keys::{Keys, MAX_REGISTRATIONS};
+use super::lock;
+use super::network::NetworkInner;
+use super::qp::{Qp, QpInner};
+use super::requester::MAX_MESSAGE;
+use super::srq::Srq;
+use super::{Soft, qp};
+
+/// The only port.
+pub(super) const PORT: PortNum = PortNum(1);
+
+/// Registrations are bounded by the address space.
+const MAX_MR_SIZE: u64 = 1 << 47;
+
+/// What all open contexts of a device share.
+#[derive(Debug)]
+pub(super) struct DeviceInner {
+    pub(super) gid: Gid,
+    pub(super) network: Arc<NetworkInner>,
+    pub(super) keys: Keys,
+    attr: DeviceAttr,
+    queue_pairs: RwLock<HashMap<Qpn, Weak<QpInner>>>,
+    contexts: Mutex<Vec<Weak<ContextInner>>>,
+    next_id: AtomicU64,
+    next_pd: AtomicU32,
+    dead: AtomicBool,
+    port_up: AtomicBool,
+    /// Packets pass: neither dead nor down. One word for the hot path.
+    linked: AtomicBool,
+}
+
+impl DeviceInner {
+    pub(super) fn new(name: &str, gid: Gid, network: Arc<NetworkInner>) -> Result<Arc<Self>, VerbError> {
+        let seed = network.random()?;
+        let attr = DeviceAttr {
+            // Locally administered, from the address.
+            guid: 0x0200_5eff_fe00_0000 | u64::from(u32::from_be_bytes([0, gid.0[13], gid.0[14], gid.0[15]])),
+            ports: 1,
+            max_qp: 1 << 20,
+            max_qp_wr: 16384,
+            max_sge: 16,
+            max_inline: 256,
+            max_cq: 1 << 20,
+            max_cqe: 1 << 22,
+            max_mr: MAX_REGISTRATIONS,
+            max_mr_size: MAX_MR_SIZE,
+            max_pd: 1 << 24,
+            max_qp_rd_atom: 16,
+            max_qp_init_rd_atom: 16,
+            max_srq: 1 << 20,
+            max_srq_wr: 16384,
+            max_srq_sge: 16,
+            completion_vectors: 1,
+            atomic: AtomicCapability::Global,
+            ..DeviceAttr::named(name)
+        };
+        Ok(Arc::new(Self {
+            gid,
+            network,
+            keys: Keys::new(seed as u32),
+            attr,
+            queue_pairs: RwLock::default(),
+            contexts: Mutex::default(),
+            next_id: AtomicU64::new(1),
+            next_pd: AtomicU32::new(1),
+            dead: AtomicBool::new(false),
+            port_up: AtomicBool::new(true),
+            linked: AtomicBool::new(true),
+        }))
+    }
+
+    pub(super) const fn attr(&self) -> &DeviceAttr {
+        &self.attr
+    }
+
+    #[inline]
+    pub(super) fn is_linked(&self) -> bool {
+        self.linked.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn is_dead(&self) -> bool {
+        self.dead.load(Ordering::Acquire)
+    }
+
+    pub(super) fn port_state(&self) -> PortState {
+        if self.is_linked() { PortState::Active } else { PortState::Down }
+    }
+
+    /// EIO once the device is lost.
+    pub(super) fn alive(&self, verb: &'static str) -> Result<(), VerbError> {
+        if self.is_dead() { Err(VerbError::new(verb, VerbError::EIO)) } else { Ok(()) }
+    }
+
+    fn id(&self) -> u64 {
+        self.next_id.fetch_add(1, Ordering::Relaxed)
+    }
+
+    pub(super) fn queue_pair(&self, qpn: Qpn) -> Option<Arc<QpInner>> {
+        self.queue_pairs.read().unwrap_or_else(PoisonError::into_inner).get(&qpn)?.upgrade()
+    }
+
+    /// Makes a queue pair under a number that is not in use and that peers cannot predict.
+    pub(super) fn add_queue_pair(&self, make: impl FnOnce(Qpn) -> Arc<QpInner>) -> Result<Arc<QpInner>, VerbError> {
+        let mut table = self.queue_pairs.write().unwrap_or_else(PoisonError::into_inner);
+        if table.len() >= self.attr.max_qp as usize {
+            return Err(VerbError::new("ibv_create_qp", VerbError::ENOMEM));
+        }
+        loop {
+            let qpn = Qpn(self.network.random()? as u32 & Qpn::MAX.0);
+            // 0 and 1 are management, 0xffffff is multicast (IBTA 3.5.10).
+            if qpn.0 > 1 && qpn != Qpn::MAX && !table.contains_key(&qpn) {
+                let made = make(qpn);
+                table.insert(qpn, Arc::downgrade(&made));
+                return Ok(made);
+            }
+        }
+    }
+
+    pub(super) fn remove_queue_pair(&self, qpn: Qpn) {
+        self.queue_pairs.write().unwrap_or_else(PoisonError::into_inner).remove(&qpn);
+    }
+
+    fn announce(&self, event: AsyncEvent) {
+        lock(&self.contexts).retain(|context| context.upgrade().map(|context| context.event(event)).is_some());
+    }
+
+    pub(super) fn kill(&self) {
+        if self.dead.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        tracing::error!(device = self.attr.name, "device lost");
+        self.linked.store(false, Ordering::Relaxed);
+        self.announce(AsyncEvent::DeviceFatal);
+        let mut all: Vec<_> = {
+            let table = self.queue_pairs.read().unwrap_or_else(PoisonError::into_inner);
+            table.values().filter_map(Weak::upgrade).collect()
+        };
+        // In a fixed order, for reproducible simulations.
+        all.sort_unstable_by_key(|qp| qp.qpn());
+        let deferred = Deferred::new();
+        for qp in all {
+            qp.fail(None, None, &deferred);
+        }
+        deferred.run();
+    }
+
+    pub(super) fn set_port(&self, up: bool) {
+        if self.is_dead() || self.port_up.swap(up, Ordering::AcqRel) == up {
+            return;
+        }
+        self.linked.store(up, Ordering::Relaxed);
+        self.announce(if up { AsyncEvent::PortActive(PORT) } else { AsyncEvent::PortError(PORT) });
+    }
+}
+
+/// One opening of a device.
+#[derive(Debug)]
+pub(super) struct ContextInner {
+    device: Arc<DeviceInner>,
+    events: Mailbox<AsyncEvent>,
+}
+
+impl ContextInner {
+    pub(super) const fn device(&self) -> &Arc<DeviceInner> {
+        &self.device
+    }
+
+    pub(super) fn event(&self, event: AsyncEvent) {
+        tracing::info!(device = self.device.attr.name, ?event, "asynchronous event");
+        self.events.push(event);
+    }
+}
+
+/// Open device, see [`contract::Context`].
+#[derive(Debug)]
+pub(crate) struct Context(Arc<ContextInner>);
+
+impl Context {
+    pub(super) fn open(device: Arc<DeviceInner>) -> Result<Self, VerbError> {
+        device.alive("ibv_open_device")?;
+        let events = Mailbox::new().map_err(|error| os_error("ibv_open_device", &error))?;
+        let inner = Arc::new(ContextInner { device, events });
+        lock(&inner.device.contexts).push(Arc::downgrade(&inner));
+        Ok(Self(inner))
+    }
+
+    /// Network that the device is on.
+    pub(crate) fn network(&self) -> super::Network {
+        super::Network(Arc::clone(&self.0.device.network))
+    }
+
+    /// A number that peers cannot predict, for packet sequence numbers; from the seed in a simulation.
+    pub(crate) fn random(&self) -> Result<u64, VerbError> {
+        self.0.device.network.random()
+    }
+}
+
+impl contract::Context<Soft> for Context {
+    fn attr(&self) -> &DeviceAttr {
+        &self.0.device.attr
+    }
+
+    fn port(&self, port: PortNum) -> Result<PortAttr, VerbError> {
+        self.0.device.alive("ibv_query_port")?;
+        if port != PORT {
+            return Err(VerbError::new("ibv_query_port", VerbError::EINVAL));
+        }
+        let mut attr = PortAttr::ethernet(PORT, vec![GidEntry::new(0, self.0.device.gid, true)]);
+        attr.state = self.0.device.port_state();
+        attr.max_msg_size = MAX_MESSAGE;
+        Ok(attr)
+    }
+
+    fn create_pd(&self) -> Result<Pd, VerbError> {
+        self.0.device.alive("ibv_alloc_pd")?;
+        let id = self.0.device.next_pd.fetch_add(1, Ordering::Relaxed);
+        Ok(Pd { context: Arc::clone(&self.0), id })
+    }
+
+    fn create_channel(&self) -> Result<Channel, VerbError> {
+        const VERB: &str = "ibv_create_comp_channel";
+        self.0.device.alive(VERB)?;
+        Mailbox::new().map(|mailbox| Channel(Arc::new(mailbox))).map_err(|error| os_error(VERB, &error))
+    }
+
+    fn create_cq(&self, capacity: u32, channel: Option<&Channel>, vector: u32, cookie: u64) -> Result<Cq, VerbError> {
+        let attr = &self.0.device.attr;
+        self.0.device.alive("ibv_create_cq")?;
+        if capacity == 0 || capacity > attr.max_cqe || vector >= attr.completion_vectors {
+            return Err(VerbError::new("ibv_create_cq", VerbError::EINVAL));
+        }
+        Ok(Cq::new(self.0.device.id(), capacity, Arc::clone(&self.0), channel, cookie))
+    }
+
+    fn event_fd(&self) -> BorrowedFd<'_> {
+        self.0.events.fd()
+    }
+
+    fn next_event(&self) -> Result<Option<AsyncEvent>, VerbError> {
+        match self.0.events.pop() {
+            None if self.0.device.is_dead() => Err(VerbError::new("ibv_get_async_event", VerbError::ENODEV)),
+            event => Ok(event),
+        }
+    }
+}
+
+/// Protection domain, see [`contract::Pd`].
+#[derive(Debug)]
+pub(crate) struct Pd {
+    context: Arc<ContextInner>,
+    id: u32,
+}
+
+impl contract::Pd<Soft> for Pd {
+    unsafe fn register(&self, addr: NonNull<u8>, len: usize, access: Access) -> Result<Mr, VerbError> {
+        const VERB: &str = "ibv_reg_mr";
+        let device = self.context.device();
+        device.alive(VERB)?;
+        let wraps = addr.addr().get().checked_add(len).is_none() || isize::try_from(len).is_err();
+        if wraps || len as u64 > MAX_MR_SIZE || !access.is_legal() {
+            return Err(VerbError::new(VERB, VerbError::EINVAL));
+        }
+        // SAFETY: the caller keeps the range allocated until the registration is dropped (S1), and
+        // `Drop` below removes it from the keys.
+        let memory = unsafe { Memory::new(addr.as_ptr(), len) };
+        let random = device.network.random()?;
+        let key = device.keys.insert(memory, access, self.id, random).ok_or(VerbError::new(VERB, VerbError::ENOMEM))?;
+        Ok(Mr { device: Arc::clone(device), key })
+    }
+
+    fn create_qp(&self, init: &QpInit<'_, Soft>) -> Result<Qp, VerbError> {
+        self.context.device.alive("ibv_create_qp")?;
+        qp::create(&self.context, self.id, init)
+    }
+
+    fn create_srq(&self, caps: SrqCaps) -> Result<Srq, VerbError> {
+        const VERB: &str = "ibv_create_srq";
+        let device = self.context.device();
+        device.alive(VERB)?;
+        let attr = &device.attr;
+        if caps.max_wr == 0 || caps.max_wr > attr.max_srq_wr || caps.max_sge > attr.max_srq_sge {
+            return Err(VerbError::new(VERB, VerbError::EINVAL));
+        }
+        Ok(Srq::new(device.id(), self.id, caps, Arc::clone(&self.context)))
+    }
+
+    fn create_ah(&self, address: &AddressVector) -> Result<Ah, VerbError> {
+        const VERB: &str = "ibv_create_ah";
+        self.context.device.alive(VERB)?;
+        if address.port != PORT || address.sgid_index != 0 {
+            return Err(VerbError::new(VERB, VerbError::EINVAL));
+        }
+        Ok(Ah)
+    }
+}
+
+/// Registration, see [`contract::Mr`]. One key serves as both.
+#[derive(Debug)]
+pub(crate) struct Mr {
+    device: Arc<DeviceInner>,
+    key: u32,
+}
+
+impl contract::Mr for Mr {
+    fn lkey(&self) -> Lkey {
+        Lkey(self.key)
+    }
+
+    fn rkey(&self) -> Rkey {
+        Rkey(self.key)
+    }
+}
+
+impl Drop for Mr {
+    fn drop(&mut self) {
+        self.device.keys.remove(self.key);
+    }
+}
+
+/// Address handle, see [`contract::Ah`]. Datagrams name their route themselves, so there is nothing in it.
+#[derive(Debug)]
+pub(crate) struct Ah;
+
+impl contract::Ah for Ah {
+    fn handle(&self) -> usize {
+        0
+    }
+}

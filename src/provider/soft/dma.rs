@@ -1,0 +1,340 @@
+//! Copies to and from registered memory: the only place where the device dereferences a pointer.
+//!
+//! A [`Segment`] is a checked piece of a registration together with a use of it (see
+//! [`keys`](super::keys)): while the segment lives, the registration cannot be dropped. Hence the
+//! functions here are safe, and what makes them so is said once, at [`Segment`].
+//!
+//! Memory that a peer may reach is accessed with relaxed atomics only (S2): the processor reads and
+//! writes it concurrently, also through atomics. Stores ascend and the last one releases, so whoever
+//! polls the last byte with acquire sees all of them.
+
+#![allow(unsafe_code)]
+
+use std::sync::atomic::{AtomicPtr, AtomicU8, AtomicU64, AtomicUsize, Ordering};
+
+use smallvec::SmallVec;
+
+use super::keys::Use;
+use super::wire::AtomicOp;
+
+/// Piece of registered memory that stays registered while this lives.
+///
+/// Invariant: `pointer..pointer + len` lies within the registration that `_use` holds, and was valid
+/// for reads and writes when it was registered. `Pd::register` has the promise of its caller that the
+/// memory stays allocated until the registration was dropped; dropping waits for every `Use`.
+#[derive(Debug)]
+pub(super) struct Segment<'k> {
+    pointer: *mut u8,
+    len: usize,
+    /// Peers may reach the registration: only atomics may touch it.
+    shared: bool,
+    _use: Use<'k>,
+}
+
+impl Segment<'_> {
+    /// Bytes.
+    pub(super) const fn len(&self) -> usize {
+        self.len
+    }
+}
+
+/// Memory that the device may be shown.
+///
+/// Whoever makes one has promised what `Pd::register` asks for; the rest of the device can only cut
+/// pieces out of it.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Memory {
+    base: *mut u8,
+    len: usize,
+}
+
+impl Memory {
+    /// # Safety
+    ///
+    /// `base..base + len` stays valid until the registration made of it has been removed from its
+    /// [`Keys`](super::keys::Keys) (S1).
+    pub(super) const unsafe fn new(base: *mut u8, len: usize) -> Self {
+        Self { base, len }
+    }
+}
+
+/// Place of a [`Memory`] in the table of registrations.
+#[derive(Debug, Default)]
+pub(super) struct Region {
+    base: AtomicPtr<u8>,
+    len: AtomicUsize,
+}
+
+impl Region {
+    /// Changes the memory. The table does this while no [`Use`] of the region exists and publishes it
+    /// with a release store.
+    pub(super) fn assign(&self, memory: Memory) {
+        self.base.store(memory.base, Ordering::Relaxed);
+        self.len.store(memory.len, Ordering::Relaxed);
+    }
+
+    /// `addr..addr + len`, if that is within the region.
+    #[inline]
+    pub(super) fn piece<'k>(&self, addr: u64, len: usize, shared: bool, hold: Use<'k>) -> Option<Segment<'k>> {
+        let base = self.base.load(Ordering::Relaxed);
+        let size = self.len.load(Ordering::Relaxed);
+        let offset = usize::try_from(addr.checked_sub(base.addr() as u64)?).ok()?;
+        if offset > size || len > size - offset {
+            return None;
+        }
+        // SAFETY: `offset` is within the memory of a live registration, just checked (S1).
+        let pointer = unsafe { base.add(offset) };
+        Some(Segment { pointer, len, shared, _use: hold })
+    }
+}
+
+/// Pieces of memory that one packet reads or writes. As many as a work request has without allocation.
+pub(super) type Gather<'k> = SmallVec<[Segment<'k>; 16]>;
+
+/// What a packet carries: memory of the sender, or bytes that travelled.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Payload<'a, 'k> {
+    Segments(&'a [Segment<'k>]),
+    Bytes(&'a [u8]),
+}
+
+impl Payload<'_, '_> {
+    pub(super) const EMPTY: Self = Self::Bytes(&[]);
+
+    /// Bytes.
+    pub(super) fn len(&self) -> usize {
+        match self {
+            Self::Segments([one]) => one.len,
+            Self::Segments(segments) => segments.iter().map(Segment::len).sum(),
+            Self::Bytes(bytes) => bytes.len(),
+        }
+    }
+
+    /// Copies all into `to`, which is at least as long.
+    pub(super) fn copy_to(&self, to: &[Segment<'_>]) {
+        match (self, to) {
+            (Self::Segments([from]), [to]) => {
+                let len = from.len.min(to.len);
+                // SAFETY: both ranges are live registrations (invariant of Segment), `len` is within both.
+                unsafe { copy(from.pointer, from.shared, to.pointer, to.shared, len) }
+            }
+            (Self::Segments(from), _) => {
+                let mut cursor = Cursor::new(to);
+                for piece in *from {
+                    cursor.write(piece.pointer, piece.len, piece.shared);
+                }
+            }
+            (Self::Bytes(bytes), _) => Cursor::new(to).write(bytes.as_ptr(), bytes.len(), false),
+        }
+    }
+
+    /// Appends all to `out`.
+    pub(super) fn append_to(&self, out: &mut Vec<u8>) {
+        match self {
+            Self::Bytes(bytes) => out.extend_from_slice(bytes),
+            Self::Segments(segments) => {
+                for piece in *segments {
+                    let at = out.len();
+                    out.resize(at + piece.len, 0);
+                    // SAFETY: source as in the invariant of Segment; target was just made `piece.len` long.
+                    unsafe { copy(piece.pointer, piece.shared, out[at..].as_mut_ptr(), false, piece.len) }
+                }
+            }
+        }
+    }
+}
+
+/// Where the next byte goes in a list of segments.
+struct Cursor<'a, 'k> {
+    to: &'a [Segment<'k>],
+    offset: usize,
+}
+
+impl<'a, 'k> Cursor<'a, 'k> {
+    const fn new(to: &'a [Segment<'k>]) -> Self {
+        Self { to, offset: 0 }
+    }
+
+    /// `from..from + len` is readable; callers pass a segment or a slice.
+    fn write(&mut self, mut from: *const u8, mut len: usize, shared: bool) {
+        while let [first, rest @ ..] = self.to {
+            let step = len.min(first.len - self.offset);
+            // SAFETY: `from` has `len` bytes left and `first` has `step` bytes from `offset`; both stay
+            // registered or borrowed during the call.
+            unsafe {
+                copy(from, shared, first.pointer.add(self.offset), first.shared, step);
+                from = from.add(step);
+            }
+            len -= step;
+            self.offset += step;
+            if len == 0 {
+                return;
+            }
+            self.to = rest;
+            self.offset = 0;
+        }
+        debug_assert_eq!(len, 0, "target as long as the payload");
+    }
+}
+
+/// Runs `op` on the 8 bytes of `target`; the original value. `None` if they are not 8 aligned bytes.
+pub(super) fn atomic(target: &Segment<'_>, op: AtomicOp) -> Option<u64> {
+    let pointer = target.pointer.cast::<u64>();
+    if target.len != 8 || !pointer.is_aligned() {
+        return None;
+    }
+    // SAFETY: 8 aligned bytes of a live registration. It is remotely accessible (the rights were
+    // checked), so nobody touches it but with atomics (S2).
+    let word = unsafe { AtomicU64::from_ptr(pointer) };
+    Some(match op {
+        AtomicOp::CompareSwap { compare, swap } => {
+            word.compare_exchange(compare, swap, Ordering::AcqRel, Ordering::Acquire).unwrap_or_else(|now| now)
+        }
+        AtomicOp::FetchAdd { add } => word.fetch_add(add, Ordering::AcqRel),
+    })
+}
+
+/// Copies `len` bytes, upwards. Ranges of local memory may overlap.
+///
+/// # Safety
+///
+/// `from` is valid for reads and `to` for writes of `len` bytes. What is marked shared is accessed by
+/// nobody but with atomics; what is not is accessed by nobody at all (S1).
+#[inline]
+unsafe fn copy(from: *const u8, from_shared: bool, to: *mut u8, to_shared: bool, len: usize) {
+    // SAFETY: passed on from the caller.
+    unsafe {
+        match (from_shared, to_shared) {
+            (false, false) => std::ptr::copy(from, to, len),
+            (false, true) => store(from, to, len),
+            (true, false) => load(from, to, len),
+            (true, true) => exchange(from, to, len),
+        }
+    }
+}
+
+/// Plain to shared.
+///
+/// # Safety
+///
+/// As [`copy`].
+#[inline]
+unsafe fn store(from: *const u8, to: *mut u8, len: usize) {
+    // SAFETY: all offsets are below `len`; words are stored only where `to` is aligned, sources are read
+    // unaligned.
+    unsafe {
+        if len == 8 && to.cast::<u64>().is_aligned() {
+            AtomicU64::from_ptr(to.cast()).store(from.cast::<u64>().read_unaligned(), Ordering::Release);
+            return;
+        }
+        split(to, len, |offset, word, last| {
+            let order = if last { Ordering::Release } else { Ordering::Relaxed };
+            if word {
+                let value = from.add(offset).cast::<u64>().read_unaligned();
+                AtomicU64::from_ptr(to.add(offset).cast()).store(value, order);
+            } else {
+                AtomicU8::from_ptr(to.add(offset)).store(*from.add(offset), order);
+            }
+        });
+    }
+}
+
+/// Shared to plain.
+///
+/// # Safety
+///
+/// As [`copy`].
+#[inline]
+unsafe fn load(from: *const u8, to: *mut u8, len: usize) {
+    let from = from.cast_mut();
+    // SAFETY: as in `store`, with the sides exchanged.
+    unsafe {
+        split(from, len, |offset, word, _| {
+            if word {
+                let value = AtomicU64::from_ptr(from.add(offset).cast()).load(Ordering::Relaxed);
+                to.add(offset).cast::<u64>().write_unaligned(value);
+            } else {
+                *to.add(offset) = AtomicU8::from_ptr(from.add(offset)).load(Ordering::Relaxed);
+            }
+        });
+    }
+}
+
+/// Shared to shared. Words only where both sides are aligned alike, else the source goes byte by byte:
+/// an aligned word around an odd byte could reach out of the registration.
+///
+/// # Safety
+///
+/// As [`copy`].
+unsafe fn exchange(from: *const u8, to: *mut u8, len: usize) {
+    let from = from.cast_mut();
+    let alike = (from.addr() ^ to.addr()) & 7 == 0;
+    // SAFETY: as in `store`; the source of a word is aligned if `alike`, else it is read as bytes.
+    unsafe {
+        split(to, len, |offset, word, last| {
+            let order = if last { Ordering::Release } else { Ordering::Relaxed };
+            let byte = |at: usize| AtomicU8::from_ptr(from.add(at)).load(Ordering::Relaxed);
+            if !word {
+                AtomicU8::from_ptr(to.add(offset)).store(byte(offset), order);
+                return;
+            }
+            let value = if alike {
+                AtomicU64::from_ptr(from.add(offset).cast()).load(Ordering::Relaxed)
+            } else {
+                u64::from_ne_bytes(std::array::from_fn(|at| byte(offset + at)))
+            };
+            AtomicU64::from_ptr(to.add(offset).cast()).store(value, order);
+        });
+    }
+}
+
+/// Calls `step(offset, is_word, is_last)` over `len` bytes in ascending order, words where `at` is
+/// aligned, bytes before and after.
+#[inline]
+fn split(at: *const u8, len: usize, mut step: impl FnMut(usize, bool, bool)) {
+    let head = (at.addr().wrapping_neg() & 7).min(len);
+    let words = (len - head) / 8;
+    let tail = head + words * 8;
+    for offset in 0..head {
+        step(offset, false, offset + 1 == len);
+    }
+    for word in 0..words {
+        let offset = head + word * 8;
+        step(offset, true, offset + 8 == len);
+    }
+    for offset in tail..len {
+        step(offset, false, offset + 1 == len);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_alignment_and_length_is_copied_exactly() {
+        for (from_shared, to_shared) in [(false, false), (false, true), (true, false), (true, true)] {
+            for from_offset in 0..9 {
+                for to_offset in 0..9 {
+                    for len in 0..40 {
+                        let source: Vec<u8> = (1..=64).collect();
+                        let mut from = source.clone();
+                        let mut to = vec![0_u8; 64];
+                        // SAFETY: both offsets plus `len` are below 64; the vectors are ours alone.
+                        unsafe {
+                            copy(
+                                from.as_mut_ptr().add(from_offset),
+                                from_shared,
+                                to.as_mut_ptr().add(to_offset),
+                                to_shared,
+                                len,
+                            );
+                        }
+                        assert_eq!(to[to_offset..to_offset + len], source[from_offset..from_offset + len]);
+                        assert!(to[..to_offset].iter().chain(&to[to_offset + len..]).all(|&byte| byte == 0));
+                    }
+                }
+            }
+        }
+    }
+}

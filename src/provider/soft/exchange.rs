@@ -1,0 +1,306 @@
+//! Moves packets between the machines of queue pairs.
+//!
+//! [`pump`](QpInner::pump) is called with the requester half locked and sends what there is to send:
+//! directly into the peer's responder half, which answers at once, or encoded onto the network. One
+//! call moves a bounded slice; the scheduler goes on with the rest, in turns with all others, so that
+//! no post blocks its thread for the length of a large message.
+
+use std::sync::Arc;
+
+use crate::types::{Gid, Transport};
+
+use super::deferred::Deferred;
+use super::dma::{Gather, Payload};
+use super::lock;
+use super::qp::{QpInner, ReceiveSide, ReceiverHalf, SendSide, Sender};
+use super::requester::{Destination, Outgoing, Requester, Source};
+use super::scheduler::Job;
+use super::wire::Packet;
+
+/// What one slice may move.
+///
+/// 256 KiB take about 20 µs at memory speed and 64 small packets about as long: well below what a task
+/// may hold an executor's thread.
+struct Budget {
+    packets: u32,
+    bytes: usize,
+}
+
+impl Budget {
+    const fn slice() -> Self {
+        Self { packets: 64, bytes: 256 << 10 }
+    }
+
+    const fn spend(&mut self, bytes: usize) {
+        self.packets = self.packets.saturating_sub(1);
+        self.bytes = self.bytes.saturating_sub(bytes);
+    }
+
+    const fn is_spent(&self) -> bool {
+        self.packets == 0 || self.bytes == 0
+    }
+}
+
+impl QpInner {
+    /// Sends what there is to send, up to a slice, and sees to what comes of it.
+    #[inline]
+    pub(super) fn pump(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) {
+        if !sender.continuing && sender.machine.has_work() {
+            let network = &self.device().network;
+            let more = if network.is_queued() {
+                self.pump_queued(sender, deferred)
+            } else if self.transport() == Transport::Ud {
+                self.pump_datagrams(sender, deferred)
+            } else {
+                self.pump_connected(sender, deferred)
+            };
+            if more {
+                sender.continuing = true;
+                network.scheduler.schedule(network.scheduler.now(), Job::Continue(Arc::downgrade(self)));
+            }
+        }
+        self.settle(sender, deferred);
+    }
+
+    /// Direct, connected. True if there is more to do.
+    #[inline]
+    fn pump_connected(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) -> bool {
+        self.find_peer(sender);
+        let Sender { machine, peer, .. } = sender;
+        let Some(peer) = peer else { return self.pump_lost(machine, deferred) };
+        let mut receiver = lock(&peer.receiver);
+        let here = self.device();
+        let there = peer.device();
+        if peer.is_destroyed() || !here.is_linked() || !there.is_linked() {
+            drop(receiver);
+            return self.pump_lost(machine, deferred);
+        }
+        let responder = &mut receiver.machine;
+        // A connection has two ends that name each other; if not, answers reach somebody else.
+        let answers = responder.config.peer == self.qpn();
+        let unreliable = self.transport() != Transport::Rc;
+        let mut out = SendSide { qp: self, deferred };
+        let mut peer_out = ReceiveSide { qp: peer, deferred };
+        let mut budget = Budget::slice();
+        let mut gather = Gather::new();
+        let mut reply_gather = Gather::new();
+        loop {
+            while let Some(reply) = responder.next_reply(&there.keys, &mut reply_gather, &mut peer_out) {
+                let payload = Payload::Segments(&reply_gather);
+                if answers {
+                    tracing::trace!(qpn = %self.qpn(), ?reply, "reply");
+                    machine.on_response(&reply, &payload, &here.keys, &mut out);
+                }
+                if !reply_gather.is_empty() {
+                    budget.spend(payload.len());
+                    reply_gather.clear();
+                    if budget.is_spent() {
+                        return true;
+                    }
+                }
+            }
+            if budget.is_spent() {
+                return machine.has_work();
+            }
+            let Some(outgoing) = machine.next_packet(&here.keys, &mut gather, &mut out) else { return false };
+            tracing::trace!(qpn = %self.qpn(), packet = ?outgoing.packet, "request");
+            let payload = payload_of(machine, &outgoing, &gather);
+            responder.on_request(&outgoing.packet, here.gid, &payload, &there.keys, &mut peer_out);
+            budget.spend(payload.len());
+            gather.clear();
+            if unreliable {
+                machine.on_sent(&mut out);
+            }
+        }
+    }
+
+    /// Nobody is there: packets leave and are lost.
+    #[cold]
+    fn pump_lost(self: &Arc<Self>, machine: &mut Requester, deferred: &Deferred) -> bool {
+        let mut out = SendSide { qp: self, deferred };
+        let mut budget = Budget::slice();
+        let mut gather = Gather::new();
+        while let Some(_lost) = machine.next_packet(&self.device().keys, &mut gather, &mut out) {
+            gather.clear();
+            machine.on_sent(&mut out);
+            budget.spend(0);
+            if budget.is_spent() {
+                return machine.has_work();
+            }
+        }
+        false
+    }
+
+    /// Direct, datagrams: each may go somewhere else.
+    fn pump_datagrams(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) -> bool {
+        let here = self.device();
+        let mut out = SendSide { qp: self, deferred };
+        let mut budget = Budget::slice();
+        let mut gather = Gather::new();
+        while let Some(outgoing) = sender.machine.next_packet(&here.keys, &mut gather, &mut out) {
+            if sender.peer_at.gid != outgoing.to.gid || sender.peer_at.qpn != outgoing.to.qpn {
+                sender.peer_at = outgoing.to;
+                sender.peer = None;
+            }
+            self.find_peer(sender);
+            let payload = payload_of(&sender.machine, &outgoing, &gather);
+            if let Some(peer) = &sender.peer {
+                let there = peer.device();
+                let mut receiver = lock(&peer.receiver);
+                if !peer.is_destroyed() && here.is_linked() && there.is_linked() {
+                    let mut peer_out = ReceiveSide { qp: peer, deferred };
+                    receiver.machine.on_request(&outgoing.packet, here.gid, &payload, &there.keys, &mut peer_out);
+                }
+            }
+            budget.spend(payload.len());
+            gather.clear();
+            sender.machine.on_sent(&mut out);
+            if budget.is_spent() {
+                return sender.machine.has_work();
+            }
+        }
+        false
+    }
+
+    /// Makes sure that `sender.peer` is the queue pair now at its address, or none.
+    #[inline]
+    fn find_peer(&self, sender: &mut Sender) {
+        if sender.peer.as_ref().is_none_or(|peer| peer.is_destroyed()) {
+            sender.peer = self.resolve(sender.peer_at);
+        }
+    }
+
+    #[cold]
+    fn resolve(&self, at: Destination) -> Option<Arc<Self>> {
+        self.device().network.queue_pair(at.gid, at.qpn)
+    }
+
+    /// Encoded onto the network.
+    fn pump_queued(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) -> bool {
+        let here = self.device();
+        let mut out = SendSide { qp: self, deferred };
+        let mut budget = Budget::slice();
+        let mut gather = Gather::new();
+        while let Some(outgoing) = sender.machine.next_packet(&here.keys, &mut gather, &mut out) {
+            let payload = payload_of(&sender.machine, &outgoing, &gather);
+            let to = if self.transport() == Transport::Ud { outgoing.to.gid } else { sender.peer_at.gid };
+            self.transmit(&outgoing.packet, to, &payload);
+            budget.spend(payload.len());
+            gather.clear();
+            sender.machine.on_sent(&mut out);
+            if budget.is_spent() {
+                return sender.machine.has_work();
+            }
+        }
+        false
+    }
+
+    fn transmit(&self, packet: &Packet, to: Gid, payload: &Payload<'_, '_>) {
+        let device = self.device();
+        if !device.is_linked() {
+            return;
+        }
+        tracing::trace!(qpn = %self.qpn(), %to, ?packet, "packet leaves");
+        let mut image = Vec::with_capacity(64 + payload.len());
+        packet.emit(payload.len(), &mut image, |image| payload.append_to(image));
+        device.network.transmit((device.gid, to), image);
+    }
+
+    /// A packet arrived from the network.
+    pub(super) fn on_packet(self: &Arc<Self>, packet: &Packet, source: Gid, payload: &[u8]) {
+        let deferred = Deferred::new();
+        let payload = Payload::Bytes(payload);
+        let keys = &self.device().keys;
+        if packet.body.is_response() {
+            let mut sender = lock(&self.sender);
+            if source == sender.peer_at.gid {
+                sender.machine.on_response(packet, &payload, keys, &mut SendSide { qp: self, deferred: &deferred });
+                self.pump(&mut sender, &deferred);
+            }
+        } else {
+            let mut receiver = lock(&self.receiver);
+            if !self.is_destroyed() {
+                let mut out = ReceiveSide { qp: self, deferred: &deferred };
+                receiver.machine.on_request(packet, source, &payload, keys, &mut out);
+                self.reply(&mut receiver, &deferred);
+            }
+        }
+        deferred.run();
+    }
+
+    /// Sends replies, up to a slice.
+    fn reply(self: &Arc<Self>, receiver: &mut ReceiverHalf, deferred: &Deferred) {
+        if receiver.replying {
+            return;
+        }
+        let to = receiver.machine.config.peer_gid;
+        let mut out = ReceiveSide { qp: self, deferred };
+        let mut budget = Budget::slice();
+        let mut gather = Gather::new();
+        while let Some(reply) = receiver.machine.next_reply(&self.device().keys, &mut gather, &mut out) {
+            let payload = Payload::Segments(&gather);
+            self.transmit(&reply, to, &payload);
+            budget.spend(payload.len());
+            gather.clear();
+            if budget.is_spent() && receiver.machine.has_replies() {
+                receiver.replying = true;
+                let scheduler = &self.device().network.scheduler;
+                scheduler.schedule(scheduler.now(), Job::Reply(Arc::downgrade(self)));
+                return;
+            }
+        }
+    }
+
+    /// The scheduler: more replies.
+    pub(super) fn on_reply_turn(self: &Arc<Self>) {
+        let deferred = Deferred::new();
+        {
+            let mut receiver = lock(&self.receiver);
+            receiver.replying = false;
+            self.reply(&mut receiver, &deferred);
+        }
+        deferred.run();
+    }
+
+    /// The scheduler: the next slice.
+    pub(super) fn on_continue(self: &Arc<Self>) {
+        let deferred = Deferred::new();
+        {
+            let mut sender = lock(&self.sender);
+            sender.continuing = false;
+            self.pump(&mut sender, &deferred);
+        }
+        deferred.run();
+    }
+
+    /// The scheduler: a deadline may have come.
+    pub(super) fn on_timer(self: &Arc<Self>) {
+        let deferred = Deferred::new();
+        {
+            let mut sender = lock(&self.sender);
+            sender.scheduled = None;
+            let now = self.device().network.scheduler.now();
+            sender.machine.on_timer(now, &mut SendSide { qp: self, deferred: &deferred });
+            self.pump(&mut sender, &deferred);
+        }
+        deferred.run();
+    }
+
+    #[cold]
+    pub(super) fn schedule_timer(self: &Arc<Self>, sender: &mut Sender, deadline: u64) {
+        // One entry per queue pair: when it comes too early it is renewed.
+        if sender.scheduled.is_none_or(|scheduled| deadline < scheduled) {
+            sender.scheduled = Some(deadline);
+            self.device().network.scheduler.schedule(deadline, Job::Timer(Arc::downgrade(self)));
+        }
+    }
+}
+
+/// The payload of a packet just made.
+#[inline]
+fn payload_of<'a, 'k>(machine: &'a Requester, outgoing: &Outgoing, gather: &'a Gather<'k>) -> Payload<'a, 'k> {
+    match outgoing.source {
+        Source::Gathered => Payload::Segments(gather),
+        source => Payload::Bytes(machine.inline(source)),
+    }
+}

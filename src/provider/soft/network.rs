@@ -1,0 +1,280 @@
+//! The network inside this process: its devices, its clock, its faults.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::net::Ipv4Addr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, Weak};
+use std::time::Duration;
+
+use crate::error::VerbError;
+use crate::types::{Gid, Qpn};
+
+use super::device::{Context, DeviceInner};
+use super::faults::{Faults, Link, LinkCounters};
+use super::lock;
+use super::qp::QpInner;
+use super::scheduler::{Job, Scheduler};
+use super::wire::{Packet, WireError};
+
+/// Name of the software device of [`Network::global`].
+pub(crate) const DEFAULT_DEVICE: &str = "soft0";
+
+/// Network of software devices, all within this process.
+///
+/// Devices of one network reach each other, those of different networks do not. On a network without
+/// faults, packets are never built: the posting thread moves the data itself.
+///
+/// Cloning gives another handle to the same network.
+#[derive(Clone)]
+pub struct Network(pub(super) Arc<NetworkInner>);
+
+pub(super) struct NetworkInner {
+    names: Mutex<HashMap<String, Known>>,
+    by_gid: RwLock<HashMap<Gid, Weak<DeviceInner>>>,
+    /// Packets are encoded and delivered by the scheduler. Never false again once true, so that
+    /// packets underway are not overtaken.
+    queued: AtomicBool,
+    link: Mutex<Link>,
+    pub(super) scheduler: Arc<Scheduler>,
+    /// Seeded numbers of a simulated network; `None`: the system's.
+    random: Option<Mutex<fastrand::Rng>>,
+}
+
+/// Device of a name. The address stays with the name; the device goes when nobody has it open.
+#[derive(Debug)]
+struct Known {
+    gid: Gid,
+    device: Weak<DeviceInner>,
+}
+
+/// A packet on its way.
+#[derive(Debug)]
+pub(super) struct Delivery {
+    network: Weak<NetworkInner>,
+    route: (Gid, Gid),
+    image: Vec<u8>,
+}
+
+impl Network {
+    /// A network without faults, in real time.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::with(Scheduler::real(), None, 0, Faults::none(), false)
+    }
+
+    /// A network with faults, in real time. The faults are drawn from `seed`; what happens also depends
+    /// on the timing of threads, see [`simulated`](Self::simulated).
+    #[must_use]
+    pub fn with_faults(seed: u64, faults: Faults) -> Self {
+        Self::with(Scheduler::real(), None, seed, faults, true)
+    }
+
+    /// A network in virtual time: nothing moves until [`step`](Self::step) or
+    /// [`run_until_idle`](Self::run_until_idle) is called. Everything is drawn from `seed`, numbers of
+    /// queue pairs and keys included, so a program that uses it from one thread runs the same each time.
+    #[must_use]
+    pub fn simulated(seed: u64, faults: Faults) -> Self {
+        let random = fastrand::Rng::with_seed(seed ^ 0x9e37_79b9_7f4a_7c15);
+        Self::with(Scheduler::virtual_time(), Some(Mutex::new(random)), seed, faults, true)
+    }
+
+    /// The network of this process, on which the device `soft0` lives.
+    #[must_use]
+    pub fn global() -> &'static Self {
+        static GLOBAL: OnceLock<Network> = OnceLock::new();
+        GLOBAL.get_or_init(Self::new)
+    }
+
+    fn with(
+        scheduler: Arc<Scheduler>,
+        random: Option<Mutex<fastrand::Rng>>,
+        seed: u64,
+        faults: Faults,
+        queued: bool,
+    ) -> Self {
+        Self(Arc::new(NetworkInner {
+            names: Mutex::default(),
+            by_gid: RwLock::default(),
+            queued: AtomicBool::new(queued),
+            link: Mutex::new(Link::new(seed, faults)),
+            scheduler,
+            random,
+        }))
+    }
+
+    /// Opens the device `name`, and makes it if it does not exist.
+    pub(crate) fn open(&self, name: &str) -> Result<Context, VerbError> {
+        let mut names = lock(&self.0.names);
+        let next = names.len();
+        let known = names.entry(name.to_owned()).or_insert_with(|| Known { gid: address(next), device: Weak::new() });
+        let device = match known.device.upgrade() {
+            Some(device) => device,
+            None => {
+                let device = DeviceInner::new(name, known.gid, Arc::clone(&self.0))?;
+                known.device = Arc::downgrade(&device);
+                let mut by_gid = self.0.by_gid.write().unwrap_or_else(PoisonError::into_inner);
+                by_gid.insert(known.gid, Arc::downgrade(&device));
+                device
+            }
+        };
+        drop(names);
+        Context::open(device)
+    }
+
+    /// Control over the device `name`; `None` if nobody has it open.
+    #[must_use]
+    pub fn control(&self, name: &str) -> Option<DeviceControl> {
+        lock(&self.0.names).get(name)?.device.upgrade().map(DeviceControl)
+    }
+
+    /// Changes the fault model. From then on packets are encoded, also where the network was made
+    /// without faults.
+    pub fn set_faults(&self, faults: Faults) {
+        lock(&self.0.link).faults = faults;
+        self.0.queued.store(true, Ordering::Release);
+    }
+
+    /// Changes the probability of loss only; see [`set_faults`](Self::set_faults).
+    pub fn set_loss(&self, probability: f64) {
+        lock(&self.0.link).faults.loss = probability;
+        self.0.queued.store(true, Ordering::Release);
+    }
+
+    /// What has happened to packets. A network without faults has none.
+    #[must_use]
+    pub fn counters(&self) -> LinkCounters {
+        lock(&self.0.link).counters
+    }
+
+    /// Time since the network was made; virtual where that is simulated.
+    #[must_use]
+    pub fn now(&self) -> Duration {
+        Duration::from_nanos(self.0.scheduler.now())
+    }
+
+    /// Handles the next packet or timer of a simulated network and moves the clock to it. False if there
+    /// is none; always false in real time.
+    pub fn step(&self) -> bool {
+        self.0.scheduler.step(u64::MAX)
+    }
+
+    /// Steps until there is nothing left to do, or nothing before `limit` of virtual time from now has
+    /// passed. True if nothing is left.
+    pub fn run_until_idle(&self, limit: Duration) -> bool {
+        let limit = self.0.scheduler.now().saturating_add(u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX));
+        while self.0.scheduler.step(limit) {}
+        self.0.scheduler.is_idle()
+    }
+}
+
+impl Default for Network {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl fmt::Debug for Network {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl fmt::Debug for NetworkInner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Network")
+            .field("queued", &self.is_queued())
+            .field("simulated", &self.scheduler.is_virtual())
+            .finish_non_exhaustive()
+    }
+}
+
+impl NetworkInner {
+    #[inline]
+    pub(super) fn is_queued(&self) -> bool {
+        self.queued.load(Ordering::Acquire)
+    }
+
+    pub(super) fn device(&self, gid: Gid) -> Option<Arc<DeviceInner>> {
+        self.by_gid.read().unwrap_or_else(PoisonError::into_inner).get(&gid)?.upgrade()
+    }
+
+    pub(super) fn queue_pair(&self, gid: Gid, qpn: Qpn) -> Option<Arc<QpInner>> {
+        self.device(gid)?.queue_pair(qpn)
+    }
+
+    /// A number that peers cannot predict; from the seed where the network is simulated.
+    pub(super) fn random(&self) -> Result<u64, VerbError> {
+        match &self.random {
+            Some(seeded) => Ok(lock(seeded).u64(..)),
+            None => getrandom::u64()
+                .map_err(|error| VerbError::new("getrandom", error.raw_os_error().unwrap_or(VerbError::EIO))),
+        }
+    }
+
+    /// Puts an encoded packet on the way.
+    pub(super) fn transmit(self: &Arc<Self>, route: (Gid, Gid), mut image: Vec<u8>) {
+        let now = self.scheduler.now();
+        let [first, second] = lock(&self.link).send(now, route, &mut image);
+        if let Some(at) = second {
+            let copy = Delivery { network: Arc::downgrade(self), route, image: image.clone() };
+            self.scheduler.schedule(at, Job::Deliver(Box::new(copy)));
+        }
+        if let Some(at) = first {
+            let delivery = Delivery { network: Arc::downgrade(self), route, image };
+            self.scheduler.schedule(at, Job::Deliver(Box::new(delivery)));
+        }
+    }
+}
+
+impl Drop for NetworkInner {
+    fn drop(&mut self) {
+        self.scheduler.stop();
+    }
+}
+
+impl Delivery {
+    pub(super) fn run(self) {
+        let Some(network) = self.network.upgrade() else { return };
+        let (source, destination) = self.route;
+        let Some(device) = network.device(destination).filter(|device| device.is_linked()) else { return };
+        let (packet, payload) = match Packet::parse(&self.image) {
+            Ok(parsed) => parsed,
+            Err(error) => {
+                tracing::trace!(?error, %source, "packet dropped");
+                if error == WireError::Checksum {
+                    lock(&network.link).counters.rejected += 1;
+                }
+                return;
+            }
+        };
+        tracing::trace!(%source, ?packet, "packet arrived");
+        if let Some(qp) = device.queue_pair(packet.dest) {
+            qp.on_packet(&packet, source, payload);
+        }
+    }
+}
+
+/// Makes a device fail, for tests of what depends on it.
+#[derive(Debug, Clone)]
+pub struct DeviceControl(Arc<DeviceInner>);
+
+impl DeviceControl {
+    /// The device is lost: `DEVICE_FATAL`, every queue pair goes to ERR and flushes, later verbs fail.
+    /// Once everything of it has been closed, opening its name makes a new device.
+    pub fn kill(&self) {
+        self.0.kill();
+    }
+
+    /// Takes the port down or up. While it is down packets are lost, in both directions.
+    pub fn set_port(&self, up: bool) {
+        self.0.set_port(up);
+    }
+}
+
+/// Address of the `index`th device of a network: its own loopback address, from 127.1.0.1 up.
+fn address(index: usize) -> Gid {
+    const FIRST: u32 = u32::from_be_bytes([127, 1, 0, 1]);
+    // 16 million loopback addresses; wrapping around would only make names collide.
+    Ipv4Addr::from(FIRST + (index as u32 & 0x00ff_ffff) % 0x00fe_0000).into()
+}

@@ -1,0 +1,576 @@
+//! Queue pair: the two halves, their locks, and the state they share.
+
+// Implements `unsafe fn`s of the contract; holds no unsafe block.
+#![allow(unsafe_code)]
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use crate::error::VerbError;
+use crate::provider::contract::{self, PostError, QpInit};
+use crate::types::{
+    Access, AckTimeout, AsyncEvent, Data, Gid, Mtu, Qkey, QpAttr, QpCaps, QpState, Qpn, RecvWr, RnrTimer, SendOp,
+    SendWr, Transport, WorkCompletion, check_transition,
+};
+
+use super::Soft;
+use super::cq::{CqInner, Frees, Polled};
+use super::deferred::Deferred;
+use super::device::{ContextInner, DeviceInner, PORT};
+use super::lock;
+use super::requester::{Destination, Requester, SendCompletions, SendConfig, SendCounters};
+use super::responder::{ReceiveConfig, ReceiveCounters, ReceiveWqe, Receiver, Responder};
+use super::srq::SrqInner;
+
+/// Retry counters have three bits.
+const MAX_RETRY: u8 = 7;
+
+#[derive(Debug)]
+pub(super) struct QpInner {
+    qpn: Qpn,
+    transport: Transport,
+    caps: QpCaps,
+    context: Arc<ContextInner>,
+    send_cq: Arc<CqInner>,
+    send_owner: u32,
+    recv_cq: Arc<CqInner>,
+    recv_owner: u32,
+    srq: Option<Arc<SrqInner>>,
+    polled: Arc<Polled>,
+    /// Its handle is gone. Changes only under both locks.
+    destroyed: AtomicBool,
+    /// Times it was reset. Changes only under both locks.
+    generation: AtomicU64,
+    pub(super) sender: Mutex<Sender>,
+    pub(super) receiver: Mutex<ReceiverHalf>,
+}
+
+/// Requester half, and what goes with it.
+#[derive(Debug)]
+pub(super) struct Sender {
+    pub(super) machine: Requester,
+    attr: QpAttr,
+    /// Queue pair that packets went to last, and its address. A strong reference: no counting per
+    /// packet; a destroyed one is found out and dropped.
+    pub(super) peer: Option<Arc<QpInner>>,
+    pub(super) peer_at: Destination,
+    /// Earliest timer that is scheduled.
+    pub(super) scheduled: Option<u64>,
+    /// The scheduler goes on with it: posting only queues.
+    pub(super) continuing: bool,
+    notify_drained: bool,
+    /// Failure was noticed and passed on to the other half.
+    failed: bool,
+}
+
+/// Responder half.
+#[derive(Debug)]
+pub(super) struct ReceiverHalf {
+    pub(super) machine: Responder,
+    /// The scheduler goes on with its replies.
+    pub(super) replying: bool,
+}
+
+/// Where completions of sends go.
+pub(super) struct SendSide<'a> {
+    pub(super) qp: &'a QpInner,
+    pub(super) deferred: &'a Deferred,
+}
+
+impl SendCompletions for SendSide<'_> {
+    #[inline]
+    fn complete(&mut self, position: u32, completion: &WorkCompletion) {
+        let frees = Frees::Send(position.wrapping_add(1));
+        if self.qp.send_cq.push(self.qp.send_owner, frees, completion, false).is_err() {
+            self.deferred.overrun(&self.qp.send_cq);
+        }
+    }
+}
+
+/// Where completions of receives go, and where receives come from.
+pub(super) struct ReceiveSide<'a> {
+    pub(super) qp: &'a Arc<QpInner>,
+    pub(super) deferred: &'a Deferred,
+}
+
+impl Receiver for ReceiveSide<'_> {
+    fn take_shared(&mut self, into: &mut ReceiveWqe) -> bool {
+        self.qp.srq.as_ref().is_some_and(|srq| srq.take(into))
+    }
+
+    #[inline]
+    fn complete(&mut self, position: u32, completion: &WorkCompletion, solicited: bool) {
+        let frees = if self.qp.srq.is_some() { Frees::Shared } else { Frees::Recv(position.wrapping_add(1)) };
+        if self.qp.recv_cq.push(self.qp.recv_owner, frees, completion, solicited).is_err() {
+            self.deferred.overrun(&self.qp.recv_cq);
+        }
+    }
+
+    fn event(&mut self, event: AsyncEvent) {
+        self.qp.context.event(event);
+    }
+
+    fn failed(&mut self) {
+        self.deferred.fail(self.qp, None);
+    }
+}
+
+/// Makes a queue pair in RESET.
+pub(super) fn create(context: &Arc<ContextInner>, pd: u32, init: &QpInit<'_, Soft>) -> Result<Qp, VerbError> {
+    let refuse = || VerbError::new("ibv_create_qp", VerbError::EINVAL);
+    let device = context.device();
+    let limits = device.attr();
+    let mut caps = init.caps;
+    if init.srq.is_some() {
+        caps.max_recv_wr = 0;
+        caps.max_recv_sge = 0;
+    }
+    let too_large = caps.max_send_wr > limits.max_qp_wr
+        || caps.max_recv_wr > limits.max_qp_wr
+        || caps.max_send_sge > limits.max_sge
+        || caps.max_recv_sge > limits.max_sge
+        || caps.max_inline > limits.max_inline;
+    let foreign = [Some(init.send_cq.0.context()), Some(init.recv_cq.0.context()), init.srq.map(|srq| srq.0.context())]
+        .into_iter()
+        .flatten()
+        .any(|other| !Arc::ptr_eq(other.device(), device));
+    if too_large || foreign {
+        return Err(refuse());
+    }
+    let srq = init.srq.map(|srq| Arc::clone(&srq.0));
+    let polled = Arc::new(Polled::default());
+    let inner = device.add_queue_pair(|qpn| {
+        let send_cq = Arc::clone(&init.send_cq.0);
+        let recv_cq = Arc::clone(&init.recv_cq.0);
+        let recv_owner = recv_cq.attach(qpn, &polled, srq.as_ref());
+        let send_owner = if Arc::ptr_eq(&send_cq, &recv_cq) { recv_owner } else { send_cq.attach(qpn, &polled, None) };
+        let send = SendConfig {
+            transport: init.transport,
+            qpn,
+            pd,
+            dest: Qpn(0),
+            mtu: Mtu::Mtu4096,
+            timeout: AckTimeout::from_code(0),
+            retry_count: 0,
+            rnr_retry: 0,
+            max_rd_atomic: 0,
+            qkey: Qkey(0),
+        };
+        let receive = ReceiveConfig {
+            transport: init.transport,
+            qpn,
+            gid: device.gid,
+            pd,
+            shared: srq.is_some(),
+            receive_pd: srq.as_ref().map_or(pd, |srq| srq.pd()),
+            access: Access::empty(),
+            mtu: Mtu::Mtu4096,
+            peer: Qpn(0),
+            peer_gid: Gid::default(),
+            qkey: Qkey(0),
+            min_rnr_timer: RnrTimer::from_code(0),
+            max_dest_rd_atomic: 0,
+        };
+        Arc::new(QpInner {
+            qpn,
+            transport: init.transport,
+            caps,
+            context: Arc::clone(context),
+            send_cq,
+            send_owner,
+            recv_cq,
+            recv_owner,
+            srq: srq.clone(),
+            polled: Arc::clone(&polled),
+            destroyed: AtomicBool::new(false),
+            generation: AtomicU64::new(0),
+            sender: Mutex::new(Sender {
+                machine: Requester::new(send),
+                attr: QpAttr::default(),
+                peer: None,
+                peer_at: Destination::default(),
+                scheduled: None,
+                continuing: false,
+                notify_drained: false,
+                failed: false,
+            }),
+            receiver: Mutex::new(ReceiverHalf { machine: Responder::new(receive), replying: false }),
+        })
+    })?;
+    Ok(Qp(inner))
+}
+
+impl QpInner {
+    pub(super) const fn qpn(&self) -> Qpn {
+        self.qpn
+    }
+
+    pub(super) const fn transport(&self) -> Transport {
+        self.transport
+    }
+
+    #[inline]
+    pub(super) fn device(&self) -> &Arc<DeviceInner> {
+        self.context.device()
+    }
+
+    #[inline]
+    pub(super) fn is_destroyed(&self) -> bool {
+        self.destroyed.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn generation(&self) -> u64 {
+        self.generation.load(Ordering::Relaxed)
+    }
+
+    /// Takes the queue pair to ERR and flushes both queues. Nothing happens in RESET, or if it has been
+    /// reset since `generation`.
+    pub(super) fn fail(self: &Arc<Self>, generation: Option<u64>, event: Option<AsyncEvent>, deferred: &Deferred) {
+        {
+            let mut sender = lock(&self.sender);
+            let mut receiver = lock(&self.receiver);
+            if generation.is_some_and(|then| then != self.generation())
+                || self.is_destroyed()
+                || sender.machine.state() == QpState::Reset
+            {
+                return;
+            }
+            self.flush_both(&mut sender, &mut receiver, deferred);
+        }
+        if let Some(event) = event {
+            self.context.event(event);
+        }
+    }
+
+    fn flush_both(self: &Arc<Self>, sender: &mut Sender, receiver: &mut ReceiverHalf, deferred: &Deferred) {
+        sender.failed = true;
+        if sender.machine.state() != QpState::Err {
+            tracing::debug!(qpn = %self.qpn, from = ?sender.machine.state(), "queue pair enters ERR");
+            sender.machine.set_state(QpState::Err, &mut SendSide { qp: self, deferred });
+        }
+        if receiver.machine.state() != QpState::Err {
+            receiver.machine.set_state(QpState::Err, &mut ReceiveSide { qp: self, deferred });
+        }
+    }
+
+    /// After anything that the requester did: its timer, its events, its failure.
+    #[inline]
+    pub(super) fn settle(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) {
+        let scheduler = &self.device().network.scheduler;
+        if let Some(deadline) = sender.machine.settle(|| scheduler.now()) {
+            self.schedule_timer(sender, deadline);
+        }
+        match sender.machine.state() {
+            QpState::Rts => {}
+            QpState::Err if !sender.failed => {
+                sender.failed = true;
+                deferred.fail(self, None);
+            }
+            QpState::Sqd if sender.machine.take_drained() => {
+                if std::mem::take(&mut sender.notify_drained) {
+                    self.context.event(AsyncEvent::SendQueueDrained(self.qpn));
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// What it has sent and received so far.
+    pub(super) fn counters(&self) -> (SendCounters, ReceiveCounters) {
+        let sent = lock(&self.sender).machine.counters;
+        (sent, lock(&self.receiver).machine.counters)
+    }
+
+    /// What is wrong with a send work request, if anything; its length if nothing.
+    #[inline]
+    fn check_send(&self, wr: &SendWr<'_>) -> Option<u32> {
+        let length = match wr.data {
+            Data::Sges([one]) if self.caps.max_send_sge > 0 => one.length,
+            Data::Sges(sges) => {
+                if sges.len() > self.caps.max_send_sge as usize {
+                    return None;
+                }
+                let total: u64 = sges.iter().map(|sge| u64::from(sge.length)).sum();
+                // Larger than any message: reported as such when its turn comes.
+                u32::try_from(total).unwrap_or(u32::MAX)
+            }
+            Data::Inline(bytes) => {
+                if bytes.len() > self.caps.max_inline as usize || wr.op.reads_back() {
+                    return None;
+                }
+                bytes.len() as u32
+            }
+        };
+        let allowed = match self.transport {
+            Transport::Rc => true,
+            Transport::Uc => !wr.op.reads_back() && !matches!(wr.op, SendOp::SendWithInvalidate(_)),
+            Transport::Ud => {
+                matches!(wr.op, SendOp::Send | SendOp::SendWithImm(_))
+                    && length as usize <= Mtu::Mtu4096.bytes()
+                    && wr.target.is_some_and(|to| to.address.port == PORT && to.address.sgid_index == 0)
+            }
+        };
+        allowed.then_some(length)
+    }
+}
+
+/// Queue pair, see [`contract::Qp`].
+///
+/// - Slots of both queues are free again when a completion at or after them has been polled, the
+///   strict form of mlx5: a program that never asks for a completion fills its send queue.
+/// - Destroying or resetting it removes its completions from their queue.
+/// - READ and atomics with `max_rd_atomic` 0 fail with `LOC_QP_OP_ERR`: they could never start.
+/// - `SendWithInvalidate` always names an invalid key, as there are no memory windows: the receiver's
+///   completion is `REM_INV_REQ_ERR` and, as there is no NAK for it, the sender's retries run out.
+#[derive(Debug)]
+pub(crate) struct Qp(pub(super) Arc<QpInner>);
+
+impl Qp {
+    /// What it has sent and received so far.
+    pub(crate) fn counters(&self) -> (SendCounters, ReceiveCounters) {
+        self.0.counters()
+    }
+}
+
+impl contract::Qp for Qp {
+    fn qpn(&self) -> Qpn {
+        self.0.qpn
+    }
+
+    fn caps(&self) -> QpCaps {
+        self.0.caps
+    }
+
+    fn modify(&self, attr: &QpAttr) -> Result<(), VerbError> {
+        let qp = &self.0;
+        qp.device().alive("ibv_modify_qp")?;
+        let deferred = Deferred::new();
+        let result = qp.modify(attr, &deferred);
+        deferred.run();
+        result
+    }
+
+    fn query(&self) -> Result<(QpState, QpAttr), VerbError> {
+        let sender = lock(&self.0.sender);
+        let receiver = lock(&self.0.receiver);
+        let state = state_of(&sender, &receiver);
+        Ok((state, QpAttr { state: Some(state), ..sender.attr }))
+    }
+
+    unsafe fn post_send(&self, list: &[SendWr<'_>]) -> Result<(), PostError> {
+        let qp = &self.0;
+        let deferred = Deferred::new();
+        let mut result = Ok(());
+        {
+            let mut sender = lock(&qp.sender);
+            if matches!(sender.machine.state(), QpState::Reset | QpState::Init | QpState::Rtr) {
+                result = refuse("ibv_post_send", 0, VerbError::EINVAL);
+            } else {
+                for (posted, wr) in list.iter().enumerate() {
+                    let Some(length) = qp.check_send(wr) else {
+                        result = refuse("ibv_post_send", posted, VerbError::EINVAL);
+                        break;
+                    };
+                    let polled = qp.polled.send.load(Ordering::Acquire);
+                    if sender.machine.position().wrapping_sub(polled) >= qp.caps.max_send_wr {
+                        result = refuse("ibv_post_send", posted, VerbError::ENOMEM);
+                        break;
+                    }
+                    sender.machine.post(wr, length, &mut SendSide { qp, deferred: &deferred });
+                }
+                qp.pump(&mut sender, &deferred);
+            }
+        }
+        deferred.run();
+        result
+    }
+
+    unsafe fn post_recv(&self, list: &[RecvWr<'_>]) -> Result<(), PostError> {
+        let qp = &self.0;
+        let deferred = Deferred::new();
+        let mut result = Ok(());
+        {
+            let mut receiver = lock(&qp.receiver);
+            for (posted, wr) in list.iter().enumerate() {
+                let malformed = receiver.machine.state() == QpState::Reset
+                    || qp.srq.is_some()
+                    || wr.sges.len() > qp.caps.max_recv_sge as usize;
+                if malformed {
+                    result = refuse("ibv_post_recv", posted, VerbError::EINVAL);
+                    break;
+                }
+                let polled = qp.polled.recv.load(Ordering::Acquire);
+                if receiver.machine.position().wrapping_sub(polled) >= qp.caps.max_recv_wr {
+                    result = refuse("ibv_post_recv", posted, VerbError::ENOMEM);
+                    break;
+                }
+                receiver.machine.post(wr, &mut ReceiveSide { qp, deferred: &deferred });
+            }
+        }
+        deferred.run();
+        result
+    }
+}
+
+#[cold]
+const fn refuse(verb: &'static str, posted: usize, errno: i32) -> Result<(), PostError> {
+    Err(PostError { posted, error: VerbError::new(verb, errno) })
+}
+
+/// The state that the two halves make together.
+fn state_of(sender: &Sender, receiver: &ReceiverHalf) -> QpState {
+    // The other half follows as soon as no lock is in the way.
+    if receiver.machine.state() == QpState::Err { QpState::Err } else { sender.machine.state() }
+}
+
+impl QpInner {
+    fn modify(self: &Arc<Self>, attr: &QpAttr, deferred: &Deferred) -> Result<(), VerbError> {
+        let invalid = VerbError::new("ibv_modify_qp", VerbError::EINVAL);
+        let mut sender_guard = lock(&self.sender);
+        let mut receiver_guard = lock(&self.receiver);
+        let (sender, receiver) = (&mut *sender_guard, &mut *receiver_guard);
+        let from = state_of(sender, receiver);
+        let to = attr.state.unwrap_or(from);
+        if attr.current_state.is_some_and(|claimed| claimed != from) {
+            return Err(invalid);
+        }
+        if let Err(error) = check_transition(self.transport, from, to, attr.mask()) {
+            tracing::debug!(qpn = %self.qpn, %error, "modification refused");
+            return Err(invalid);
+        }
+        if !self.values_are_valid(attr) {
+            return Err(invalid);
+        }
+        match to {
+            QpState::Reset => {
+                self.reset(sender, receiver, deferred);
+                return Ok(());
+            }
+            QpState::Err => {
+                self.flush_both(sender, receiver, deferred);
+                return Ok(());
+            }
+            _ => {}
+        }
+        merge(&mut sender.attr, attr);
+        self.apply(sender, receiver);
+        if let Some(psn) = attr.rq_psn {
+            receiver.machine.start(psn);
+        }
+        if let Some(psn) = attr.sq_psn {
+            sender.machine.start(psn);
+        }
+        if attr.retry_count.is_some() || attr.rnr_retry.is_some() {
+            sender.machine.reset_retries();
+        }
+        if from != to {
+            tracing::debug!(qpn = %self.qpn, ?from, ?to, "queue pair changes state");
+            sender.notify_drained = to == QpState::Sqd && attr.notify_drained == Some(true);
+            receiver.machine.set_state(to, &mut ReceiveSide { qp: self, deferred });
+            sender.machine.set_state(to, &mut SendSide { qp: self, deferred });
+        }
+        drop(receiver_guard);
+        // Work that waited in SQD starts; an empty queue has drained.
+        self.pump(sender, deferred);
+        Ok(())
+    }
+
+    fn values_are_valid(&self, attr: &QpAttr) -> bool {
+        let limits = self.device().attr();
+        attr.port.is_none_or(|port| port == PORT)
+            && attr.pkey_index.is_none_or(|index| index == 0)
+            && attr.address.is_none_or(|address| address.port == PORT && address.sgid_index == 0)
+            && attr.dest_qpn.is_none_or(|qpn| qpn <= Qpn::MAX)
+            && attr.retry_count.is_none_or(|count| count <= MAX_RETRY)
+            && attr.rnr_retry.is_none_or(|count| count <= MAX_RETRY)
+            && attr.max_rd_atomic.is_none_or(|count| count <= limits.max_qp_init_rd_atom)
+            && attr.max_dest_rd_atomic.is_none_or(|count| count <= limits.max_qp_rd_atom)
+    }
+
+    /// Passes the attributes on to the machines.
+    fn apply(&self, sender: &mut Sender, receiver: &mut ReceiverHalf) {
+        let attr = &sender.attr;
+        let send = &mut sender.machine.config;
+        let receive = &mut receiver.machine.config;
+        if let Some(qpn) = attr.dest_qpn {
+            (send.dest, receive.peer) = (qpn, qpn);
+            sender.peer_at.qpn = qpn;
+        }
+        if let Some(address) = attr.address {
+            receive.peer_gid = address.dgid;
+            sender.peer_at.gid = address.dgid;
+        }
+        sender.peer = None;
+        if let Some(mtu) = attr.path_mtu {
+            (send.mtu, receive.mtu) = (mtu, mtu);
+        }
+        if let Some(qkey) = attr.qkey {
+            (send.qkey, receive.qkey) = (qkey, qkey);
+        }
+        send.timeout = attr.timeout.unwrap_or(send.timeout);
+        send.retry_count = attr.retry_count.unwrap_or(send.retry_count);
+        send.rnr_retry = attr.rnr_retry.unwrap_or(send.rnr_retry);
+        send.max_rd_atomic = attr.max_rd_atomic.unwrap_or(send.max_rd_atomic);
+        receive.access = attr.access.unwrap_or(receive.access);
+        receive.min_rnr_timer = attr.min_rnr_timer.unwrap_or(receive.min_rnr_timer);
+        receive.max_dest_rd_atomic = attr.max_dest_rd_atomic.unwrap_or(receive.max_dest_rd_atomic);
+    }
+
+    /// Empties everything; the queue pair is as just created.
+    fn reset(self: &Arc<Self>, sender: &mut Sender, receiver: &mut ReceiverHalf, deferred: &Deferred) {
+        tracing::debug!(qpn = %self.qpn, "queue pair is reset");
+        self.generation.fetch_add(1, Ordering::Relaxed);
+        self.return_shared(receiver);
+        sender.machine.set_state(QpState::Reset, &mut SendSide { qp: self, deferred });
+        receiver.machine.set_state(QpState::Reset, &mut ReceiveSide { qp: self, deferred });
+        sender.attr = QpAttr::default();
+        sender.peer = None;
+        sender.failed = false;
+        sender.notify_drained = false;
+        self.send_cq.purge(self.send_owner);
+        self.recv_cq.purge(self.recv_owner);
+        self.polled.send.store(0, Ordering::Release);
+        self.polled.recv.store(0, Ordering::Release);
+    }
+
+    /// Gives back the slot of a shared receive whose message did not end.
+    fn return_shared(&self, receiver: &ReceiverHalf) {
+        if let Some(srq) = self.srq.as_ref().filter(|_| receiver.machine.holds_receive()) {
+            srq.release();
+        }
+    }
+}
+
+/// Takes over what is given.
+fn merge(into: &mut QpAttr, given: &QpAttr) {
+    macro_rules! take {
+        ($($field:ident)*) => {
+            $(if given.$field.is_some() { into.$field = given.$field; })*
+        };
+    }
+    take!(access pkey_index port qkey address path_mtu timeout retry_count rnr_retry rq_psn sq_psn);
+    take!(max_rd_atomic max_dest_rd_atomic min_rnr_timer dest_qpn);
+}
+
+impl Drop for Qp {
+    fn drop(&mut self) {
+        let qp = &self.0;
+        qp.device().remove_queue_pair(qp.qpn);
+        let deferred = Deferred::new();
+        let peer = {
+            let mut sender = lock(&qp.sender);
+            let mut receiver = lock(&qp.receiver);
+            let peer = sender.peer.take();
+            qp.reset(&mut sender, &mut receiver, &deferred);
+            qp.destroyed.store(true, Ordering::Relaxed);
+            qp.send_cq.detach(qp.send_owner);
+            if !Arc::ptr_eq(&qp.send_cq, &qp.recv_cq) {
+                qp.recv_cq.detach(qp.recv_owner);
+            }
+            peer
+        };
+        deferred.run();
+        // Perhaps the last reference to a queue pair of another device: not under our locks.
+        drop(peer);
+    }
+}

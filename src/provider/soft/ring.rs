@@ -1,0 +1,125 @@
+//! Work queue: first in, first out, whose slots keep what they allocated.
+
+use std::fmt;
+
+/// Queue of work requests.
+///
+/// It starts without memory and doubles when full, so an idle queue pair is small; a slot is reused as
+/// it was left, so that scatter/gather lists and inline bytes are allocated once, not per request.
+pub(super) struct Ring<T> {
+    slots: Vec<T>,
+    head: usize,
+    len: usize,
+}
+
+impl<T: Default> Ring<T> {
+    pub(super) const fn new() -> Self {
+        Self { slots: Vec::new(), head: 0, len: 0 }
+    }
+
+    pub(super) const fn len(&self) -> usize {
+        self.len
+    }
+
+    pub(super) const fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// A slot at the end, with the contents of a former use: write every field.
+    #[inline]
+    pub(super) fn push_slot(&mut self) -> &mut T {
+        if self.len == self.slots.len() {
+            self.grow();
+        }
+        let at = (self.head + self.len) & (self.slots.len() - 1);
+        self.len += 1;
+        &mut self.slots[at]
+    }
+
+    #[cold]
+    fn grow(&mut self) {
+        // The mask in `at` needs a power of two.
+        self.slots.rotate_left(self.head);
+        self.head = 0;
+        let size = (self.slots.len() * 2).max(4);
+        self.slots.resize_with(size, T::default);
+    }
+
+    /// Element `index`, counted from the oldest.
+    #[inline]
+    pub(super) fn get(&self, index: usize) -> Option<&T> {
+        (index < self.len).then(|| &self.slots[(self.head + index) & (self.slots.len() - 1)])
+    }
+
+    /// As [`get`](Self::get), to change it.
+    #[inline]
+    pub(super) fn get_mut(&mut self, index: usize) -> Option<&mut T> {
+        if index < self.len {
+            let at = (self.head + index) & (self.slots.len() - 1);
+            Some(&mut self.slots[at])
+        } else {
+            None
+        }
+    }
+
+    #[inline]
+    pub(super) fn front(&self) -> Option<&T> {
+        self.get(0)
+    }
+
+    #[inline]
+    pub(super) fn front_mut(&mut self) -> Option<&mut T> {
+        self.get_mut(0)
+    }
+
+    /// Forgets the oldest element; its slot is kept for reuse.
+    #[inline]
+    pub(super) fn pop(&mut self) {
+        if self.len > 0 {
+            self.head = (self.head + 1) & (self.slots.len() - 1);
+            self.len -= 1;
+        }
+    }
+
+    /// Forgets the newest element.
+    pub(super) fn unpush(&mut self) {
+        self.len = self.len.saturating_sub(1);
+    }
+
+    /// Forgets all.
+    pub(super) fn clear(&mut self) {
+        self.len = 0;
+    }
+}
+
+impl<T> fmt::Debug for Ring<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Ring").field("len", &self.len).field("slots", &self.slots.len()).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn order_survives_growth_and_wrap() {
+        let mut ring = Ring::<u32>::new();
+        let (mut pushed, mut popped) = (0, 0);
+        for round in 0..50 {
+            for _ in 0..round % 7 + 1 {
+                *ring.push_slot() = pushed;
+                pushed += 1;
+            }
+            for _ in 0..round % 5 {
+                if let Some(front) = ring.front() {
+                    assert_eq!(*front, popped);
+                    popped += 1;
+                    ring.pop();
+                }
+            }
+        }
+        assert_eq!(ring.len() as u32, pushed - popped);
+        assert_eq!(ring.get(3), Some(&(popped + 3)));
+    }
+}

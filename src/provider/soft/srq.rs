@@ -1,0 +1,127 @@
+//! Shared receive queue.
+
+// Implements an `unsafe fn` of the contract; holds no unsafe block.
+#![allow(unsafe_code)]
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+
+use crate::error::VerbError;
+use crate::provider::contract::{self, PostError};
+use crate::types::{AsyncEvent, RecvWr, SrqCaps};
+
+use super::device::ContextInner;
+use super::lock;
+use super::responder::ReceiveWqe;
+use super::ring::Ring;
+
+#[derive(Debug)]
+struct State {
+    queue: Ring<ReceiveWqe>,
+    /// 0: no event wanted.
+    limit: u32,
+}
+
+#[derive(Debug)]
+pub(super) struct SrqInner {
+    id: u64,
+    pd: u32,
+    caps: SrqCaps,
+    context: Arc<ContextInner>,
+    /// Slots in use: posted and not yet polled.
+    used: AtomicU32,
+    state: Mutex<State>,
+}
+
+impl SrqInner {
+    /// Takes the oldest receive; false if there is none.
+    pub(super) fn take(&self, into: &mut ReceiveWqe) -> bool {
+        let mut state = lock(&self.state);
+        let Some(front) = state.queue.front_mut() else { return false };
+        std::mem::swap(front, into);
+        state.queue.pop();
+        if (state.queue.len() as u32) < state.limit {
+            state.limit = 0;
+            drop(state);
+            self.context.event(AsyncEvent::SrqLimitReached { srq: self.id });
+        }
+        true
+    }
+
+    /// A completion of one of its receives was polled or purged.
+    pub(super) fn release(&self) {
+        self.used.fetch_sub(1, Ordering::Release);
+    }
+
+    pub(super) const fn context(&self) -> &Arc<ContextInner> {
+        &self.context
+    }
+
+    pub(super) const fn pd(&self) -> u32 {
+        self.pd
+    }
+}
+
+/// Shared receive queue, see [`contract::Srq`]. A slot is free again when the completion of its
+/// receive has been polled.
+#[derive(Debug)]
+pub(crate) struct Srq(pub(super) Arc<SrqInner>);
+
+impl Srq {
+    pub(super) fn new(id: u64, pd: u32, caps: SrqCaps, context: Arc<ContextInner>) -> Self {
+        Self(Arc::new(SrqInner {
+            id,
+            pd,
+            caps,
+            context,
+            used: AtomicU32::new(0),
+            state: Mutex::new(State { queue: Ring::new(), limit: 0 }),
+        }))
+    }
+}
+
+impl contract::Srq for Srq {
+    fn id(&self) -> u64 {
+        self.0.id
+    }
+
+    fn caps(&self) -> SrqCaps {
+        self.0.caps
+    }
+
+    fn set_limit(&self, limit: u32) -> Result<(), VerbError> {
+        if limit > self.0.caps.max_wr {
+            return Err(VerbError::new("ibv_modify_srq", VerbError::EINVAL));
+        }
+        lock(&self.0.state).limit = limit;
+        Ok(())
+    }
+
+    fn limit(&self) -> Result<u32, VerbError> {
+        Ok(lock(&self.0.state).limit)
+    }
+
+    unsafe fn post_recv(&self, list: &[RecvWr<'_>]) -> Result<(), PostError> {
+        let mut state = lock(&self.0.state);
+        for (posted, wr) in list.iter().enumerate() {
+            let refuse = |errno| Err(PostError { posted, error: VerbError::new("ibv_post_srq_recv", errno) });
+            if wr.sges.len() > self.0.caps.max_sge as usize {
+                return refuse(VerbError::EINVAL);
+            }
+            // Only posts raise the count, and they hold the lock.
+            if self.0.used.load(Ordering::Acquire) >= self.0.caps.max_wr {
+                return refuse(VerbError::ENOMEM);
+            }
+            self.0.used.fetch_add(1, Ordering::Relaxed);
+            state.queue.push_slot().assign(wr, 0);
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Srq {
+    fn drop(&mut self) {
+        let mut state = lock(&self.0.state);
+        state.queue.clear();
+    }
+}
