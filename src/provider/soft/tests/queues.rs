@@ -317,8 +317,7 @@ fn port_that_is_down_for_a_while_only_delays() {
 #[test]
 fn same_name_is_the_same_device_and_addresses_differ() {
     let network = Network::new();
-    let (a, again, b) =
-        (network.open("a").unwrap(), network.open("a").unwrap(), network.open("b").unwrap());
+    let (a, again, b) = (network.open("a").unwrap(), network.open("a").unwrap(), network.open("b").unwrap());
     let gid = |context: &Context| context.port(PortNum(1)).unwrap().gids[0].gid;
     assert_eq!(gid(&a), gid(&again));
     assert_ne!(gid(&a), gid(&b));
