@@ -102,7 +102,7 @@ pub(super) struct Overrun;
 
 impl CqInner {
     /// Appends a completion. `solicited`: it may fire an arm that waits for those only.
-    #[inline]
+    #[inline(always)]
     pub(super) fn push(
         &self,
         owner: u32,

@@ -76,14 +76,11 @@ impl QpInner {
             return self.pump_lost(machine, deferred);
         }
         let responder = &mut receiver.machine;
-        // A connection has two ends that name each other; if not, answers reach somebody else.
-        let answers = responder.config.peer == self.qpn();
-        let unreliable = self.transport() != Transport::Rc;
         let mut out = SendSide { qp: self, deferred };
         let mut peer_out = ReceiveSide { qp: peer, deferred };
         let mut budget = Budget::slice();
         let pd = machine.config.pd;
-        if answers {
+        if responder.config.peer == self.qpn() {
             while let Some((psn, whole)) = machine.quiet_head() {
                 let segment;
                 let payload = match whole.data {
@@ -97,7 +94,7 @@ impl QpInner {
                     Data::Sges(_) => break,
                 };
                 let length = whole.length;
-                let done = responder.on_whole(psn, here.gid, &whole, &payload, &there.keys, &mut peer_out);
+                let done = responder.on_whole(psn, &here.gid, &whole, &payload, &there.keys, &mut peer_out);
                 let Some(acknowledged) = done else { break };
                 tracing::trace!(qpn = %self.qpn(), ?psn, length, acknowledged, "message");
                 machine.quiet_sent(acknowledged, &mut out);
@@ -110,6 +107,28 @@ impl QpInner {
                 }
             }
         }
+        drop(receiver);
+        self.exchange_packets(machine, peer, budget, deferred)
+    }
+
+    /// Direct, connected, packet by packet.
+    #[cold]
+    fn exchange_packets(
+        self: &Arc<Self>,
+        machine: &mut Requester,
+        peer: &Arc<Self>,
+        mut budget: Budget,
+        deferred: &Deferred,
+    ) -> bool {
+        let mut receiver = lock(&peer.receiver);
+        let responder = &mut receiver.machine;
+        let here = self.device();
+        let there = peer.device();
+        // A connection has two ends that name each other; if not, answers reach somebody else.
+        let answers = responder.config.peer == self.qpn();
+        let unreliable = self.transport() != Transport::Rc;
+        let mut out = SendSide { qp: self, deferred };
+        let mut peer_out = ReceiveSide { qp: peer, deferred };
         let mut gather = Gather::new();
         let mut reply_gather = Gather::new();
         loop {

@@ -267,13 +267,14 @@ impl Responder {
         }
     }
 
-    /// Executes a message of one packet that is the next in sequence, without the packet. `None` if that
-    /// cannot be done here; `Some(true)`: acknowledged; `Some(false)`: the answer is among the replies.
+    /// Executes a message of one packet that is the next in sequence, without the packet. `Some(true)`:
+    /// acknowledged; `Some(false)`: the answer is among the replies; `None`: nothing was done, a packet
+    /// is needed. That is so for whatever is to be refused, so the refusals are written only once.
     #[inline]
     pub(super) fn on_whole(
         &mut self,
         psn: Psn,
-        source: Gid,
+        source: &Gid,
         whole: &Whole<'_>,
         payload: &Payload<'_, '_>,
         keys: &Keys,
@@ -283,39 +284,46 @@ impl Responder {
             && self.message.is_none()
             && psn == self.expected
             && self.replies.is_empty()
-            && source == self.config.peer_gid
+            && *source == self.config.peer_gid
             && self.config.transport == Transport::Rc;
         if !quiet {
             return None;
         }
-        let solicited = whole.solicited;
-        let done = match *whole.op {
+        let tail = match *whole.op {
             SendOp::Write(remote) => {
-                let reth = Reth { remote, length: whole.length as u32 };
-                self.on_write(psn, false, Part::Only, reth, None, payload, keys, out)
+                if !self.config.access.contains(Access::REMOTE_WRITE) {
+                    return None;
+                }
+                if whole.length > 0 {
+                    let RemoteAddr { addr, rkey } = remote;
+                    let need = Access::REMOTE_WRITE;
+                    let target = keys.resolve(rkey.0, self.config.pd, addr, whole.length, need).ok()?;
+                    payload.copy_to(std::slice::from_ref(&target));
+                }
+                self.expected = psn.add(1);
+                self.msn += 1;
+                self.on_quiet();
+                return Some(true);
             }
-            SendOp::Send => self.on_send(psn, solicited, Part::Only, Tail::None, payload, keys, out),
-            SendOp::SendWithImm(imm) => self.on_send(psn, solicited, Part::Only, Tail::Imm(imm), payload, keys, out),
-            SendOp::WriteWithImm(remote, imm) => {
-                let reth = Reth { remote, length: whole.length as u32 };
-                self.on_write(psn, solicited, Part::Only, reth, Some(imm), payload, keys, out)
-            }
+            SendOp::Send => Tail::None,
+            SendOp::SendWithImm(imm) => Tail::Imm(imm),
             _ => return None,
         };
-        self.counters.packets += 1;
-        self.gap_reported = false;
-        Some(match done {
-            Ok(acknowledged) => {
-                // "Not ready" is among the replies, and silences what follows.
-                self.gap_reported = !acknowledged;
-                self.counters.replies += u64::from(acknowledged);
-                acknowledged
-            }
+        self.on_quiet();
+        Some(match self.on_send(psn, whole.solicited, Part::Only, tail, payload, keys, out) {
+            Ok(acknowledged) => acknowledged,
             Err(refusal) => {
                 self.refuse(psn, refusal, out);
                 false
             }
         })
+    }
+
+    #[inline]
+    fn on_quiet(&mut self) {
+        self.counters.packets += 1;
+        self.counters.replies += 1;
+        self.gap_reported = false;
     }
 
     /// The next reply, its payload in `gather` (which is empty).
