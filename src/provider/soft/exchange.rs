@@ -82,19 +82,26 @@ impl QpInner {
         let pd = machine.config.pd;
         if responder.config.peer == self.qpn() {
             while let Some((psn, whole)) = machine.quiet_head() {
+                let length = whole.length;
+                let reads_back = whole.op.reads_back();
                 let segment;
                 let payload = match whole.data {
                     Data::Inline(bytes) => Payload::Bytes(bytes),
                     Data::Sges([sge]) => {
-                        let found = here.keys.resolve(sge.lkey.0, pd, sge.addr, whole.length, Access::empty());
-                        let Ok(found) = found else { break };
+                        let need = if reads_back { Access::LOCAL_WRITE } else { Access::empty() };
+                        let Ok(found) = here.keys.resolve(sge.lkey.0, pd, sge.addr, length, need) else { break };
                         segment = found;
                         Payload::Segments(std::slice::from_ref(&segment))
                     }
                     Data::Sges(_) => break,
                 };
-                let length = whole.length;
-                let done = responder.on_whole(psn, &here.gid, &whole, &payload, &there.keys, &mut peer_out);
+                let done = match &payload {
+                    Payload::Segments([into]) if reads_back => {
+                        responder.on_whole_read(psn, &here.gid, whole.op, into, &there.keys).map(|()| true)
+                    }
+                    _ if reads_back => break,
+                    _ => responder.on_whole(psn, &here.gid, &whole, &payload, &there.keys, &mut peer_out),
+                };
                 let Some(acknowledged) = done else { break };
                 tracing::trace!(qpn = %self.qpn(), ?psn, length, acknowledged, "message");
                 machine.quiet_sent(acknowledged, &mut out);

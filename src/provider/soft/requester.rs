@@ -363,13 +363,23 @@ impl Requester {
         if !quiet {
             return None;
         }
+        let mut length = head.length as usize;
+        if head.op.reads_back() {
+            if !matches!(head.op, SendOp::Read(_)) {
+                length = 8;
+            }
+            // Whatever is odd about it is found out on the way of packets.
+            if self.config.max_rd_atomic == 0 || head.length == 0 || (head.length as usize) < length {
+                return None;
+            }
+        }
         let data = match head.several.as_slice() {
             _ if head.length == 0 || head.inline => Data::Inline(head.bytes()),
             [] => Data::Sges(std::slice::from_ref(&head.one)),
             _ => return None,
         };
         let solicited = head.flags.contains(SendFlags::SOLICITED);
-        Some((self.next_psn, Whole { op: &head.op, solicited, length: head.length as usize, data }))
+        Some((self.next_psn, Whole { op: &head.op, solicited, length, data }))
     }
 
     /// What [`quiet_head`](Self::quiet_head) gave was sent; `acknowledged`: and executed by the peer.

@@ -17,7 +17,7 @@ use crate::types::{
     WcFlags, WcOpcode, WcStatus, WorkCompletion, WrId,
 };
 
-use super::dma::{self, Gather, Payload};
+use super::dma::{self, Gather, Payload, Segment};
 use super::keys::Keys;
 use super::requester::{MAX_MESSAGE, Whole};
 use super::ring::Ring;
@@ -280,13 +280,7 @@ impl Responder {
         keys: &Keys,
         out: &mut impl Receiver,
     ) -> Option<bool> {
-        let quiet = self.state == QpState::Rts
-            && self.message.is_none()
-            && psn == self.expected
-            && self.replies.is_empty()
-            && *source == self.config.peer_gid
-            && self.config.transport == Transport::Rc;
-        if !quiet {
+        if !self.is_quiet(psn, source) {
             return None;
         }
         let tail = match *whole.op {
@@ -317,6 +311,57 @@ impl Responder {
                 false
             }
         })
+    }
+
+    /// As [`on_whole`](Self::on_whole) for what reads back, `into` the memory of the requester. Nothing is
+    /// saved to be answered again: the answer is there already.
+    #[inline]
+    pub(super) fn on_whole_read(
+        &mut self,
+        psn: Psn,
+        source: &Gid,
+        op: &SendOp,
+        into: &Segment<'_>,
+        keys: &Keys,
+    ) -> Option<()> {
+        if !self.is_quiet(psn, source) || self.config.max_dest_rd_atomic == 0 {
+            return None;
+        }
+        let (remote, need, atomic) = match *op {
+            SendOp::Read(remote) => (remote, Access::REMOTE_READ, None),
+            SendOp::CompareSwap { remote, compare, swap } => {
+                (remote, Access::REMOTE_ATOMIC, Some(AtomicOp::CompareSwap { compare, swap }))
+            }
+            SendOp::FetchAdd { remote, add } => (remote, Access::REMOTE_ATOMIC, Some(AtomicOp::FetchAdd { add })),
+            _ => return None,
+        };
+        if !self.config.access.contains(need) {
+            return None;
+        }
+        let RemoteAddr { addr, rkey } = remote;
+        let from = keys.resolve(rkey.0, self.config.pd, addr, into.len(), need).ok()?;
+        match atomic {
+            None => Payload::Segments(std::slice::from_ref(&from)).copy_to(std::slice::from_ref(into)),
+            Some(op) => {
+                let original = dma::atomic(&from, op)?;
+                Payload::Bytes(&original.to_ne_bytes()).copy_to(std::slice::from_ref(into));
+            }
+        }
+        self.expected = psn.add(1);
+        self.msn += 1;
+        self.on_quiet();
+        Some(())
+    }
+
+    /// True if a request with this sequence number could be executed and answered at once.
+    #[inline]
+    fn is_quiet(&self, psn: Psn, source: &Gid) -> bool {
+        self.state == QpState::Rts
+            && self.message.is_none()
+            && psn == self.expected
+            && self.replies.is_empty()
+            && *source == self.config.peer_gid
+            && self.config.transport == Transport::Rc
     }
 
     #[inline]
