@@ -295,7 +295,7 @@ impl Responder {
                     payload.copy_to(std::slice::from_ref(&target));
                 }
                 self.expected = psn.add(1);
-                self.msn += 1;
+                self.msn = self.msn.wrapping_add(1);
                 self.on_quiet();
                 return Some(true);
             }
@@ -348,7 +348,7 @@ impl Responder {
             }
         }
         self.expected = psn.add(1);
-        self.msn += 1;
+        self.msn = self.msn.wrapping_add(1);
         self.on_quiet();
         Some(())
     }
@@ -525,7 +525,7 @@ impl Responder {
             // There are no memory windows, and a plain registration is not the peer's to invalidate.
             Tail::Invalidate(_) => return Err(Refusal::INVALIDATION),
         };
-        self.msn += 1;
+        self.msn = self.msn.wrapping_add(1);
         let completion = WorkCompletion {
             byte_len: self.received,
             imm_or_rkey,
@@ -592,7 +592,7 @@ impl Responder {
             self.received = rest.length;
         }
         self.message = None;
-        self.msn += 1;
+        self.msn = self.msn.wrapping_add(1);
         if let Some(imm) = imm {
             let completion = WorkCompletion {
                 byte_len: self.received,
@@ -618,7 +618,7 @@ impl Responder {
         }
         let packets = reth.length.div_ceil(self.config.mtu.bytes() as u32).max(1);
         self.expected = psn.add(packets);
-        self.msn += 1;
+        self.msn = self.msn.wrapping_add(1);
         let msn = self.msn;
         self.save(Resource::Read { psn, packets, reth, msn });
         self.replies.push_back(Reply::Read { psn, msn, rest: reth, begun: false });
@@ -636,7 +636,7 @@ impl Responder {
         let original = dma::atomic(&target, op).ok_or(Refusal::INVALID)?;
         drop(target);
         self.expected = psn.add(1);
-        self.msn += 1;
+        self.msn = self.msn.wrapping_add(1);
         let msn = self.msn;
         self.save(Resource::Atomic { psn, original, msn });
         self.replies.push_back(Reply::Atomic { psn, msn, original });
@@ -797,7 +797,8 @@ impl Responder {
             return Ok(());
         }
         let at = self.received as usize;
-        if (at + len) as u64 > self.receive.length {
+        // No message is longer than 2^31 (IBTA 9.4.3), whatever room a receive has.
+        if (at + len) as u64 > self.receive.length.min(1 << 31) {
             return Err(Refusal::TOO_LONG);
         }
         let pd = self.config.receive_pd;
