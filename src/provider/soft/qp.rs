@@ -266,10 +266,8 @@ impl QpInner {
                 sender.failed = true;
                 deferred.fail(self, None);
             }
-            QpState::Sqd if sender.machine.take_drained() => {
-                if std::mem::take(&mut sender.notify_drained) {
-                    self.context.event(AsyncEvent::SendQueueDrained(self.qpn));
-                }
+            QpState::Sqd if sender.machine.take_drained() && std::mem::take(&mut sender.notify_drained) => {
+                self.context.event(AsyncEvent::SendQueueDrained(self.qpn));
             }
             _ => {}
         }

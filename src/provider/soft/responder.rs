@@ -110,12 +110,29 @@ enum Message {
     Write(Reth),
 }
 
+/// Part of a message, as its packet has it.
+#[derive(Debug, Clone, Copy)]
+struct Piece {
+    psn: Psn,
+    solicited: bool,
+    part: Part,
+}
+
+/// READ that is being answered: what is left of it, and the sequence number of that.
+#[derive(Debug, Clone, Copy)]
+struct ReadReply {
+    psn: Psn,
+    msn: u32,
+    rest: Reth,
+    begun: bool,
+}
+
 /// Something to be sent back.
 #[derive(Debug, Clone, Copy)]
 enum Reply {
     Acknowledge { psn: Psn, syndrome: Syndrome, msn: u32 },
     Atomic { psn: Psn, msn: u32, original: u64 },
-    Read { psn: Psn, msn: u32, rest: Reth, begun: bool },
+    Read(ReadReply),
 }
 
 /// Request that may have to be answered again: responder resource of IBTA 9.4.4 and 9.4.5.
@@ -304,13 +321,15 @@ impl Responder {
             _ => return None,
         };
         self.on_quiet();
-        Some(match self.on_send(psn, whole.solicited, Part::Only, tail, payload, keys, out) {
-            Ok(acknowledged) => acknowledged,
-            Err(refusal) => {
-                self.refuse(psn, refusal, out);
-                false
-            }
-        })
+        Some(
+            match self.on_send(Piece { psn, solicited: whole.solicited, part: Part::Only }, tail, payload, keys, out) {
+                Ok(acknowledged) => acknowledged,
+                Err(refusal) => {
+                    self.refuse(psn, refusal, out);
+                    false
+                }
+            },
+        )
     }
 
     /// As [`on_whole`](Self::on_whole) for what reads back, `into` the memory of the requester. Nothing is
@@ -389,7 +408,7 @@ impl Responder {
                 self.replies.pop_front();
                 (psn, Body::AtomicAcknowledge { aeth: Aeth { syndrome: Syndrome::ACK, msn }, original })
             }
-            Reply::Read { psn, msn, rest, begun } => (psn, self.read_reply(psn, msn, rest, begun, keys, gather, out)),
+            Reply::Read(read) => (read.psn, self.read_reply(read, keys, gather, out)),
         };
         self.counters.replies += 1;
         Some(Packet {
@@ -405,14 +424,12 @@ impl Responder {
     /// One packet of the READ at the front of the replies.
     fn read_reply<'k>(
         &mut self,
-        psn: Psn,
-        msn: u32,
-        rest: Reth,
-        begun: bool,
+        read: ReadReply,
         keys: &'k Keys,
         gather: &mut Gather<'k>,
         out: &mut impl Receiver,
     ) -> Body {
+        let ReadReply { psn, msn, rest, begun } = read;
         let mtu = self.config.mtu.bytes() as u32;
         let len = rest.length.min(mtu);
         if len > 0 {
@@ -434,7 +451,7 @@ impl Responder {
         } else {
             let remote = RemoteAddr { addr: rest.remote.addr.wrapping_add(u64::from(len)), rkey: rest.remote.rkey };
             let rest = Reth { remote, length: left };
-            self.replies[0] = Reply::Read { psn: psn.add(1), msn, rest, begun: true };
+            self.replies[0] = Reply::Read(ReadReply { psn: psn.add(1), msn, rest, begun: true });
         }
         let part = match (begun, left == 0) {
             (false, false) => Part::First,
@@ -465,11 +482,10 @@ impl Responder {
             return;
         }
         self.gap_reported = false;
+        let piece = |part| Piece { psn: packet.psn, solicited: packet.solicited, part };
         let done = match packet.body {
-            Body::Send { part, tail } => self.on_send(packet.psn, packet.solicited, part, tail, payload, keys, out),
-            Body::Write { part, reth, imm } => {
-                self.on_write(packet.psn, packet.solicited, part, reth, imm, payload, keys, out)
-            }
+            Body::Send { part, tail } => self.on_send(piece(part), tail, payload, keys, out),
+            Body::Write { part, reth, imm } => self.on_write(piece(part), reth, imm, payload, keys, out),
             Body::ReadRequest(reth) => self.on_read(packet.psn, reth, keys),
             Body::Atomic { remote, op } => self.on_atomic(packet.psn, remote, op, keys),
             _ => {
@@ -492,14 +508,13 @@ impl Responder {
     #[inline]
     fn on_send(
         &mut self,
-        psn: Psn,
-        solicited: bool,
-        part: Part,
+        piece: Piece,
         tail: Tail,
         payload: &Payload<'_, '_>,
         keys: &Keys,
         out: &mut impl Receiver,
     ) -> Result<bool, Refusal> {
+        let Piece { psn, solicited, part } = piece;
         let in_order = if part.begins() { self.message.is_none() } else { self.message == Some(Message::Send) };
         let len = payload.len();
         if !in_order || !part_fits(part, len, self.config.mtu) {
@@ -541,15 +556,14 @@ impl Responder {
     #[inline]
     fn on_write(
         &mut self,
-        psn: Psn,
-        solicited: bool,
-        part: Part,
+        piece: Piece,
         reth: Reth,
         imm: Option<Imm>,
         payload: &Payload<'_, '_>,
         keys: &Keys,
         out: &mut impl Receiver,
     ) -> Result<bool, Refusal> {
+        let Piece { psn, solicited, part } = piece;
         let len = payload.len();
         if !part_fits(part, len, self.config.mtu) {
             return Err(Refusal::INVALID);
@@ -621,13 +635,13 @@ impl Responder {
         self.msn = self.msn.wrapping_add(1);
         let msn = self.msn;
         self.save(Resource::Read { psn, packets, reth, msn });
-        self.replies.push_back(Reply::Read { psn, msn, rest: reth, begun: false });
+        self.replies.push_back(Reply::Read(ReadReply { psn, msn, rest: reth, begun: false }));
         Ok(false)
     }
 
     fn on_atomic(&mut self, psn: Psn, remote: RemoteAddr, op: AtomicOp, keys: &Keys) -> Result<bool, Refusal> {
         let allowed = self.config.access.contains(Access::REMOTE_ATOMIC);
-        if self.message.is_some() || !allowed || remote.addr % 8 != 0 || !self.has_resource() {
+        if self.message.is_some() || !allowed || !remote.addr.is_multiple_of(8) || !self.has_resource() {
             return Err(Refusal::INVALID);
         }
         let target = keys
@@ -667,7 +681,7 @@ impl Responder {
                     && reth.length.checked_sub(offset).is_some_and(|left| again.length <= left)
                     && self.pending_reads() < self.config.max_dest_rd_atomic as usize
                 {
-                    self.replies.push_back(Reply::Read { psn: packet.psn, msn, rest: again, begun: false });
+                    self.replies.push_back(Reply::Read(ReadReply { psn: packet.psn, msn, rest: again, begun: false }));
                 } else {
                     self.counters.dropped += 1;
                 }
@@ -710,10 +724,17 @@ impl Responder {
             return;
         }
         let done = match packet.body {
-            Body::Send { tail, .. } => self.on_send(packet.psn, packet.solicited, part, tail, payload, keys, out),
-            Body::Write { reth, imm, .. } => {
-                self.on_write(packet.psn, packet.solicited, part, reth, imm, payload, keys, out)
+            Body::Send { tail, .. } => {
+                self.on_send(Piece { psn: packet.psn, solicited: packet.solicited, part }, tail, payload, keys, out)
             }
+            Body::Write { reth, imm, .. } => self.on_write(
+                Piece { psn: packet.psn, solicited: packet.solicited, part },
+                reth,
+                imm,
+                payload,
+                keys,
+                out,
+            ),
             _ => return,
         };
         self.expected = packet.psn.add(1);
@@ -892,7 +913,7 @@ impl Responder {
         }
         self.state = QpState::Err;
         self.message = None;
-        self.replies.retain(|reply| !matches!(reply, Reply::Read { .. }));
+        self.replies.retain(|reply| !matches!(reply, Reply::Read(_)));
         self.resources.clear();
     }
 
