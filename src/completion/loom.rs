@@ -153,7 +153,7 @@ fn loom_a_late_completion_of_an_earlier_life_changes_nothing() {
     ::loom::model(|| {
         let (slot, old) = claimed();
         assert!(finish(&slot, old).is_none());
-        take(&slot);
+        assert_eq!(take(&slot), Ok(POSTED));
         let stale = thread::spawn({
             let slot = slot.clone();
             move || assert!(matches!(slot.finish(old, Err(OpErrorKind::Closed)), Finished::Stale))
