@@ -159,7 +159,7 @@ impl CompletionQueueBuilder {
 /// What all holders of a completion queue share.
 pub(crate) struct CqShared {
     mode: CompletionMode,
-    /// Operations that registered a waker and are not finished.
+    /// Operations that registered a waker or were abandoned, and are not finished.
     waiting: AtomicU32,
     spin: SpinBudget,
     reactors: Reactors,
@@ -387,7 +387,8 @@ impl CqShared {
             return Poll::Pending;
         }
 
-        let pending = self.register(slot, context.waker());
+        let mut replaced = None;
+        let pending = self.register(slot, context.waker(), &mut replaced);
         if pending && self.mode.parks() {
             arm::before_park(&mut Draining { queue: self, state: &mut state, woken: &mut woken });
         }
@@ -406,18 +407,22 @@ impl CqShared {
     /// Registers with a slot whose completion somebody else is about to find.
     #[cold]
     fn watch(&self, slot: &Slot, context: &mut Context<'_>) -> Poll<()> {
-        self.register(slot, context.waker());
+        self.register(slot, context.waker(), &mut None);
         if slot.is_complete() { Poll::Ready(()) } else { Poll::Pending }
     }
 
     /// True if the slot is now waiting.
-    fn register(&self, slot: &Slot, waker: &Waker) -> bool {
+    fn register(&self, slot: &Slot, waker: &Waker, replaced: &mut Option<Waker>) -> bool {
         // Counted before it is visible, so that whoever finishes it never counts below zero.
-        self.waiting.fetch_add(1, Ordering::Relaxed);
-        let registered = slot.register(waker);
-        if registered != Registered::Fresh {
-            self.waiting.fetch_sub(1, Ordering::Relaxed);
-        }
+        self.now_waiting();
+        let registered = slot.register(waker, replaced);
+        let counted = match registered {
+            Registered::Fresh => 0,
+            Registered::Again | Registered::Complete | Registered::Imminent => 1,
+            // It was counted when it began to wait, too.
+            Registered::Overtaken => 2,
+        };
+        self.waiting.fetch_sub(counted, Ordering::Relaxed);
         matches!(registered, Registered::Fresh | Registered::Again)
     }
 
@@ -427,6 +432,24 @@ impl CqShared {
             self.spin.found(rounds);
         }
         Poll::Ready(())
+    }
+
+    /// Makes sure that a completion is noticed though nobody may be waiting for one: an abandoned operation holds
+    /// buffers until then, and room that others wait for. Where nothing sleeps, somebody polls or nobody ever does.
+    pub(super) fn attend(self: &Arc<Self>) {
+        if !self.mode.parks() {
+            return;
+        }
+        let mut woken = WakeList::new();
+        let mut state = lock(&self.state);
+        arm::before_park(&mut Draining { queue: self, state: &mut state, woken: &mut woken });
+        drop(state);
+        woken.finish();
+        self.reactors.watch(self);
+    }
+
+    pub(super) fn now_waiting(&self) {
+        self.waiting.fetch_add(1, Ordering::Relaxed);
     }
 
     #[inline]
@@ -527,6 +550,8 @@ impl fmt::Debug for CqShared {
 pub(super) struct WakeList {
     wakers: SmallVec<[Waker; BATCH]>,
     held: SmallVec<[Held; 2]>,
+    /// To be dropped, not woken.
+    spent: SmallVec<[Waker; 1]>,
     ends: SmallVec<[(Arc<QueuePairCore>, OpErrorKind); 1]>,
     abandons: SmallVec<[(Arc<WorkQueue>, OpErrorKind); 1]>,
 }
@@ -539,15 +564,17 @@ impl WakeList {
 
     #[inline]
     fn is_empty(&self) -> bool {
-        self.wakers.is_empty() && self.held.is_empty() && self.ends.is_empty()
+        let Self { wakers, held, spent, ends, abandons } = self;
+        wakers.is_empty() && held.is_empty() && spent.is_empty() && ends.is_empty() && abandons.is_empty()
     }
 
     pub(super) fn wake(&mut self, waker: Waker) {
         self.wakers.push(waker);
     }
 
-    pub(super) fn dispose(&mut self, held: Option<Held>) {
+    pub(super) fn dispose(&mut self, held: Option<Held>, waker: Option<Waker>) {
         self.held.extend(held);
+        self.spent.extend(waker);
     }
 
     /// A queue pair that must be destroyed before its operations can end.
@@ -589,7 +616,7 @@ pub struct CompletionQueueCounters {
     pub arms: u64,
     /// Events taken from the channel.
     pub events: u64,
-    /// Operations that wait now.
+    /// Operations that wait now, and abandoned ones that are still in flight.
     pub waiting: u32,
     /// Rounds a hybrid wait may spin now.
     pub spin_rounds: u32,

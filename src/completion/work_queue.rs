@@ -469,11 +469,12 @@ impl WorkQueue {
                 self.cq.no_longer_waiting();
                 woken.wake(waker);
             }
-            Finished::Detached { held, batch } => {
+            Finished::Detached { held, waker, batch } => {
+                self.cq.no_longer_waiting();
                 if batch {
                     self.slots.release_chain(index);
                 }
-                woken.dispose(held);
+                woken.dispose(held, waker);
             }
         }
     }
