@@ -496,3 +496,49 @@ fn nothing_is_lost_or_overwritten_whatever_is_abandoned_in_cooperative_mode() {
 fn nothing_is_lost_or_overwritten_whatever_is_abandoned_in_hybrid_mode() {
     storms(Mode::Hybrid);
 }
+
+/// A connected pair on a network where nothing is done at once, with memory to write to.
+fn slow_pair(mode: Mode, depth: u32) -> (QueuePair, QueuePair, ExposedRegion, CompletionQueue) {
+    let (device, pd) = device(&slow_network(7));
+    let queue = CompletionQueue::new(&device, mode.make()).unwrap();
+    let new = || QueuePair::builder(&pd, &queue).max_send_wr(depth).build().unwrap();
+    let (a, b) = (new(), new());
+    connect(&a, &b);
+    let region = ExposedRegion::new(&pd, vec![0; 4096], Access::REMOTE_ALL).unwrap();
+    (a, b, region, queue)
+}
+
+/// Modes in which somebody watches while no operation waits.
+const WATCHED: [Mode; 3] = [Mode::Event, Mode::BusyPoll, Mode::Hybrid];
+
+#[test]
+fn an_abandoned_buffer_comes_back_though_nobody_waits_for_any_operation() {
+    for (mode, flavour) in WATCHED.into_iter().flat_map(|mode| Flavour::ALL.map(|flavour| (mode, flavour))) {
+        bounded("an abandoned buffer", 2 * LONG, move || {
+            flavour.runtime().block_on(async {
+                let (a, _b, region, queue) = slow_pair(mode, 16);
+                let pool = Pool::new(a.protection_domain(), 64, 1).unwrap();
+                for _ in 0..20 {
+                    drop(a.write(pool.try_alloc(64).unwrap(), region.grant()));
+                    soon("a buffer", pool.alloc(64)).await.unwrap();
+                }
+                eventually("the count", || queue.counters().waiting == 0).await;
+            });
+        });
+    }
+}
+
+#[test]
+fn abandoned_work_that_waits_for_room_is_done_though_nobody_waits_for_it() {
+    for (mode, flavour) in WATCHED.into_iter().flat_map(|mode| Flavour::ALL.map(|flavour| (mode, flavour))) {
+        bounded("abandoned work", 2 * LONG, move || {
+            flavour.runtime().block_on(async {
+                let (a, _b, region, _queue) = slow_pair(mode, 2);
+                for _ in 0..50 {
+                    drop(a.fetch_add(region.grant().slice(0..8).unwrap(), 1));
+                }
+                eventually("all of it", || region.load(0) == Ok(50)).await;
+            });
+        });
+    }
+}
