@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use crate::types::{Gid, Transport};
+use crate::types::{Access, Data, Gid, Transport};
 
 use super::deferred::Deferred;
 use super::dma::{Gather, Payload};
@@ -82,6 +82,34 @@ impl QpInner {
         let mut out = SendSide { qp: self, deferred };
         let mut peer_out = ReceiveSide { qp: peer, deferred };
         let mut budget = Budget::slice();
+        let pd = machine.config.pd;
+        if answers {
+            while let Some((psn, whole)) = machine.quiet_head() {
+                let segment;
+                let payload = match whole.data {
+                    Data::Inline(bytes) => Payload::Bytes(bytes),
+                    Data::Sges([sge]) => {
+                        let found = here.keys.resolve(sge.lkey.0, pd, sge.addr, whole.length, Access::empty());
+                        let Ok(found) = found else { break };
+                        segment = found;
+                        Payload::Segments(std::slice::from_ref(&segment))
+                    }
+                    Data::Sges(_) => break,
+                };
+                let length = whole.length;
+                let done = responder.on_whole(psn, here.gid, &whole, &payload, &there.keys, &mut peer_out);
+                let Some(acknowledged) = done else { break };
+                tracing::trace!(qpn = %self.qpn(), ?psn, length, acknowledged, "message");
+                machine.quiet_sent(acknowledged, &mut out);
+                budget.spend(length);
+                if !machine.has_work() {
+                    return false;
+                }
+                if !acknowledged || budget.is_spent() {
+                    break;
+                }
+            }
+        }
         let mut gather = Gather::new();
         let mut reply_gather = Gather::new();
         loop {

@@ -13,8 +13,6 @@
 //!
 //! Recovery is go-back-N: the cursor returns to the oldest unacknowledged packet (IBTA 9.7.5).
 
-use smallvec::SmallVec;
-
 use crate::types::{
     Access, AckTimeout, Data, Gid, Mtu, Psn, Qkey, QpState, Qpn, RemoteAddr, RnrTimer, SendFlags, SendOp, SendWr, Sge,
     Transport, WcOpcode, WcStatus, WorkCompletion, WrId,
@@ -56,10 +54,19 @@ pub(super) struct SendWqe {
     packets: u32,
     started: bool,
     inline: bool,
-    sges: SmallVec<[Sge; 2]>,
-    bytes: SmallVec<[u8; 64]>,
+    /// The only scatter/gather element, or one of length 0.
+    one: Sge,
+    /// All of them if there are several.
+    several: Vec<Sge>,
+    /// Inline bytes, as far as they fit.
+    short: [u8; SHORT],
+    /// All of them if they do not.
+    long: Vec<u8>,
     to: Destination,
 }
+
+/// Inline bytes that need no allocation of their own.
+const SHORT: usize = 64;
 
 impl Default for SendWqe {
     fn default() -> Self {
@@ -73,14 +80,27 @@ impl Default for SendWqe {
             packets: 0,
             started: false,
             inline: false,
-            sges: SmallVec::new(),
-            bytes: SmallVec::new(),
+            one: Sge::default(),
+            several: Vec::new(),
+            short: [0; SHORT],
+            long: Vec::new(),
             to: Destination::default(),
         }
     }
 }
 
 impl SendWqe {
+    #[inline]
+    fn sges(&self) -> &[Sge] {
+        if self.several.is_empty() { std::slice::from_ref(&self.one) } else { &self.several }
+    }
+
+    #[inline]
+    fn bytes(&self) -> &[u8] {
+        let len = if self.inline { self.length as usize } else { 0 };
+        self.short.get(..len).unwrap_or(&self.long)
+    }
+
     fn last_psn(&self) -> Psn {
         self.first_psn.add(self.packets - 1)
     }
@@ -167,6 +187,15 @@ pub(super) struct Outgoing {
     pub(super) source: Source,
     /// Receiver of a datagram.
     pub(super) to: Destination,
+}
+
+/// A message of one packet, as it stands in the send queue.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Whole<'a> {
+    pub(super) op: &'a SendOp,
+    pub(super) solicited: bool,
+    pub(super) length: usize,
+    pub(super) data: Data<'a>,
 }
 
 /// Why nothing is sent before the deadline.
@@ -289,20 +318,26 @@ impl Requester {
         wqe.position = position;
         wqe.length = length;
         wqe.started = false;
-        wqe.sges.clear();
-        wqe.bytes.clear();
+        wqe.several.clear();
         match wr.data {
             Data::Sges([one]) => {
                 wqe.inline = false;
-                wqe.sges.push(*one);
+                wqe.one = *one;
             }
             Data::Sges(sges) => {
                 wqe.inline = false;
-                wqe.sges.extend_from_slice(sges);
+                wqe.one = Sge::default();
+                wqe.several.extend_from_slice(sges);
             }
             Data::Inline(bytes) => {
                 wqe.inline = true;
-                wqe.bytes.extend_from_slice(bytes);
+                match wqe.short.get_mut(..bytes.len()) {
+                    Some(short) => short.copy_from_slice(bytes),
+                    None => {
+                        wqe.long.clear();
+                        wqe.long.extend_from_slice(bytes);
+                    }
+                }
             }
         }
         if let Some(target) = wr.target {
@@ -312,6 +347,50 @@ impl Requester {
             let completion = wqe.completion(WcStatus::WR_FLUSH_ERR, self.config.qpn);
             self.queue.pop();
             out.complete(position, &completion);
+        }
+    }
+
+    /// The next work request, if it is a whole message of one packet into the peer and nothing is
+    /// outstanding: then it can be executed without a packet. Its sequence number comes with it.
+    #[inline]
+    pub(super) fn quiet_head(&self) -> Option<(Psn, Whole<'_>)> {
+        let head = self.queue.front()?;
+        let quiet = self.state == QpState::Rts
+            && !head.started
+            && self.unacked == self.next_psn
+            && self.wait == Wait::None
+            && head.length as usize <= self.config.mtu.bytes();
+        if !quiet {
+            return None;
+        }
+        let data = match head.several.as_slice() {
+            _ if head.length == 0 || head.inline => Data::Inline(head.bytes()),
+            [] => Data::Sges(std::slice::from_ref(&head.one)),
+            _ => return None,
+        };
+        let solicited = head.flags.contains(SendFlags::SOLICITED);
+        Some((self.next_psn, Whole { op: &head.op, solicited, length: head.length as usize, data }))
+    }
+
+    /// What [`quiet_head`](Self::quiet_head) gave was sent; `acknowledged`: and executed by the peer.
+    #[inline]
+    pub(super) fn quiet_sent(&mut self, acknowledged: bool, out: &mut impl SendCompletions) {
+        self.counters.packets += 1;
+        let psn = self.next_psn;
+        self.next_psn = psn.add(1);
+        self.sent_end = self.next_psn;
+        if acknowledged {
+            self.counters.responses += 1;
+            self.unacked = self.next_psn;
+            self.retries_left = self.config.retry_count;
+            self.rnr_left = self.config.rnr_retry;
+            self.complete_head(out);
+        } else if let Some(head) = self.queue.front_mut() {
+            head.started = true;
+            head.first_psn = psn;
+            head.packets = 1;
+            self.cursor = 1;
+            self.cursor_packet = 0;
         }
     }
 
@@ -376,7 +455,7 @@ impl Requester {
         } else {
             if len > 0
                 && keys
-                    .gather(&wqe.sges, self.config.pd, offset as usize, len as usize, Access::empty(), gather)
+                    .gather(wqe.sges(), self.config.pd, offset as usize, len as usize, Access::empty(), gather)
                     .is_err()
             {
                 gather.clear();
@@ -422,7 +501,7 @@ impl Requester {
     pub(super) fn inline(&self, source: Source) -> &[u8] {
         match source {
             Source::Inline { index, offset, len } => {
-                self.queue.get(index).and_then(|wqe| wqe.bytes.get(offset..offset + len)).unwrap_or(&[])
+                self.queue.get(index).and_then(|wqe| wqe.bytes().get(offset..offset + len)).unwrap_or(&[])
             }
             Source::Gathered => &[],
         }
@@ -576,7 +655,7 @@ impl Requester {
             return;
         }
         let mut target = Gather::new();
-        if keys.gather(&head.sges, self.config.pd, 0, 8, Access::LOCAL_WRITE, &mut target).is_err() {
+        if keys.gather(head.sges(), self.config.pd, 0, 8, Access::LOCAL_WRITE, &mut target).is_err() {
             drop(target);
             self.fail(WcStatus::LOC_PROT_ERR, out);
             return;
@@ -614,7 +693,7 @@ impl Requester {
         if expected > 0 {
             let mut target = Gather::new();
             let covered =
-                keys.gather(&head.sges, self.config.pd, offset as usize, expected, Access::LOCAL_WRITE, &mut target);
+                keys.gather(head.sges(), self.config.pd, offset as usize, expected, Access::LOCAL_WRITE, &mut target);
             if covered.is_err() {
                 drop(target);
                 self.fail(WcStatus::LOC_PROT_ERR, out);
@@ -799,7 +878,7 @@ fn local_fault(wqe: &SendWqe, config: &SendConfig, keys: &Keys) -> Option<WcStat
     if wqe.inline {
         return None;
     }
-    keys.gather(&wqe.sges, config.pd, 0, len, need, &mut Gather::new()).is_err().then_some(WcStatus::LOC_PROT_ERR)
+    keys.gather(wqe.sges(), config.pd, 0, len, need, &mut Gather::new()).is_err().then_some(WcStatus::LOC_PROT_ERR)
 }
 
 /// The packet of `wqe` that is `part` and begins at `offset`, and the sequence number after it.

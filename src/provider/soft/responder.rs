@@ -13,13 +13,13 @@ use std::net::IpAddr;
 use smallvec::SmallVec;
 
 use crate::types::{
-    Access, AsyncEvent, Gid, Imm, Mtu, Psn, Qkey, QpState, Qpn, RecvWr, RemoteAddr, RnrTimer, Sge, Transport, WcFlags,
-    WcOpcode, WcStatus, WorkCompletion, WrId,
+    Access, AsyncEvent, Gid, Imm, Mtu, Psn, Qkey, QpState, Qpn, RecvWr, RemoteAddr, RnrTimer, SendOp, Sge, Transport,
+    WcFlags, WcOpcode, WcStatus, WorkCompletion, WrId,
 };
 
 use super::dma::{self, Gather, Payload};
 use super::keys::Keys;
-use super::requester::MAX_MESSAGE;
+use super::requester::{MAX_MESSAGE, Whole};
 use super::ring::Ring;
 use super::wire::{Aeth, AtomicOp, Body, Nak, Packet, Part, Reth, Syndrome, Tail};
 
@@ -267,6 +267,57 @@ impl Responder {
         }
     }
 
+    /// Executes a message of one packet that is the next in sequence, without the packet. `None` if that
+    /// cannot be done here; `Some(true)`: acknowledged; `Some(false)`: the answer is among the replies.
+    #[inline]
+    pub(super) fn on_whole(
+        &mut self,
+        psn: Psn,
+        source: Gid,
+        whole: &Whole<'_>,
+        payload: &Payload<'_, '_>,
+        keys: &Keys,
+        out: &mut impl Receiver,
+    ) -> Option<bool> {
+        let quiet = self.state == QpState::Rts
+            && self.message.is_none()
+            && psn == self.expected
+            && self.replies.is_empty()
+            && source == self.config.peer_gid
+            && self.config.transport == Transport::Rc;
+        if !quiet {
+            return None;
+        }
+        let solicited = whole.solicited;
+        let done = match *whole.op {
+            SendOp::Write(remote) => {
+                let reth = Reth { remote, length: whole.length as u32 };
+                self.on_write(psn, false, Part::Only, reth, None, payload, keys, out)
+            }
+            SendOp::Send => self.on_send(psn, solicited, Part::Only, Tail::None, payload, keys, out),
+            SendOp::SendWithImm(imm) => self.on_send(psn, solicited, Part::Only, Tail::Imm(imm), payload, keys, out),
+            SendOp::WriteWithImm(remote, imm) => {
+                let reth = Reth { remote, length: whole.length as u32 };
+                self.on_write(psn, solicited, Part::Only, reth, Some(imm), payload, keys, out)
+            }
+            _ => return None,
+        };
+        self.counters.packets += 1;
+        self.gap_reported = false;
+        Some(match done {
+            Ok(acknowledged) => {
+                // "Not ready" is among the replies, and silences what follows.
+                self.gap_reported = !acknowledged;
+                self.counters.replies += u64::from(acknowledged);
+                acknowledged
+            }
+            Err(refusal) => {
+                self.refuse(psn, refusal, out);
+                false
+            }
+        })
+    }
+
     /// The next reply, its payload in `gather` (which is empty).
     #[inline]
     pub(super) fn next_reply<'k>(
@@ -362,8 +413,10 @@ impl Responder {
         }
         self.gap_reported = false;
         let done = match packet.body {
-            Body::Send { part, tail } => self.on_send(packet, part, tail, payload, keys, out),
-            Body::Write { part, reth, imm } => self.on_write(packet, part, reth, imm, payload, keys, out),
+            Body::Send { part, tail } => self.on_send(packet.psn, packet.solicited, part, tail, payload, keys, out),
+            Body::Write { part, reth, imm } => {
+                self.on_write(packet.psn, packet.solicited, part, reth, imm, payload, keys, out)
+            }
             Body::ReadRequest(reth) => self.on_read(packet.psn, reth, keys),
             Body::Atomic { remote, op } => self.on_atomic(packet.psn, remote, op, keys),
             _ => {
@@ -386,7 +439,8 @@ impl Responder {
     #[inline]
     fn on_send(
         &mut self,
-        packet: &Packet,
+        psn: Psn,
+        solicited: bool,
         part: Part,
         tail: Tail,
         payload: &Payload<'_, '_>,
@@ -400,13 +454,13 @@ impl Responder {
         }
         if part.begins() {
             if !self.take_receive(out) {
-                self.not_ready(packet.psn);
+                self.not_ready(psn);
                 return Ok(false);
             }
             self.received = 0;
         }
         self.fill_receive(payload, keys)?;
-        self.expected = packet.psn.add(1);
+        self.expected = psn.add(1);
         if !part.ends() {
             self.message = Some(Message::Send);
             return Ok(true);
@@ -426,7 +480,7 @@ impl Responder {
             opcode: WcOpcode::Recv,
             ..self.completion(self.receive.wr_id, WcStatus::SUCCESS)
         };
-        self.finish_receive(&completion, packet.solicited, out);
+        self.finish_receive(&completion, solicited, out);
         Ok(true)
     }
 
@@ -434,7 +488,8 @@ impl Responder {
     #[inline]
     fn on_write(
         &mut self,
-        packet: &Packet,
+        psn: Psn,
+        solicited: bool,
         part: Part,
         reth: Reth,
         imm: Option<Imm>,
@@ -459,7 +514,7 @@ impl Responder {
         }
         // Before anything of this packet is written: a receive must be there to report it.
         if imm.is_some() && !self.take_receive(out) {
-            self.not_ready(packet.psn);
+            self.not_ready(psn);
             return Ok(false);
         }
         let need = Access::REMOTE_WRITE;
@@ -471,7 +526,7 @@ impl Responder {
             let target = keys.resolve(rkey.0, self.config.pd, addr, len, need).map_err(|_| Refusal::ACCESS)?;
             payload.copy_to(std::slice::from_ref(&target));
         }
-        self.expected = packet.psn.add(1);
+        self.expected = psn.add(1);
         if !part.ends() {
             if part.begins() {
                 self.received = rest.length;
@@ -493,7 +548,7 @@ impl Responder {
                 opcode: WcOpcode::RecvRdmaWithImm,
                 ..self.completion(self.receive.wr_id, WcStatus::SUCCESS)
             };
-            self.finish_receive(&completion, packet.solicited, out);
+            self.finish_receive(&completion, solicited, out);
         }
         Ok(true)
     }
@@ -602,8 +657,10 @@ impl Responder {
             return;
         }
         let done = match packet.body {
-            Body::Send { tail, .. } => self.on_send(packet, part, tail, payload, keys, out),
-            Body::Write { reth, imm, .. } => self.on_write(packet, part, reth, imm, payload, keys, out),
+            Body::Send { tail, .. } => self.on_send(packet.psn, packet.solicited, part, tail, payload, keys, out),
+            Body::Write { reth, imm, .. } => {
+                self.on_write(packet.psn, packet.solicited, part, reth, imm, payload, keys, out)
+            }
             _ => return,
         };
         self.expected = packet.psn.add(1);
