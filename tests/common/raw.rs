@@ -62,6 +62,8 @@ pub(crate) struct End {
     pub(crate) qp: Qp,
     pub(crate) send_cq: Cq,
     pub(crate) recv_cq: Cq,
+    /// Where receives put what nobody looks at: room for a datagram's header and some bytes.
+    pub(crate) scratch: Memory,
     pub(crate) pd: ProtectionDomain,
     pub(crate) device: Device,
 }
@@ -89,7 +91,8 @@ impl End {
             caps.max_recv_wr = 0;
         }
         let qp = Qp::new(&pd, &send_cq, &recv_cq, srq, &QpOptions { transport: options.transport, caps }).unwrap();
-        Self { qp, send_cq, recv_cq, pd, device: device.clone() }
+        let scratch = Memory::new(&pd, 64);
+        Self { qp, send_cq, recv_cq, scratch, pd, device: device.clone() }
     }
 
     /// The route to it.
