@@ -1,5 +1,6 @@
 //! Completion queue: a ring with room for as many entries as asked, a one-shot arm, and overrun.
 
+use std::fmt;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -41,7 +42,7 @@ pub(super) enum Frees {
     Shared,
 }
 
-#[derive(Debug, Clone, Copy)]
+#[derive(Clone, Copy)]
 struct Entry {
     completion: WorkCompletion,
     /// Index into [`State::attached`].
@@ -56,14 +57,12 @@ impl Default for Entry {
 }
 
 /// A queue pair that completes here.
-#[derive(Debug)]
 struct Attached {
     qpn: Qpn,
     polled: Arc<Polled>,
     srq: Option<Arc<SrqInner>>,
 }
 
-#[derive(Debug)]
 struct State {
     entries: Ring<Entry>,
     arm: Arm,
@@ -85,7 +84,6 @@ pub struct CqCounters {
     pub lost: u64,
 }
 
-#[derive(Debug)]
 pub(super) struct CqInner {
     id: u64,
     capacity: u32,
@@ -96,13 +94,23 @@ pub(super) struct CqInner {
     state: Mutex<State>,
 }
 
+impl fmt::Debug for CqInner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CompletionQueue")
+            .field("id", &self.id)
+            .field("capacity", &self.capacity)
+            .field("waiting", &self.waiting)
+            .finish_non_exhaustive()
+    }
+}
+
 /// A completion did not fit; the queue and its queue pairs are unusable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Overrun;
 
 impl CqInner {
     /// Appends a completion. `solicited`: it may fire an arm that waits for those only.
-    #[inline]
+    #[inline(always)]
     pub(super) fn push(
         &self,
         owner: u32,

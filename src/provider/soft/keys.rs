@@ -9,6 +9,7 @@
 //! ```
 
 use std::collections::VecDeque;
+use std::fmt;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock};
 
@@ -33,7 +34,6 @@ const CLOSED: u32 = 1 << 31;
 pub(super) struct NotCovered;
 
 /// Table of the registrations of one device.
-#[derive(Debug)]
 pub(super) struct Keys {
     /// Odd factor that spreads index and variant over the key, and its inverse modulo 2^32. This keeps
     /// keys from being counted through; it is no cryptography, and need not be: each wrong guess costs
@@ -42,6 +42,13 @@ pub(super) struct Keys {
     inverse: u32,
     chunks: Box<[OnceLock<Box<[Slot; CHUNK as usize]>>; CHUNKS]>,
     free: Mutex<FreeList>,
+}
+
+impl fmt::Debug for Keys {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // The slots are many and say little; the factor is nobody's business.
+        f.debug_struct("Keys").finish_non_exhaustive()
+    }
 }
 
 #[derive(Debug, Default)]

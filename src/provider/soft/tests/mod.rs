@@ -3,6 +3,7 @@
 mod campaign;
 mod cost;
 mod errors;
+mod machines;
 mod queues;
 mod rc;
 mod unreliable;
