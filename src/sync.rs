@@ -5,6 +5,11 @@ mod imp {
     pub(crate) use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
     pub(crate) use std::sync::{Mutex, MutexGuard};
 
+    /// Stands between a sequentially consistent store and a sequentially consistent load of something else. The
+    /// two are in order without it; loom knows that order of fences only.
+    #[inline(always)]
+    pub(crate) fn between_store_and_load() {}
+
     /// `UnsafeCell` with the interface of loom's.
     #[derive(Debug, Default)]
     pub(crate) struct UnsafeCell<T>(std::cell::UnsafeCell<T>);
@@ -31,6 +36,10 @@ mod imp {
     pub(crate) use loom::cell::UnsafeCell;
     pub(crate) use loom::sync::atomic::{AtomicBool, AtomicU32, Ordering};
     pub(crate) use loom::sync::{Mutex, MutexGuard};
+
+    pub(crate) fn between_store_and_load() {
+        loom::sync::atomic::fence(Ordering::SeqCst);
+    }
 }
 
 pub(crate) use imp::*;

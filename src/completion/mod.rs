@@ -11,12 +11,16 @@
 //! There is one drain path, under the lock of the completion queue; who calls it is all that completion
 //! modes differ in. The layer knows no contents of buffers and no peers.
 
+mod arm;
 mod async_events;
 mod busy_poll;
 mod in_flight;
+#[cfg(all(test, loom))]
+mod loom;
 mod mode;
 mod queue;
 mod reactor;
+mod room;
 mod slot;
 mod slots;
 mod spin;

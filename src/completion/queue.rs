@@ -7,6 +7,7 @@ use std::task::{Context, Poll, Waker};
 
 use smallvec::SmallVec;
 
+use super::arm::{self, Watched};
 use super::mode::CompletionMode;
 use super::reactor::Reactors;
 use super::slot::{Held, Registered, Slot};
@@ -388,7 +389,7 @@ impl CqShared {
 
         let pending = self.register(slot, context.waker());
         if pending && self.mode.parks() {
-            self.arm(&mut state, &mut woken);
+            arm::before_park(&mut Draining { queue: self, state: &mut state, woken: &mut woken });
         }
         drop(state);
         woken.finish();
@@ -433,44 +434,11 @@ impl CqShared {
         self.waiting.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// Asks for an event, unless one is on its way, then takes what came before it was asked for.
-    fn arm(&self, state: &mut State, woken: &mut WakeList) {
-        if state.armed {
-            return;
-        }
-        match self.cq.arm(false) {
-            Ok(()) => {
-                state.armed = true;
-                state.counters.arms += 1;
-            }
-            Err(error) => self.fail(state, error, woken),
-        }
-        // Completions that came before the queue was armed raise no event.
-        while self.drain_batch(state, woken) {}
-    }
-
-    /// The channel may have an event: takes it, drains, and arms again if somebody still waits.
+    /// The channel may have an event.
     pub(super) fn on_event(&self) {
-        let Some(channel) = &self.channel else { return };
         let mut woken = WakeList::new();
         let mut state = lock(&self.state);
-        // Armed once, the queue has raised at most one event.
-        match channel.next_event() {
-            Ok(Some(_)) => {
-                state.armed = false;
-                state.counters.events += 1;
-                state.unacknowledged += 1;
-                if state.unacknowledged == u32::from(u16::MAX) {
-                    self.cq.acknowledge(std::mem::take(&mut state.unacknowledged));
-                }
-            }
-            Ok(None) => {}
-            Err(error) => self.fail(&mut state, error, &mut woken),
-        }
-        while self.drain_batch(&mut state, &mut woken) {}
-        if self.waiting.load(Ordering::Relaxed) > 0 {
-            self.arm(&mut state, &mut woken);
-        }
+        arm::on_event(&mut Draining { queue: self, state: &mut state, woken: &mut woken });
         drop(state);
         woken.finish();
     }
@@ -481,6 +449,60 @@ impl CqShared {
 
     pub(super) fn reactors(&self) -> &Reactors {
         &self.reactors
+    }
+}
+
+/// The queue in the hands of whoever holds its lock.
+struct Draining<'a> {
+    queue: &'a CqShared,
+    state: &'a mut State,
+    woken: &'a mut WakeList,
+}
+
+impl Watched for Draining<'_> {
+    fn drain(&mut self) {
+        while self.queue.drain_batch(self.state, self.woken) {}
+    }
+
+    fn arm(&mut self) -> bool {
+        match self.queue.cq.arm(false) {
+            Ok(()) => {
+                self.state.counters.arms += 1;
+                true
+            }
+            Err(error) => {
+                self.queue.fail(self.state, error, self.woken);
+                false
+            }
+        }
+    }
+
+    fn take_event(&mut self) -> bool {
+        let Some(channel) = &self.queue.channel else { return false };
+        match channel.next_event() {
+            Ok(Some(_)) => {
+                self.state.counters.events += 1;
+                self.state.unacknowledged += 1;
+                // Acknowledging takes a lock and wakes whoever destroys the queue: seldom is enough.
+                if self.state.unacknowledged == u32::from(u16::MAX) {
+                    self.queue.cq.acknowledge(std::mem::take(&mut self.state.unacknowledged));
+                }
+                true
+            }
+            Ok(None) => false,
+            Err(error) => {
+                self.queue.fail(self.state, error, self.woken);
+                false
+            }
+        }
+    }
+
+    fn is_awaited(&self) -> bool {
+        self.queue.waiting.load(Ordering::Relaxed) > 0
+    }
+
+    fn armed(&mut self) -> &mut bool {
+        &mut self.state.armed
     }
 }
 

@@ -10,10 +10,11 @@ use smallvec::SmallVec;
 
 use super::in_flight::{InFlight, InFlightBatch};
 use super::queue::{CqShared, WakeList};
+use super::room::Room;
 use super::slot::{Finished, Generation, NONE, Outcome};
 use super::slots::{Cursor, INDEX_BITS, Slots};
 use crate::error::{LimitError, OpErrorKind, VerbError};
-use crate::sync::{AtomicBool, AtomicU32, Mutex, MutexGuard, Ordering, lock};
+use crate::sync::{AtomicU32, Mutex, MutexGuard, Ordering, lock};
 use crate::types::{
     Data, Qkey, QpAttr, QpState, Qpn, RecvWr, SendFlags, SendOp, SendWr, Sge, WcStatus, WorkCompletion, WrId,
 };
@@ -100,10 +101,7 @@ pub(crate) struct WorkQueue {
     label: u64,
     /// Shared receives complete in any order, others as posted.
     shared: bool,
-    /// Work requests whose room is free again, counted from the first, modulo 2^32.
-    retired: AtomicU32,
-    /// Somebody waits for room.
-    crowded: AtomicBool,
+    room: Room,
     /// Completions that were errors; of those, flushed ones.
     failed: AtomicU32,
     flushed: AtomicU32,
@@ -156,8 +154,7 @@ impl WorkQueue {
             limits,
             label: u64::from(owner.0) << OWNER_SHIFT,
             shared: matches!(poster, Poster::Shared(_)),
-            retired: AtomicU32::new(0),
-            crowded: AtomicBool::new(false),
+            room: Room::new(limits.depth),
             failed: AtomicU32::new(0),
             flushed: AtomicU32::new(0),
             posting: Mutex::new(Posting {
@@ -226,7 +223,7 @@ impl WorkQueue {
         if posting.poster.is_none() {
             return Err(Refusal::Error(OpErrorKind::Closed, buffer));
         }
-        let direct = posting.queued.is_empty() && self.room(&posting) > 0;
+        let direct = posting.queued.is_empty() && self.room.left(posting.posted) > 0;
         if !direct && patience == Patience::Try {
             return Err(Refusal::Full(buffer));
         }
@@ -304,7 +301,7 @@ impl WorkQueue {
         if posting.poster.is_none() {
             return Err(Refusal::Error(OpErrorKind::Closed, buffers));
         }
-        let direct = posting.queued.is_empty() && self.room(&posting) as usize >= entries.len();
+        let direct = posting.queued.is_empty() && self.room.left(posting.posted) as usize >= entries.len();
         if !direct && patience == Patience::Try {
             return Err(Refusal::Full(buffers));
         }
@@ -405,9 +402,7 @@ impl WorkQueue {
 
     /// Tells the drainer that somebody waits for room; if room came up meanwhile, uses it.
     fn announce(&self, mut posting: MutexGuard<'_, Posting>) {
-        // Either the drainer sees `crowded` after it has freed room, or this sees the room: both sides
-        // store first and load second, in one order for all.
-        self.crowded.store(true, Ordering::SeqCst);
+        self.room.crowd();
         let mut woken = WakeList::new();
         self.post_queued(&mut posting, &mut woken);
         drop(posting);
@@ -416,7 +411,7 @@ impl WorkQueue {
 
     /// Posts those in line as far as there is room.
     fn post_queued(&self, posting: &mut Posting, woken: &mut WakeList) {
-        while self.room(posting) > 0
+        while self.room.left(posting.posted) > 0
             && let Some(next) = posting.queued.pop_front()
         {
             let data = next.inline.as_ref().map_or(Data::Sges(&next.sges), |bytes| Data::Inline(bytes));
@@ -429,15 +424,8 @@ impl WorkQueue {
             }
         }
         if posting.queued.is_empty() {
-            self.crowded.store(false, Ordering::SeqCst);
+            self.room.clear();
         }
-    }
-
-    /// Work requests the device has room for.
-    #[inline]
-    fn room(&self, posting: &Posting) -> u32 {
-        let in_flight = posting.posted.wrapping_sub(self.retired.load(Ordering::SeqCst));
-        self.limits.depth.saturating_sub(in_flight)
     }
 
     /// A completion has come: its slot is finished, room is free, and who waits for room gets it.
@@ -453,14 +441,10 @@ impl WorkQueue {
             self.count_failure(wc);
         }
         tracing::trace!(wr_id = %wc.wr_id, status = ?wc.status, "completed");
-        if self.shared {
-            self.retired.fetch_add(1, Ordering::SeqCst);
-        } else {
-            // A completion stands for all unsignalled work before it.
-            self.retired.store(slot.position().wrapping_add(1), Ordering::SeqCst);
-        }
+        // A completion stands for all unsignalled work before it.
+        let crowded = if self.shared { self.room.retire_one() } else { self.room.retire_through(slot.position()) };
         self.settle(index, generation, Outcome::Completed(*wc), woken);
-        if self.crowded.load(Ordering::SeqCst) {
+        if crowded {
             self.post_queued(&mut lock(&self.posting), woken);
         }
     }
@@ -514,7 +498,7 @@ impl WorkQueue {
         while let Some(next) = posting.queued.pop_front() {
             self.settle(next.index, next.generation, Outcome::Failed(kind), woken);
         }
-        self.crowded.store(false, Ordering::SeqCst);
+        self.room.clear();
     }
 
     /// Ends all that is in flight. The device must have forgotten it: the queue was destroyed or reset.
@@ -526,15 +510,14 @@ impl WorkQueue {
                 self.settle(index, generation, Outcome::Failed(kind), woken);
             }
         }
-        self.retired.store(posting.posted, Ordering::SeqCst);
+        self.room.retire_through(posting.posted.wrapping_sub(1));
     }
 
     pub(crate) fn counters(&self) -> WorkQueueCounters {
         let posting = lock(&self.posting);
-        let in_flight = posting.posted.wrapping_sub(self.retired.load(Ordering::SeqCst));
         WorkQueueCounters {
             posted: posting.total,
-            in_flight,
+            in_flight: self.room.in_flight(posting.posted),
             waiting: posting.queued.len(),
             waited: posting.waited,
             failed: self.failed.load(Ordering::Relaxed),

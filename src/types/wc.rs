@@ -172,18 +172,23 @@ impl WorkCompletion {
     }
 }
 
+impl WorkCompletion {
+    /// A completion with every field zero, to be written over.
+    pub const EMPTY: Self = Self {
+        wr_id: WrId(0),
+        status: WcStatus::SUCCESS,
+        vendor_error: 0,
+        opcode: WcOpcode::Other(0),
+        byte_len: 0,
+        imm_or_rkey: 0,
+        qpn: Qpn(0),
+        src_qpn: Qpn(0),
+        flags: WcFlags::empty(),
+    };
+}
+
 impl Default for WorkCompletion {
     fn default() -> Self {
-        Self {
-            wr_id: WrId(0),
-            status: WcStatus::SUCCESS,
-            vendor_error: 0,
-            opcode: WcOpcode::Other(0),
-            byte_len: 0,
-            imm_or_rkey: 0,
-            qpn: Qpn(0),
-            src_qpn: Qpn(0),
-            flags: WcFlags::empty(),
-        }
+        Self::EMPTY
     }
 }
