@@ -9,7 +9,6 @@
 
 #![allow(unsafe_code)]
 
-use std::collections::VecDeque;
 use std::error::Error;
 use std::hint::spin_loop;
 use std::process::ExitCode;
@@ -299,13 +298,15 @@ impl Awaited {
     /// Keeps `depth` in flight: awaits the oldest, posts its buffer again.
     #[inline]
     async fn window(&self, post: impl Fn(BufMut) -> Write<BufMut>, depth: usize, operations: usize) -> Result<()> {
-        let mut in_flight = VecDeque::with_capacity(depth);
+        let mut in_flight = Vec::with_capacity(depth);
         for _ in 0..depth {
-            in_flight.push_back(post(self.pool.try_alloc(BYTES)?));
+            in_flight.push(post(self.pool.try_alloc(BYTES)?));
         }
-        for _ in depth..operations {
-            if let Some(oldest) = in_flight.pop_front() {
-                in_flight.push_back(post(oldest.await?));
+        let mut left = operations.saturating_sub(depth);
+        while left > 0 {
+            for oldest in in_flight.iter_mut().take(left) {
+                *oldest = post((&mut *oldest).await?);
+                left -= 1;
             }
         }
         for rest in in_flight {
