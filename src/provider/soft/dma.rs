@@ -111,7 +111,7 @@ impl Payload<'_, '_> {
     }
 
     /// Copies all into `to`, which is at least as long.
-    #[inline]
+    #[inline(always)]
     pub(super) fn copy_to(&self, to: &[Segment<'_>]) {
         match (self, to) {
             (Self::Segments([from]), [to]) => {
@@ -119,13 +119,19 @@ impl Payload<'_, '_> {
                 // SAFETY: S1: both ranges are live registrations (invariant of Segment), `len` is within both.
                 unsafe { copy(from.pointer, from.shared, to.pointer, to.shared, len) }
             }
-            (Self::Segments(from), _) => {
-                let mut cursor = Cursor::new(to);
+            _ => self.scatter_to(to),
+        }
+    }
+
+    fn scatter_to(&self, to: &[Segment<'_>]) {
+        let mut cursor = Cursor::new(to);
+        match self {
+            Self::Segments(from) => {
                 for piece in *from {
                     cursor.write(piece.pointer, piece.len, piece.shared);
                 }
             }
-            (Self::Bytes(bytes), _) => Cursor::new(to).write(bytes.as_ptr(), bytes.len(), false),
+            Self::Bytes(bytes) => cursor.write(bytes.as_ptr(), bytes.len(), false),
         }
     }
 
