@@ -18,6 +18,8 @@ fn number(name: &str) -> Option<u64> {
 /// `None` if only one seed was asked for.
 pub fn seeds<R: Send>(test: &str, part: f64, run: impl Fn(u64, bool) -> R + Sync) -> Option<Vec<R>> {
     if let Some(seed) = number("TOKIO_RDMA_SEED") {
+        // Another campaign of this process may have set it.
+        let _ = tracing::subscriber::set_global_default(Printer);
         run(seed, true);
         return None;
     }
@@ -84,4 +86,39 @@ impl Trace {
     pub fn hash(&self) -> u64 {
         self.hash
     }
+}
+
+/// Prints what the crate says about packets, for a seed that is run alone.
+struct Printer;
+
+struct Line(String);
+
+impl tracing::field::Visit for Line {
+    fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn std::fmt::Debug) {
+        self.0.push_str(&format!(" {}={value:?}", field.name()));
+    }
+}
+
+impl tracing::Subscriber for Printer {
+    fn enabled(&self, _metadata: &tracing::Metadata<'_>) -> bool {
+        true
+    }
+
+    fn new_span(&self, _span: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+
+    fn record(&self, _span: &tracing::span::Id, _values: &tracing::span::Record<'_>) {}
+
+    fn record_follows_from(&self, _span: &tracing::span::Id, _follows: &tracing::span::Id) {}
+
+    fn event(&self, event: &tracing::Event<'_>) {
+        let mut line = Line(String::from("   "));
+        event.record(&mut line);
+        println!("{}", line.0);
+    }
+
+    fn enter(&self, _span: &tracing::span::Id) {}
+
+    fn exit(&self, _span: &tracing::span::Id) {}
 }

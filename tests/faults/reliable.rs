@@ -680,7 +680,13 @@ impl Run {
     /// After the last completion: nothing more happens, everything is where it belongs, and what is left is flushed.
     fn finish(mut self, patient: bool) -> Outcome {
         assert!(self.network.run_until_idle(Duration::from_secs(10)), "idle: {}", self.state());
-        assert!(!self.poll(), "nothing completes late");
+        let before: Vec<_> = self.ends.iter().map(|end| (end.done, end.delivered)).collect();
+        self.poll();
+        for (index, (end, before)) in self.ends.iter().zip(before).enumerate() {
+            // Only what was underway when its sender gave up arrives so late.
+            let late = end.delivered - before.1;
+            assert!(end.done == before.0 && (late == 0 || self.ends[index ^ 1].failed.is_some()), "completes late");
+        }
         for index in 0..self.ends.len() {
             let this = &self.ends[index];
             assert!(is(&this.qp, if this.failed.is_some() { QpState::Err } else { QpState::Rts }));
@@ -844,7 +850,7 @@ fn once_and_in_order_or_an_error() {
         outcomes.iter().map(|one| one.now).sum::<Duration>(),
     );
     if outcomes.len() >= 500 {
-        assert!(failed * 50 <= ends, "of {ends} ends with seven retries, {failed} gave up");
+        assert!(failed * 500 <= ends, "of {ends} ends with seven retries, {failed} gave up");
         assert!(sum(|one| one.failed[1] as u64) > 0, "no impatient end failed: errors are not covered");
         assert!(sum(|one| one.not_ready.into()) > 0, "nobody was refused for good");
         assert!(sum(|one| one.link.lost) > 0 && sum(|one| one.link.rejected) > 0);
