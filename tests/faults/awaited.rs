@@ -33,6 +33,9 @@ struct Outcome {
     operations: usize,
 }
 
+/// `None` once it is done.
+type Task = Option<Pin<Box<dyn Future<Output = ()>>>>;
+
 /// Counts how often tasks were woken.
 struct Count(AtomicU64);
 
@@ -187,20 +190,32 @@ async fn sender(
         let Some(oldest) = pending.pop_front() else { continue };
         let outcome = match oldest {
             Pending::Sent(operation, bytes) => match operation.await {
-                Ok(buffer) => Ok(assert!(buffer[..] == *bytes, "it comes back as it was")),
+                Ok(buffer) => {
+                    assert!(buffer[..] == *bytes, "it comes back as it was");
+                    Ok(())
+                }
                 Err(error) => Err(error.kind()),
             },
             Pending::Inline(operation) => operation.await.map_err(|error| error.kind()),
             Pending::Read(operation, bytes) => match operation.await {
-                Ok(buffer) => Ok(assert!(buffer[..] == *bytes, "read after written")),
+                Ok(buffer) => {
+                    assert!(buffer[..] == *bytes, "read after written");
+                    Ok(())
+                }
                 Err(error) => Err(error.kind()),
             },
             Pending::Added(operation) => match operation.await {
-                Ok(old) => Ok(world.sums[1 - index % 2].borrow_mut().push(old)),
+                Ok(old) => {
+                    world.sums[1 - index % 2].borrow_mut().push(old);
+                    Ok(())
+                }
                 Err(error) => Err(error.kind()),
             },
             Pending::Swapped(operation, expected) => match operation.await {
-                Ok(old) => Ok(assert_eq!(old, expected, "swapped once each")),
+                Ok(old) => {
+                    assert_eq!(old, expected, "swapped once each");
+                    Ok(())
+                }
                 Err(error) => Err(error.kind()),
             },
             Pending::Batch(operation, count) => {
@@ -405,7 +420,7 @@ fn run(seed: u64, verbose: bool) -> Outcome {
         directions,
         sums: Default::default(),
     });
-    let mut tasks: Vec<Option<Pin<Box<dyn Future<Output = ()>>>>> = Vec::new();
+    let mut tasks: Vec<Task> = Vec::new();
     let mut senders = Vec::new();
     for index in 0..count {
         // Direction `index` goes from side `index % 2` to the other.
@@ -427,7 +442,7 @@ fn run(seed: u64, verbose: bool) -> Outcome {
     }
     let wakes = Arc::new(Count(AtomicU64::new(0)));
     let waker = Waker::from(wakes.clone());
-    let mut poll = |tasks: &mut Vec<Option<Pin<Box<dyn Future<Output = ()>>>>>| {
+    let poll = |tasks: &mut Vec<Task>| {
         for task in tasks.iter_mut() {
             if let Some(running) = task
                 && running.as_mut().poll(&mut Context::from_waker(&waker)).is_ready()

@@ -90,7 +90,7 @@ struct End {
     results: Memory,
     /// Memory that the peer writes to.
     target: Memory,
-    /// What the target of the peer looks like.
+    /// What the target of the peer looks like to who writes it, this end.
     model: Model,
     plan: Vec<Step>,
     next: usize,
@@ -253,7 +253,7 @@ impl Run {
         let mut ends: Vec<End> = Vec::new();
         for pair in 0..pairs {
             let mut made: Vec<End> = Vec::new();
-            for side in 0..2 {
+            for (side, here) in sides.iter().enumerate() {
                 let mut terms = Terms::draw(&mut random, mtu);
                 if !patient {
                     terms.retry_count = random.u8(..4);
@@ -262,11 +262,11 @@ impl Run {
                     terms.rnr_retry = random.u8(..4);
                 }
                 let srq = srq.as_ref().filter(|_| side == 1);
-                let qp = sides[side].queue_pair(Transport::Rc, srq, terms.caps);
+                let qp = here.queue_pair(Transport::Rc, srq, terms.caps);
                 let count = if random.u8(..8) == 0 { 0 } else { random.usize(1..24) };
                 let mut room = 0;
                 let plan = plan(&mut random, mtu, &mut room, count, terms.caps.max_send_wr as usize);
-                let pd = &sides[side].pd;
+                let pd = &here.pd;
                 let target = Memory::new(pd, TARGET);
                 let initial = &noise()[2 * LARGEST - 7 * pair..][..TARGET];
                 target.fill(0, initial);
@@ -307,7 +307,6 @@ impl Run {
                 });
             }
             connect([(&sides[0], &made[0].qp, &made[0].terms), (&sides[1], &made[1].qp, &made[1].terms)]);
-            // The model belongs to who writes.
             ends.append(&mut made);
         }
         for (number, queue) in queues.iter_mut().enumerate() {
@@ -713,6 +712,9 @@ impl Run {
                     assert!((links(&this.plan[..first])..=links(&this.plan[..this.next])).contains(&word));
                 }
             }
+        }
+        for queue in self.queues.iter().filter(|queue| queue.shared.is_none()) {
+            assert!(self.ends[queue.end].failed.is_none() || queue.posted.is_empty(), "receives fail with the sends");
         }
         for side in 0..2 {
             self.check_words(side);
