@@ -128,7 +128,7 @@ impl CompletionQueueBuilder {
     ///
     /// [`SetupError::Limit`] for a capacity of 0 or beyond the device's, [`SetupError::Verb`] if the provider refuses.
     pub fn build(self) -> Result<CompletionQueue, SetupError> {
-        let channel = if self.mode.parks() { Some(Channel::new(&self.device)?) } else { None };
+        let channel = if self.mode.arms() { Some(Channel::new(&self.device)?) } else { None };
         let cq = Cq::on_vector(&self.device, self.capacity, channel.as_ref(), self.vector, 0)?;
         let shared = Arc::new(CqShared {
             channel,
@@ -441,14 +441,14 @@ impl CqShared {
 
         let mut replaced = None;
         let pending = self.register(slot, context.waker(), &mut replaced);
-        if pending && self.mode.parks() {
+        if pending && self.mode.arms() {
             arm::before_park(&mut Draining { queue: self, state: &mut state });
         }
         self.release(state);
         if slot.is_complete() {
             return Poll::Ready(());
         }
-        if self.mode.parks() && !self.reactors.watch(self) {
+        if self.mode.arms() && !self.reactors.watch(self) {
             // No runtime, no reactor: the only way to be woken is to ask for it.
             context.waker().wake_by_ref();
         }
@@ -479,9 +479,9 @@ impl CqShared {
     }
 
     /// Makes sure that a completion is noticed though nobody may be waiting for one: an abandoned operation holds
-    /// buffers until then, and room that others wait for. Where nothing sleeps, somebody polls or nobody ever does.
+    /// buffers until then, and room that others wait for. A poller needs no telling.
     pub(super) fn attend(self: &Arc<Self>) {
-        if !self.mode.parks() {
+        if !self.mode.arms() {
             return;
         }
         let mut state = lock(&self.state);
