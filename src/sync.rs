@@ -2,8 +2,18 @@
 
 #[cfg(not(loom))]
 mod imp {
+    pub(crate) use parking_lot::{Mutex, MutexGuard};
     pub(crate) use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-    pub(crate) use std::sync::{Mutex, MutexGuard};
+
+    #[inline(always)]
+    pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+        mutex.lock()
+    }
+
+    #[inline(always)]
+    pub(crate) fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
+        mutex.try_lock()
+    }
 
     /// Stands between a sequentially consistent store and a sequentially consistent load of something else. The
     /// two are in order without it; loom knows that order of fences only.
@@ -37,20 +47,17 @@ mod imp {
     pub(crate) use loom::sync::atomic::{AtomicBool, AtomicU32, Ordering};
     pub(crate) use loom::sync::{Mutex, MutexGuard};
 
+    pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+        mutex.lock().expect("no panic in a model")
+    }
+
+    pub(crate) fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
+        mutex.try_lock().ok()
+    }
+
     pub(crate) fn between_store_and_load() {
         loom::sync::atomic::fence(Ordering::SeqCst);
     }
 }
 
 pub(crate) use imp::*;
-
-/// Locks, also after a panic: no code of this crate leaves what it guards half changed.
-#[inline]
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
-}
-
-/// As [`lock`], for what is never part of a loom model.
-pub(crate) fn lock_std<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
-}

@@ -4,11 +4,11 @@ use std::fmt;
 use std::hint;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 use std::thread::{self, JoinHandle};
 
 use super::queue::CqShared;
-use crate::sync::lock_std as lock;
+use parking_lot::Mutex;
 
 /// Empty rounds before an unpinned poller lets others have the core.
 const ROUNDS_BEFORE_YIELD: u32 = 64;
@@ -76,9 +76,9 @@ impl BusyPoller {
 
     /// Adds a queue.
     pub(super) fn serve(&self, queue: &Arc<CqShared>) {
-        lock(&self.handle.shared.queues).push(Arc::downgrade(queue));
+        self.handle.shared.queues.lock().push(Arc::downgrade(queue));
         self.handle.shared.changed.store(true, Ordering::Release);
-        if let Some(thread) = &*lock(&self.handle.thread) {
+        if let Some(thread) = &*self.handle.thread.lock() {
             thread.thread().unpark();
         }
     }
@@ -89,7 +89,7 @@ impl Shared {
         let (mut queues, mut idle) = (Vec::new(), 0);
         while !self.stop.load(Ordering::Acquire) {
             if self.changed.swap(false, Ordering::Acquire) {
-                queues.clone_from(&lock(&self.queues));
+                queues.clone_from(&self.queues.lock());
             }
             if queues.is_empty() {
                 // `serve` and the end both unpark, after they have stored what is to be seen here.
@@ -104,7 +104,7 @@ impl Shared {
                 }
             }
             if gone {
-                lock(&self.queues).retain(|queue| queue.strong_count() > 0);
+                self.queues.lock().retain(|queue| queue.strong_count() > 0);
                 self.changed.store(true, Ordering::Release);
             }
             if any {
@@ -124,7 +124,7 @@ impl Shared {
 impl Drop for ThreadHandle {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::Release);
-        let Some(thread) = lock(&self.thread).take() else { return };
+        let Some(thread) = self.thread.lock().take() else { return };
         thread.thread().unpark();
         // The poller itself may be the last holder of a queue, and with it of this.
         if thread.thread().id() != thread::current().id() && thread.join().is_err() {
@@ -136,7 +136,7 @@ impl Drop for ThreadHandle {
 impl fmt::Debug for BusyPoller {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("BusyPoller")
-            .field("queues", &lock(&self.handle.shared.queues).len())
+            .field("queues", &self.handle.shared.queues.lock().len())
             .field("pinned", &self.handle.shared.pinned)
             .finish()
     }

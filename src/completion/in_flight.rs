@@ -5,15 +5,16 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use super::slot::{Detach, Held, Outcome};
-use super::work_queue::WorkQueue;
-use crate::error::OpErrorKind;
+use super::work_queue::{WorkQueue, index_of};
+use crate::error::{CompletionError, OpErrorKind};
+use crate::types::{WorkCompletion, WrId};
 
 /// One work request in flight with the buffers `B` it names.
 ///
 /// Dropping it detaches: the buffers move into the slot and are dropped when the completion has come.
 pub(crate) struct InFlight<B: Send + 'static> {
     queue: Arc<WorkQueue>,
-    index: u32,
+    id: WrId,
     rounds: u32,
     /// `None` once the outcome was taken.
     buffer: Option<B>,
@@ -21,27 +22,34 @@ pub(crate) struct InFlight<B: Send + 'static> {
 
 impl<B: Send + 'static> InFlight<B> {
     #[inline]
-    pub(super) fn new(queue: Arc<WorkQueue>, index: u32, buffer: B) -> Self {
-        Self { queue, index, rounds: 0, buffer: Some(buffer) }
+    pub(super) fn new(queue: Arc<WorkQueue>, id: WrId, buffer: B) -> Self {
+        Self { queue, id, rounds: 0, buffer: Some(buffer) }
     }
 
-    /// The outcome and the buffers, once.
+    /// What `finish` makes of the completion and the buffers, once.
     ///
     /// # Panics
     ///
     /// If polled again after it was ready.
     #[inline]
-    pub(crate) fn poll(&mut self, context: &mut Context<'_>) -> Poll<(Outcome, B)> {
+    pub(crate) fn poll<R>(
+        &mut self,
+        context: &mut Context<'_>,
+        finish: impl FnOnce(B, Result<&WorkCompletion, OpErrorKind>) -> R,
+    ) -> Poll<R> {
         assert!(self.buffer.is_some(), "an operation was polled after it had completed");
-        let slot = self.queue.slots().slot(self.index);
-        if !slot.is_complete() {
-            ready!(self.queue.cq().wait(slot, &mut self.rounds, context));
+        let slot = self.queue.slots().slot(index_of(self.id));
+        if !slot.is_complete()
+            && let Some(completion) =
+                ready!(self.queue.cq().wait(&self.queue, slot, self.id, &mut self.rounds, context))
+        {
+            let Some(buffer) = self.buffer.take() else { unreachable!("checked above") };
+            return Poll::Ready(finish(buffer, Ok(&completion)));
         }
-        let outcome = slot.take();
-        match self.buffer.take() {
-            Some(buffer) => Poll::Ready((outcome, buffer)),
-            None => unreachable!("checked above"),
-        }
+        let Some(buffer) = self.buffer.take() else { unreachable!("checked above") };
+        let result = slot.outcome(|outcome| finish(buffer, success(outcome)));
+        slot.release();
+        Poll::Ready(result)
     }
 }
 
@@ -49,9 +57,25 @@ impl<B: Send + 'static> Drop for InFlight<B> {
     #[inline]
     fn drop(&mut self) {
         if let Some(buffer) = self.buffer.take() {
-            detach(&self.queue, self.index, buffer);
+            detach(&self.queue, index_of(self.id), buffer);
         }
     }
+}
+
+/// The completion of a success, or why there is none.
+#[inline]
+fn success(outcome: &Outcome) -> Result<&WorkCompletion, OpErrorKind> {
+    match outcome {
+        Ok(wc) if wc.status.is_success() => Ok(wc),
+        Ok(wc) => Err(failure(wc)),
+        Err(kind) => Err(*kind),
+    }
+}
+
+#[cold]
+fn failure(wc: &WorkCompletion) -> OpErrorKind {
+    let WorkCompletion { status, vendor_error, qpn, .. } = *wc;
+    OpErrorKind::Completion(CompletionError { status, vendor_error, qpn })
 }
 
 /// Leaves `held` to whoever finishes the slot; if it is finished, drops it here.
@@ -80,24 +104,21 @@ fn detach<T: Send + 'static>(queue: &WorkQueue, index: u32, held: T) {
 
 impl<B: Send + 'static> fmt::Debug for InFlight<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("InFlight")
-            .field("slot", &self.index)
-            .field("done", &self.buffer.is_none())
-            .finish_non_exhaustive()
+        f.debug_struct("InFlight").field("id", &self.id).field("done", &self.buffer.is_none()).finish_non_exhaustive()
     }
 }
 
 /// A batch in flight: its slots are chained from the last to the first, and only the last is waited for.
 pub(crate) struct InFlightBatch<B: Send + 'static> {
     queue: Arc<WorkQueue>,
-    last: u32,
+    last: WrId,
     len: usize,
     rounds: u32,
     buffers: Option<Vec<B>>,
 }
 
 impl<B: Send + 'static> InFlightBatch<B> {
-    pub(super) fn new(queue: Arc<WorkQueue>, last: u32, len: usize, buffers: Vec<B>) -> Self {
+    pub(super) fn new(queue: Arc<WorkQueue>, last: WrId, len: usize, buffers: Vec<B>) -> Self {
         Self { queue, last, len, rounds: 0, buffers: Some(buffers) }
     }
 
@@ -112,24 +133,25 @@ impl<B: Send + 'static> InFlightBatch<B> {
         context: &mut Context<'_>,
     ) -> Poll<Vec<B>> {
         assert!(self.buffers.is_some(), "a batch was polled after it had completed");
-        let slots = self.queue.slots();
-        let slot = slots.slot(self.last);
-        if !slot.is_complete() {
-            ready!(self.queue.cq().wait(slot, &mut self.rounds, context));
+        let (slots, last) = (self.queue.slots(), index_of(self.last));
+        let slot = slots.slot(last);
+        // A batch has its chain of slots looked through at the end, so it does not end on the short way.
+        while !slot.is_complete() {
+            ready!(self.queue.cq().wait_slot(slot, &mut self.rounds, context));
         }
         results.clear();
         results.resize(self.len, Ok(()));
-        let mut next = Some(self.last);
+        let mut next = Some(last);
         for result in results.iter_mut().rev() {
             let Some(index) = next else { break };
             let slot = slots.slot(index);
             // Work that got no completion of its own was done before one that did.
             if slot.is_complete() {
-                *result = slot.peek().into_result().map(|_| ());
+                *result = slot.outcome(|outcome| success(outcome).map(|_| ()));
             }
             next = slot.previous();
         }
-        slots.release_chain(self.last);
+        slots.release_chain(last);
         match self.buffers.take() {
             Some(buffers) => Poll::Ready(buffers),
             None => unreachable!("checked above"),
@@ -140,7 +162,7 @@ impl<B: Send + 'static> InFlightBatch<B> {
 impl<B: Send + 'static> Drop for InFlightBatch<B> {
     fn drop(&mut self) {
         if let Some(buffers) = self.buffers.take() {
-            detach(&self.queue, self.last, buffers);
+            detach(&self.queue, index_of(self.last), buffers);
         }
     }
 }

@@ -44,8 +44,14 @@ fn claimed() -> (Arc<Slot>, Generation) {
     (slot, generation)
 }
 
+fn take(slot: &Slot) -> Outcome {
+    let outcome = slot.outcome(|outcome| *outcome);
+    slot.release();
+    outcome
+}
+
 fn finish(slot: &Slot, generation: Generation) -> Option<Held> {
-    match slot.finish(generation, Outcome::Completed(POSTED)) {
+    match slot.finish(generation, Ok(POSTED)) {
         Finished::Stale => panic!("the slot is in flight"),
         Finished::Unwatched => None,
         Finished::Wake(waker) => {
@@ -74,7 +80,7 @@ fn loom_a_registered_waker_is_woken_or_the_result_is_seen() {
         if registered != Registered::Complete {
             assert!(woken.woken(), "{registered:?} and never woken");
         }
-        assert_eq!(slot.take(), Outcome::Completed(POSTED));
+        assert_eq!(take(&slot), Ok(POSTED));
         assert!(slot.claim(NONE).is_some(), "the slot is free again");
     });
 }
@@ -95,7 +101,7 @@ fn loom_the_latest_of_two_wakers_is_woken() {
         if !matches!(registered, Registered::Complete | Registered::Overtaken) {
             assert!(woken.woken(), "{registered:?}, but the task it moved to was never woken");
         }
-        assert_eq!(slot.take(), Outcome::Completed(POSTED));
+        assert_eq!(take(&slot), Ok(POSTED));
     });
 }
 
@@ -144,17 +150,17 @@ fn loom_a_late_completion_of_an_earlier_life_changes_nothing() {
     ::loom::model(|| {
         let (slot, old) = claimed();
         assert!(finish(&slot, old).is_none());
-        slot.take();
+        assert_eq!(take(&slot), Ok(POSTED));
         let stale = thread::spawn({
             let slot = slot.clone();
-            move || assert!(matches!(slot.finish(old, Outcome::Failed(OpErrorKind::Closed)), Finished::Stale))
+            move || assert!(matches!(slot.finish(old, Err(OpErrorKind::Closed)), Finished::Stale))
         });
         let new = slot.claim(NONE).expect("taken slots are free");
         stale.join().unwrap();
         assert_ne!(old, new);
         assert!(!slot.is_complete());
         assert!(finish(&slot, new).is_none());
-        assert_eq!(slot.take(), Outcome::Completed(POSTED));
+        assert_eq!(take(&slot), Ok(POSTED));
     });
 }
 
@@ -237,7 +243,7 @@ impl Watched for Draining<'_> {
     fn drain(&mut self) {
         let taken = std::mem::take(&mut self.queue.device.lock().unwrap().completions);
         for _ in 0..taken {
-            match self.queue.slot.finish(self.queue.generation, Outcome::Completed(POSTED)) {
+            match self.queue.slot.finish(self.queue.generation, Ok(POSTED)) {
                 Finished::Wake(waker) => {
                     self.queue.waiting.fetch_sub(1, Ordering::Relaxed);
                     self.woken.push(waker);

@@ -15,8 +15,8 @@ use super::spin::SpinBudget;
 use super::teardown::QueuePairCore;
 use super::work_queue::{Limits, Owner, Poster, WorkQueue};
 use crate::error::{LimitError, OpErrorKind, SetupError, VerbError};
-use crate::sync::{AtomicU32, Mutex, MutexGuard, Ordering, lock};
-use crate::types::WorkCompletion;
+use crate::sync::{AtomicU32, Mutex, MutexGuard, Ordering, lock, try_lock};
+use crate::types::{WorkCompletion, WrId};
 use crate::verbs::{Channel, Cq, Device};
 
 /// Completions taken from the device at once: enough to spread the cost of a poll, few enough that a drain
@@ -137,7 +137,7 @@ impl CompletionQueueBuilder {
             spin: SpinBudget::new(),
             reactors: Reactors::new(),
             state: Mutex::new(State {
-                completions: vec![WorkCompletion::default(); BATCH].into(),
+                completions: Box::new([WorkCompletion::EMPTY; BATCH]),
                 queues: Vec::new(),
                 vacant: Vec::new(),
                 reserved: 0,
@@ -145,6 +145,7 @@ impl CompletionQueueBuilder {
                 unacknowledged: 0,
                 run: 0,
                 failed: None,
+                woken: WakeList::new(),
                 counters: CompletionQueueCounters { capacity: cq.capacity(), ..Default::default() },
             }),
             cq,
@@ -170,7 +171,7 @@ pub(crate) struct CqShared {
 
 /// Of whoever drains.
 struct State {
-    completions: Box<[WorkCompletion]>,
+    completions: Box<[WorkCompletion; BATCH]>,
     /// Work queues by owner number.
     queues: Vec<Option<Attached>>,
     vacant: Vec<u32>,
@@ -183,6 +184,8 @@ struct State {
     run: u32,
     /// The queue is dead.
     failed: Option<VerbError>,
+    /// What is left to do when the lock is released.
+    woken: WakeList,
     counters: CompletionQueueCounters,
 }
 
@@ -227,35 +230,29 @@ impl CqShared {
 
     /// Ends everything in flight on a queue that the device has destroyed or reset, and forgets a destroyed one.
     pub(super) fn abandon(&self, queue: &WorkQueue, kind: OpErrorKind, forget: bool) {
-        let mut woken = WakeList::new();
         let mut state = lock(&self.state);
         // Completions that are already here tell more than `kind`.
-        while self.drain_batch(&mut state, &mut woken) {}
-        queue.abandon(kind, &mut woken);
+        while self.drain_batch(&mut state) {}
+        queue.abandon(kind, &mut state.woken);
         let entry = &mut state.queues[queue.owner().0 as usize];
         let forgotten = if forget { entry.take() } else { None };
         if let Some(attached) = &forgotten {
             state.reserved -= attached.reserved;
             state.vacant.push(queue.owner().0);
         }
-        drop(state);
+        self.release(state);
         drop(forgotten);
-        woken.finish();
     }
 
     /// Takes all completions there are; true if there were any.
     pub(crate) fn drain(&self) -> bool {
         let mut any = false;
         loop {
-            let mut woken = WakeList::new();
-            let more = {
-                let mut state = lock(&self.state);
-                let before = state.counters.completions;
-                let more = self.drain_batch(&mut state, &mut woken);
-                any |= state.counters.completions != before;
-                more
-            };
-            woken.finish();
+            let mut state = lock(&self.state);
+            let before = state.counters.completions;
+            let more = self.drain_batch(&mut state);
+            any |= state.counters.completions != before;
+            self.release(state);
             if !more {
                 return any;
             }
@@ -264,84 +261,134 @@ impl CqShared {
 
     /// As [`drain`](Self::drain), unless somebody else is at it.
     pub(super) fn try_drain(&self) -> bool {
-        let Ok(mut state) = self.state.try_lock() else { return true };
-        let mut woken = WakeList::new();
+        let Some(mut state) = try_lock(&self.state) else { return true };
         let before = state.counters.completions;
-        self.drain_batch(&mut state, &mut woken);
+        self.drain_batch(&mut state);
         let any = state.counters.completions != before;
-        drop(state);
-        woken.finish();
+        self.release(state);
         any
     }
 
-    /// Takes one batch of completions; true if there may be more.
+    /// Takes one batch of completions and finishes their operations; true if there may be more.
+    fn drain_batch(&self, state: &mut State) -> bool {
+        let taken = self.take_batch(state);
+        self.finish_batch(state, 0, taken)
+    }
+
+    /// Takes one batch of completions; how many.
     #[inline]
-    fn drain_batch(&self, state: &mut State, woken: &mut WakeList) -> bool {
-        let State { completions, queues, counters, .. } = state;
-        let taken = match self.cq.poll(completions) {
-            Ok(taken) => taken,
-            Err(error) => {
-                self.fail(state, error, woken);
-                return false;
+    fn take_batch(&self, state: &mut State) -> usize {
+        match self.cq.poll(&mut state.completions[..]) {
+            Ok(taken) => {
+                state.counters.completions += taken as u64;
+                taken
             }
-        };
-        counters.completions += taken as u64;
-        for wc in &completions[..taken] {
+            Err(error) => {
+                self.fail(state, error);
+                0
+            }
+        }
+    }
+
+    /// Finishes the operations of completions `from..taken` of a batch; true if there may be more to take.
+    fn finish_batch(&self, state: &mut State, from: usize, taken: usize) -> bool {
+        let State { completions, queues, woken, .. } = state;
+        for wc in completions.iter().take(taken).skip(from) {
             match queues.get(Owner::of(wc.wr_id).0 as usize) {
                 Some(Some(attached)) => attached.queue.complete(wc, woken),
                 _ => tracing::warn!(wr_id = %wc.wr_id, "completion of a queue that is gone"),
             }
         }
-        taken == completions.len()
+        taken == BATCH
     }
 
     /// The queue is dead (overrun, or the device is gone): nothing on it will ever complete.
     #[cold]
-    fn fail(&self, state: &mut State, error: VerbError, woken: &mut WakeList) {
+    fn fail(&self, state: &mut State, error: VerbError) {
         if state.failed.replace(error).is_some() {
             return;
         }
+        let woken = &mut state.woken;
         tracing::error!(cq = self.cq.id(), %error, "completion queue failed");
         for attached in state.queues.iter().flatten() {
             match attached.core.upgrade() {
                 Some(core) => woken.end(core, OpErrorKind::CompletionQueue(error)),
                 // A shared receive queue: nothing draws from it once its queue pairs are destroyed.
-                None => woken.abandons.push((attached.queue.clone(), OpErrorKind::CompletionQueue(error))),
+                None => woken.abandon(attached.queue.clone(), OpErrorKind::CompletionQueue(error)),
             }
         }
     }
 
-    /// Waits for a slot to be complete: looks once, then as the mode says.
+    /// Unlocks, then wakes who is to be woken.
     #[inline]
-    pub(super) fn wait(self: &Arc<Self>, slot: &Slot, rounds: &mut u32, context: &mut Context<'_>) -> Poll<()> {
-        let mut woken = WakeList::new();
-        let mut state = match &self.mode {
-            // The poller has the lock most of the time; it will find what there is.
-            CompletionMode::BusyPoll(_) => match self.state.try_lock() {
-                Ok(state) => state,
-                Err(_) => return self.watch(slot, context),
-            },
-            _ => lock(&self.state),
-        };
-        let more = self.drain_batch(&mut state, &mut woken);
-        if slot.is_complete() && !more && woken.is_empty() {
-            state.run += 1;
-            if state.run < RUN {
-                drop(state);
-                return self.found(*rounds);
-            }
-            // Let others run; the result is there when the task comes back.
-            state.run = 0;
-            context.waker().wake_by_ref();
-            return Poll::Pending;
+    fn release(&self, mut state: MutexGuard<'_, State>) {
+        if !state.woken.is_empty() {
+            let woken = std::mem::take(&mut state.woken);
+            drop(state);
+            woken.finish();
         }
-        self.wait_slow(state, woken, more, slot, rounds, context)
     }
 
+    /// Waits for the work request `id` of `queue`, which is in `slot`: looks once, then as the mode says.
+    ///
+    /// Gives the completion itself if it is the next one in the queue and a success: that is how an operation
+    /// ends that was not waited for, and spares it the way through its slot, which is free again then. Otherwise
+    /// the slot is complete.
+    #[inline(never)]
+    pub(super) fn wait(
+        self: &Arc<Self>,
+        queue: &WorkQueue,
+        slot: &Slot,
+        id: WrId,
+        rounds: &mut u32,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<WorkCompletion>> {
+        let Some(mut state) = try_lock(&self.state) else {
+            return self.wait_locked(slot, rounds, context).map(|()| None);
+        };
+        let taken = self.take_batch(&mut state);
+        let next = &state.completions[0];
+        if taken > 0 && next.wr_id == id && next.status.is_success() && state.run < RUN && slot.is_unwatched() {
+            let completion = *next;
+            state.run += 1;
+            queue.end_unwatched(slot, &completion, &mut state.woken);
+            if taken > 1 && self.finish_batch(&mut state, 1, taken) {
+                drop(state);
+                self.drain();
+            } else {
+                self.release(state);
+            }
+            self.found(*rounds);
+            return Poll::Ready(Some(completion));
+        }
+        let more = self.finish_batch(&mut state, 0, taken);
+        self.wait_slow(state, more, slot, rounds, context).map(|()| None)
+    }
+
+    /// As [`wait`](Self::wait), always through the slot.
+    pub(super) fn wait_slot(self: &Arc<Self>, slot: &Slot, rounds: &mut u32, context: &mut Context<'_>) -> Poll<()> {
+        let Some(mut state) = try_lock(&self.state) else { return self.wait_locked(slot, rounds, context) };
+        let more = self.drain_batch(&mut state);
+        self.wait_slow(state, more, slot, rounds, context)
+    }
+
+    /// Somebody else is draining.
+    #[cold]
+    fn wait_locked(self: &Arc<Self>, slot: &Slot, rounds: &mut u32, context: &mut Context<'_>) -> Poll<()> {
+        // A poller has the lock most of the time, and will find what there is.
+        if matches!(self.mode, CompletionMode::BusyPoll(_)) {
+            self.register(slot, context.waker(), &mut None);
+            return if slot.is_complete() { Poll::Ready(()) } else { Poll::Pending };
+        }
+        let mut state = lock(&self.state);
+        let more = self.drain_batch(&mut state);
+        self.wait_slow(state, more, slot, rounds, context)
+    }
+
+    #[inline(never)]
     fn wait_slow<'a>(
         self: &'a Arc<Self>,
         mut state: MutexGuard<'a, State>,
-        mut woken: WakeList,
         mut more: bool,
         slot: &Slot,
         rounds: &mut u32,
@@ -349,20 +396,26 @@ impl CqShared {
     ) -> Poll<()> {
         loop {
             if slot.is_complete() {
-                drop(state);
-                woken.finish();
+                state.run += 1;
+                let yields = state.run > RUN;
+                if yields {
+                    // Let others run; the result is there when the task comes back.
+                    state.run = 0;
+                    context.waker().wake_by_ref();
+                }
+                self.release(state);
                 if more {
                     self.drain();
                 }
-                return self.found(*rounds);
+                self.found(*rounds);
+                return if yields { Poll::Pending } else { Poll::Ready(()) };
             }
             if !more {
                 break;
             }
-            drop(state);
-            std::mem::take(&mut woken).finish();
+            self.release(state);
             state = lock(&self.state);
-            more = self.drain_batch(&mut state, &mut woken);
+            more = self.drain_batch(&mut state);
         }
         state.run = 0;
 
@@ -381,8 +434,7 @@ impl CqShared {
         if spins || state.failed.is_some() {
             // A dead queue is being taken down by whoever noticed; look again until it is.
             *rounds = rounds.saturating_add(1);
-            drop(state);
-            woken.finish();
+            self.release(state);
             context.waker().wake_by_ref();
             return Poll::Pending;
         }
@@ -390,10 +442,9 @@ impl CqShared {
         let mut replaced = None;
         let pending = self.register(slot, context.waker(), &mut replaced);
         if pending && self.mode.parks() {
-            arm::before_park(&mut Draining { queue: self, state: &mut state, woken: &mut woken });
+            arm::before_park(&mut Draining { queue: self, state: &mut state });
         }
-        drop(state);
-        woken.finish();
+        self.release(state);
         if slot.is_complete() {
             return Poll::Ready(());
         }
@@ -402,13 +453,6 @@ impl CqShared {
             context.waker().wake_by_ref();
         }
         Poll::Pending
-    }
-
-    /// Registers with a slot whose completion somebody else is about to find.
-    #[cold]
-    fn watch(&self, slot: &Slot, context: &mut Context<'_>) -> Poll<()> {
-        self.register(slot, context.waker(), &mut None);
-        if slot.is_complete() { Poll::Ready(()) } else { Poll::Pending }
     }
 
     /// True if the slot is now waiting.
@@ -426,12 +470,12 @@ impl CqShared {
         matches!(registered, Registered::Fresh | Registered::Again)
     }
 
+    /// A wait ended after `rounds` of spinning.
     #[inline]
-    fn found(&self, rounds: u32) -> Poll<()> {
+    fn found(&self, rounds: u32) {
         if rounds > 0 && matches!(self.mode, CompletionMode::Hybrid) {
             self.spin.found(rounds);
         }
-        Poll::Ready(())
     }
 
     /// Makes sure that a completion is noticed though nobody may be waiting for one: an abandoned operation holds
@@ -440,11 +484,9 @@ impl CqShared {
         if !self.mode.parks() {
             return;
         }
-        let mut woken = WakeList::new();
         let mut state = lock(&self.state);
-        arm::before_park(&mut Draining { queue: self, state: &mut state, woken: &mut woken });
-        drop(state);
-        woken.finish();
+        arm::before_park(&mut Draining { queue: self, state: &mut state });
+        self.release(state);
         self.reactors.watch(self);
     }
 
@@ -459,11 +501,9 @@ impl CqShared {
 
     /// The channel may have an event.
     pub(super) fn on_event(&self) {
-        let mut woken = WakeList::new();
         let mut state = lock(&self.state);
-        arm::on_event(&mut Draining { queue: self, state: &mut state, woken: &mut woken });
-        drop(state);
-        woken.finish();
+        arm::on_event(&mut Draining { queue: self, state: &mut state });
+        self.release(state);
     }
 
     pub(super) fn channel(&self) -> Option<&Channel> {
@@ -479,12 +519,11 @@ impl CqShared {
 struct Draining<'a> {
     queue: &'a CqShared,
     state: &'a mut State,
-    woken: &'a mut WakeList,
 }
 
 impl Watched for Draining<'_> {
     fn drain(&mut self) {
-        while self.queue.drain_batch(self.state, self.woken) {}
+        while self.queue.drain_batch(self.state) {}
     }
 
     fn arm(&mut self) -> bool {
@@ -494,7 +533,7 @@ impl Watched for Draining<'_> {
                 true
             }
             Err(error) => {
-                self.queue.fail(self.state, error, self.woken);
+                self.queue.fail(self.state, error);
                 false
             }
         }
@@ -514,7 +553,7 @@ impl Watched for Draining<'_> {
             }
             Ok(None) => false,
             Err(error) => {
-                self.queue.fail(self.state, error, self.woken);
+                self.queue.fail(self.state, error);
                 false
             }
         }
@@ -548,7 +587,8 @@ impl fmt::Debug for CqShared {
 /// What is left to do when the locks are released: wake tasks, drop what abandoned operations owned.
 #[derive(Default)]
 pub(super) struct WakeList {
-    wakers: SmallVec<[Waker; BATCH]>,
+    any: bool,
+    wakers: SmallVec<[Waker; 16]>,
     held: SmallVec<[Held; 2]>,
     /// To be dropped, not woken.
     spent: SmallVec<[Waker; 1]>,
@@ -564,22 +604,30 @@ impl WakeList {
 
     #[inline]
     fn is_empty(&self) -> bool {
-        let Self { wakers, held, spent, ends, abandons } = self;
-        wakers.is_empty() && held.is_empty() && spent.is_empty() && ends.is_empty() && abandons.is_empty()
+        !self.any
     }
 
     pub(super) fn wake(&mut self, waker: Waker) {
+        self.any = true;
         self.wakers.push(waker);
     }
 
     pub(super) fn dispose(&mut self, held: Option<Held>, waker: Option<Waker>) {
+        self.any |= held.is_some() || waker.is_some();
         self.held.extend(held);
         self.spent.extend(waker);
     }
 
     /// A queue pair that must be destroyed before its operations can end.
     fn end(&mut self, core: Arc<QueuePairCore>, kind: OpErrorKind) {
+        self.any = true;
         self.ends.push((core, kind));
+    }
+
+    /// A shared receive queue whose operations end once its queue pairs have.
+    fn abandon(&mut self, queue: Arc<WorkQueue>, kind: OpErrorKind) {
+        self.any = true;
+        self.abandons.push((queue, kind));
     }
 
     #[inline]

@@ -19,7 +19,7 @@ use crate::verbs::Channel;
 
 /// Registrations of one channel, one for each runtime that has waited for it.
 pub(super) struct Reactors {
-    list: std::sync::Mutex<Vec<Arc<Reactor>>>,
+    list: parking_lot::Mutex<Vec<Arc<Reactor>>>,
 }
 
 struct Reactor {
@@ -34,14 +34,14 @@ struct Reactor {
 
 impl Reactors {
     pub(super) fn new() -> Self {
-        Self { list: std::sync::Mutex::new(Vec::new()) }
+        Self { list: parking_lot::Mutex::new(Vec::new()) }
     }
 
     /// Makes sure that the current runtime watches the channel. False if there is none that could.
     pub(super) fn watch(&self, cq: &Arc<CqShared>) -> bool {
         let (Some(channel), Ok(handle)) = (cq.channel(), Handle::try_current()) else { return false };
         let runtime = handle.id();
-        let mut list = crate::sync::lock_std(&self.list);
+        let mut list = self.list.lock();
         if let Some(reactor) = list.iter().find(|reactor| reactor.runtime == runtime) {
             return reactor.fd.is_some();
         }
@@ -53,7 +53,7 @@ impl Reactors {
     }
 
     fn forget(&self, gone: &Reactor) {
-        let mut list = crate::sync::lock_std(&self.list);
+        let mut list = self.list.lock();
         let forgotten = list.iter().position(|reactor| reactor.runtime == gone.runtime).map(|at| list.swap_remove(at));
         drop(list);
         drop(forgotten);

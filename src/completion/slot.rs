@@ -1,7 +1,7 @@
 //! Life of one work request in flight, from post to result.
 //!
 //! ```text
-//!          claim            register               finish            take
+//!          claim            register               finish          release
 //!   FREE ────────▶ SUBMITTED ───────▶ WAITING ─────────────▶ COMPLETE ────▶ FREE
 //!     ▲               │  │ └──────────── finish ──────────────▶ ▲
 //!     │               │  │               │ └─ WAKING ───────────┘ finish: takes the waker first
@@ -55,14 +55,8 @@ impl Generation {
     }
 }
 
-/// How a work request ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Outcome {
-    /// The device says how.
-    Completed(WorkCompletion),
-    /// It never got a completion.
-    Failed(OpErrorKind),
-}
+/// How a work request ended: the device says how, or it never got a completion.
+pub(crate) type Outcome = Result<WorkCompletion, OpErrorKind>;
 
 /// Whatever an abandoned operation owned: its buffers.
 pub(crate) type Held = Box<dyn Any + Send>;
@@ -141,7 +135,7 @@ impl Slot {
             position: AtomicU32::new(0),
             previous: AtomicU32::new(NONE),
             waker: UnsafeCell::new(None),
-            outcome: UnsafeCell::new(Outcome::Failed(OpErrorKind::Closed)),
+            outcome: UnsafeCell::new(Err(OpErrorKind::Closed)),
             held: UnsafeCell::new(None),
         }
     }
@@ -149,7 +143,7 @@ impl Slot {
     // The poster.
 
     /// Starts a life if the slot is free.
-    #[inline]
+    #[inline(always)]
     pub(super) fn claim(&self, previous: u32) -> Option<Generation> {
         let state = self.state.load(Ordering::Acquire);
         if state & PHASE != FREE {
@@ -173,16 +167,24 @@ impl Slot {
 
     // The drainer.
 
+    /// True if it is in flight and nobody waits for it.
+    #[inline]
+    pub(super) fn is_unwatched(&self) -> bool {
+        self.state.load(Ordering::Acquire) & PHASE == SUBMITTED
+    }
+
+    #[inline]
     pub(super) fn position(&self) -> u32 {
         self.position.load(Ordering::Relaxed)
     }
 
+    #[inline]
     pub(super) fn previous(&self) -> Option<u32> {
         let previous = self.previous.load(Ordering::Relaxed);
         (previous != NONE).then_some(previous)
     }
 
-    /// True if `generation` is the life it is in.
+    /// True if `generation` is the life it is in, and that is not over.
     #[inline]
     pub(super) fn is_current(&self, generation: Generation) -> bool {
         let state = self.state.load(Ordering::Acquire);
@@ -192,13 +194,29 @@ impl Slot {
     /// Hands the outcome over to whoever owns the operation.
     #[inline]
     pub(super) fn finish(&self, generation: Generation, outcome: Outcome) -> Finished {
-        if !self.is_current(generation) {
+        let unwatched = generation.value() << PHASE_BITS | SUBMITTED;
+        let state = self.state.load(Ordering::Acquire);
+        if state == unwatched {
+            // SAFETY: C1: the phase is SUBMITTED, so the cell is the drainer's; there is one drainer.
+            self.outcome.with_mut(|cell| unsafe { *cell = outcome });
+            let complete = self.phase(state, COMPLETE);
+            if self.state.compare_exchange(state, complete, Ordering::Release, Ordering::Relaxed).is_ok() {
+                return Finished::Unwatched;
+            }
+        }
+        self.finish_watched(generation, outcome)
+    }
+
+    #[cold]
+    fn finish_watched(&self, generation: Generation, outcome: Outcome) -> Finished {
+        let mut state = self.state.load(Ordering::Acquire);
+        let current = Generation::new(state >> PHASE_BITS) == generation;
+        if !current || !matches!(state & PHASE, SUBMITTED | WAITING | DETACHED) {
             return Finished::Stale;
         }
         // SAFETY: C1: the phase is neither COMPLETE nor FREE, so the cell is the drainer's; there is one
         // drainer, for it holds the lock of the completion queue.
         self.outcome.with_mut(|cell| unsafe { *cell = outcome });
-        let mut state = self.state.load(Ordering::Relaxed);
         loop {
             let result = match state & PHASE {
                 SUBMITTED => {
@@ -229,7 +247,8 @@ impl Slot {
         waker.map_or(Finished::Unwatched, Finished::Wake)
     }
 
-    /// Frees a slot of a batch whose last slot was taken or reaped.
+    /// Ends the life: the result was looked at, or a batch of which it is a part was abandoned and is done.
+    #[inline]
     pub(super) fn release(&self) {
         self.free(self.state.load(Ordering::Relaxed));
     }
@@ -307,23 +326,12 @@ impl Slot {
         }
     }
 
-    /// The result, once [`is_complete`](Self::is_complete); the slot is free afterwards, unless a batch
-    /// still has to look at its chain: then [`release`](Self::release) frees it.
-    #[inline]
-    pub(super) fn take(&self) -> Outcome {
-        let outcome = self.peek();
-        if self.previous.load(Ordering::Relaxed) == NONE {
-            self.release();
-        }
-        outcome
-    }
-
     /// The result, once [`is_complete`](Self::is_complete).
     #[inline]
-    pub(super) fn peek(&self) -> Outcome {
+    pub(super) fn outcome<R>(&self, look: impl FnOnce(&Outcome) -> R) -> R {
         debug_assert!(self.is_complete());
         // SAFETY: C1: COMPLETE (acquired by `is_complete`) makes the outcome the future's.
-        self.outcome.with(|cell| unsafe { *cell })
+        self.outcome.with(|cell| look(unsafe { &*cell }))
     }
 
     /// Abandons the operation and leaves what it owned to the drainer.
@@ -361,21 +369,5 @@ impl Slot {
     fn free(&self, state: u32) {
         let next = Generation::new((state >> PHASE_BITS).wrapping_add(1));
         self.state.store(next.value() << PHASE_BITS | FREE, Ordering::Release);
-    }
-}
-
-impl Outcome {
-    /// The completion of a success, or why there is none.
-    #[inline]
-    pub(crate) fn into_result(self) -> Result<WorkCompletion, OpErrorKind> {
-        match self {
-            Self::Completed(wc) if wc.status.is_success() => Ok(wc),
-            Self::Completed(wc) => Err(OpErrorKind::Completion(CompletionError {
-                status: wc.status,
-                vendor_error: wc.vendor_error,
-                qpn: wc.qpn,
-            })),
-            Self::Failed(kind) => Err(kind),
-        }
     }
 }

@@ -4,19 +4,21 @@ use std::sync::OnceLock;
 
 use super::slot::{Generation, NONE, Slot};
 
-/// Slots of the first step; each further step doubles what there is.
-const FIRST: u32 = 32;
+/// Slots of the first step, some 2 KiB; each further step doubles what there is.
+const FIRST: u32 = 16;
 const FIRST_BITS: u32 = FIRST.trailing_zeros();
 
 /// Slot numbers have 20 bits in a work request number.
 pub(super) const INDEX_BITS: u32 = 20;
-const STEPS: usize = (INDEX_BITS - FIRST_BITS + 1) as usize;
+const STEPS: usize = (INDEX_BITS - FIRST_BITS) as usize;
 
 /// Slots by number.
 ///
 /// There are more slots than the device holds work requests, for a slot is taken until its operation has
 /// looked at the result. In a steady state none is added.
 pub(super) struct Slots {
+    /// The first step apart: most queues never need another, and it is found with fewer instructions.
+    first: OnceLock<Box<[Slot; FIRST as usize]>>,
     steps: [OnceLock<Box<[Slot]>>; STEPS],
 }
 
@@ -30,22 +32,25 @@ pub(super) struct Cursor {
 
 impl Slots {
     pub(super) fn new() -> Self {
-        Self { steps: [const { OnceLock::new() }; STEPS] }
+        Self { first: OnceLock::new(), steps: [const { OnceLock::new() }; STEPS] }
     }
 
-    /// Step and offset of a slot: 0..32, 32..64, 64..128, 128..256, …
-    #[inline]
+    /// Step and offset of a slot beyond the first step: 16..32, 32..64, 64..128, …
     fn place(index: u32) -> (usize, usize) {
-        if index < FIRST {
-            return (0, index as usize);
-        }
-        let step = index.ilog2() - FIRST_BITS + 1;
-        (step as usize, (index - (FIRST << (step - 1))) as usize)
+        let step = index.ilog2() - FIRST_BITS;
+        (step as usize, (index - (FIRST << step)) as usize)
     }
 
     /// The slot with this number, if there is one.
-    #[inline]
+    #[inline(always)]
     pub(super) fn find(&self, index: u32) -> Option<&Slot> {
+        if index < FIRST {
+            return Some(&self.first.get()?[index as usize]);
+        }
+        self.find_beyond(index)
+    }
+
+    fn find_beyond(&self, index: u32) -> Option<&Slot> {
         let (step, offset) = Self::place(index);
         self.steps.get(step)?.get()?.get(offset)
     }
@@ -62,43 +67,50 @@ impl Slots {
     /// Starts a life in a free slot; `None` if there are 2^20 and all are taken.
     ///
     /// Operations end about in the order they began, so the next slot after the last one is free nearly always.
-    #[inline]
-    pub(super) fn claim(&self, cursor: &mut Cursor, previous: u32) -> Option<(u32, Generation)> {
+    #[inline(always)]
+    pub(super) fn claim(&self, cursor: &mut Cursor, previous: u32) -> Option<(&Slot, u32, Generation)> {
         let index = cursor.next;
         if index < cursor.len
-            && let Some(generation) = self.slot(index).claim(previous)
+            && let Some(slot) = self.find(index)
+            && let Some(generation) = slot.claim(previous)
         {
             cursor.next = if index + 1 == cursor.len { 0 } else { index + 1 };
-            return Some((index, generation));
+            return Some((slot, index, generation));
         }
         self.search(cursor, previous)
     }
 
     #[cold]
-    fn search(&self, cursor: &mut Cursor, previous: u32) -> Option<(u32, Generation)> {
+    fn search(&self, cursor: &mut Cursor, previous: u32) -> Option<(&Slot, u32, Generation)> {
         let start = cursor.next;
         for step in 0..cursor.len {
             let index = (start + step) % cursor.len;
-            if let Some(generation) = self.slot(index).claim(previous) {
+            let slot = self.slot(index);
+            if let Some(generation) = slot.claim(previous) {
                 cursor.next = (index + 1) % cursor.len;
                 // More than half of them are held: search less next time.
                 if step > cursor.len / 2 {
                     self.grow(cursor);
                 }
-                return Some((index, generation));
+                return Some((slot, index, generation));
             }
         }
         let index = cursor.len;
         self.grow(cursor)?;
         cursor.next = (index + 1) % cursor.len;
-        self.slot(index).claim(previous).map(|generation| (index, generation))
+        let slot = self.slot(index);
+        slot.claim(previous).map(|generation| (slot, index, generation))
     }
 
     fn grow(&self, cursor: &mut Cursor) -> Option<()> {
-        let (step, _) = Self::place(cursor.len);
-        let more = cursor.len.max(FIRST);
-        self.steps.get(step)?.get_or_init(|| (0..more).map(|_| Slot::new()).collect());
-        cursor.len += more;
+        if cursor.len == 0 {
+            self.first.get_or_init(|| Box::new(std::array::from_fn(|_| Slot::new())));
+            cursor.len = FIRST;
+        } else {
+            let (step, _) = Self::place(cursor.len);
+            self.steps.get(step)?.get_or_init(|| (0..cursor.len).map(|_| Slot::new()).collect());
+            cursor.len *= 2;
+        }
         Some(())
     }
 
@@ -126,13 +138,11 @@ mod tests {
     fn numbers_map_to_steps_without_gap_or_overlap() {
         let mut expected = (0, 0);
         let mut len = FIRST;
-        for index in 0..4096 {
+        for index in FIRST..4096 {
             assert_eq!(Slots::place(index), expected, "slot {index}");
             expected.1 += 1;
             if expected.1 == len as usize {
-                if expected.0 > 0 {
-                    len *= 2;
-                }
+                len *= 2;
                 expected = (expected.0 + 1, 0);
             }
         }
@@ -146,8 +156,7 @@ mod tests {
             slots.claim(&mut cursor, NONE).unwrap();
         }
         for _ in 0..100_000 {
-            let (index, _) = slots.claim(&mut cursor, NONE).unwrap();
-            slots.slot(index).unclaim();
+            slots.claim(&mut cursor, NONE).unwrap().0.unclaim();
         }
         assert!(cursor.len <= 512, "{} slots for 100 held", cursor.len);
     }
@@ -155,11 +164,11 @@ mod tests {
     #[test]
     fn a_slot_comes_back_in_another_generation() {
         let (slots, mut cursor) = (Slots::new(), Cursor::default());
-        let (index, first) = slots.claim(&mut cursor, NONE).unwrap();
-        slots.slot(index).unclaim();
-        assert!(!slots.slot(index).is_current(first));
+        let (slot, index, first) = slots.claim(&mut cursor, NONE).unwrap();
+        slot.unclaim();
+        assert!(!slot.is_current(first));
         cursor.next = index;
-        let (again, second) = slots.claim(&mut cursor, NONE).unwrap();
+        let (_, again, second) = slots.claim(&mut cursor, NONE).unwrap();
         assert_eq!(again, index);
         assert_ne!(first, second);
     }

@@ -5,14 +5,14 @@
 //! completion queues; fail what never got a completion. Only then are buffers free.
 
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use super::queue::{CqShared, WakeList};
 use super::work_queue::{Limits, Poster, WorkQueue};
 use crate::error::{OpErrorKind, SetupError};
-use crate::sync::lock_std as lock;
 use crate::types::{QpAttr, QpState};
 use crate::verbs::Qp;
+use parking_lot::Mutex;
 
 /// A queue pair and what is in flight on it.
 pub(crate) struct QueuePairCore {
@@ -61,7 +61,7 @@ impl QueuePairCore {
 
     /// The bare queue pair.
     pub(crate) fn qp(&self) -> Result<Arc<Qp>, SetupError> {
-        lock(&self.qp).clone().ok_or(SetupError::Closed)
+        self.qp.lock().clone().ok_or(SetupError::Closed)
     }
 
     /// Changes attributes and state. Work that a reset makes the device forget fails as closed.
@@ -77,7 +77,7 @@ impl QueuePairCore {
 
     /// Destroys the queue pair and ends all that is in flight, with `kind` where the device said nothing.
     pub(crate) fn shut_down(&self, kind: OpErrorKind) {
-        let Some(qp) = lock(&self.qp).take() else { return };
+        let Some(qp) = self.qp.lock().take() else { return };
         let _span = tracing::debug_span!("shut_down", qpn = %qp.qpn()).entered();
         let mut woken = WakeList::new();
         let posters: Vec<_> = self.queues().map(|queue| queue.close(kind, &mut woken)).collect();
@@ -117,7 +117,7 @@ impl Drop for QueuePairCore {
 impl fmt::Debug for QueuePairCore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("QueuePairCore")
-            .field("qp", &*lock(&self.qp))
+            .field("qp", &*self.qp.lock())
             .field("send", &self.send)
             .field("receive", &self.receive)
             .finish()

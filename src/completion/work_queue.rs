@@ -11,7 +11,7 @@ use smallvec::SmallVec;
 use super::in_flight::{InFlight, InFlightBatch};
 use super::queue::{CqShared, WakeList};
 use super::room::Room;
-use super::slot::{Finished, Generation, NONE, Outcome};
+use super::slot::{Finished, Generation, NONE, Outcome, Slot};
 use super::slots::{Cursor, INDEX_BITS, Slots};
 use crate::error::{LimitError, OpErrorKind, VerbError};
 use crate::sync::{AtomicU32, Mutex, MutexGuard, Ordering, lock};
@@ -19,6 +19,10 @@ use crate::types::{
     Data, Qkey, QpAttr, QpState, Qpn, RecvWr, SendFlags, SendOp, SendWr, Sge, WcStatus, WorkCompletion, WrId,
 };
 use crate::verbs::{AddressHandle, PdKey, PostError, Qp, SgeList, Source, Srq};
+
+/// No queue is given the other kind of work.
+const WRONG_QUEUE: PostError =
+    PostError { posted: 0, error: VerbError::new("post to the wrong queue", VerbError::EINVAL) };
 
 /// Work requests of a batch for which posting needs no allocation.
 const BATCH_INLINE: usize = 16;
@@ -113,9 +117,8 @@ struct Posting {
     /// `None` once closed.
     poster: Option<Poster>,
     cursor: Cursor,
-    /// Work requests given to the device, modulo 2^32.
-    posted: u32,
-    total: u64,
+    /// Work requests given to the device. Modulo 2^32 it is the position of the next.
+    posted: u64,
     waited: u64,
     queued: VecDeque<Queued>,
 }
@@ -147,6 +150,12 @@ impl Owner {
     }
 }
 
+/// Slot of a work request.
+#[inline]
+pub(super) fn index_of(id: WrId) -> u32 {
+    id.0 as u32 & ((1 << INDEX_BITS) - 1)
+}
+
 impl WorkQueue {
     pub(super) fn new(owner: Owner, poster: Poster, limits: Limits, cq: Arc<CqShared>) -> Self {
         Self {
@@ -161,7 +170,6 @@ impl WorkQueue {
                 poster: Some(poster),
                 cursor: Cursor::default(),
                 posted: 0,
-                total: 0,
                 waited: 0,
                 queued: VecDeque::new(),
             }),
@@ -187,8 +195,97 @@ impl WorkQueue {
     }
 
     /// Posts one work request, or lines it up if there is no room.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn submit<B: Source>(
+        self: &Arc<Self>,
+        request: Request<'_>,
+        buffer: B,
+        patience: Patience,
+    ) -> Result<InFlight<B>, Refusal<B>> {
+        if request.inline.is_none()
+            && request.to.is_none()
+            && let Some((sge, pd)) = buffer.single()
+            && pd == self.limits.pd
+        {
+            let posted = match request.what {
+                What::Send(op) => self.send_now(op, request.flags, sge, request.room),
+                What::Receive => self.receive_now(sge),
+            };
+            if let Some(id) = posted {
+                return Ok(InFlight::new(self.clone(), id, buffer));
+            }
+        }
+        self.submit_any(request, buffer, patience)
+    }
+
+    /// The usual send: one buffer, nothing to complain about, room in the queue. `None` for any other, which is
+    /// gone through with more care; nothing was posted then.
+    #[inline(never)]
+    fn send_now(&self, op: SendOp, flags: SendFlags, sge: Sge, room: u64) -> Option<WrId> {
+        if sge.length == 0 || u64::from(sge.length) > room.min(self.limits.max_message) || self.limits.max_sge == 0 {
+            return None;
+        }
+        let mut posting = lock(&self.posting);
+        let posting = &mut *posting;
+        if !self.is_clear(posting) {
+            return None;
+        }
+        let Some(Poster::Send(qp)) = &posting.poster else { return None };
+        let (slot, index, generation) = self.slots.claim(&mut posting.cursor, NONE)?;
+        slot.place(posting.posted as u32);
+        let wr_id = self.wr_id(index, generation);
+        // SAFETY: S1: the element names a buffer that the operation owns. It keeps it until the slot is COMPLETE,
+        // or leaves it in the slot, which is emptied only when the device is done or the queue was destroyed.
+        let posted = unsafe { qp.post_send(&[SendWr { wr_id, op, flags, data: Data::Sges(&[sge]), target: None }]) };
+        if posted.is_err() {
+            slot.unclaim();
+            return None;
+        }
+        posting.posted += 1;
+        trace_posted(wr_id, What::Send(op));
+        Some(wr_id)
+    }
+
+    /// The usual receive, as [`send_now`](Self::send_now).
+    #[inline(never)]
+    fn receive_now(&self, sge: Sge) -> Option<WrId> {
+        if sge.length == 0 || self.limits.max_sge == 0 {
+            return None;
+        }
+        let mut posting = lock(&self.posting);
+        let posting = &mut *posting;
+        if !self.is_clear(posting) {
+            return None;
+        }
+        let poster = posting.poster.as_ref()?;
+        let (slot, index, generation) = self.slots.claim(&mut posting.cursor, NONE)?;
+        slot.place(posting.posted as u32);
+        let wr_id = self.wr_id(index, generation);
+        let list = [RecvWr { wr_id, sges: &[sge] }];
+        let posted = match poster {
+            // SAFETY: S1: as for sends.
+            Poster::Receive(qp) => unsafe { qp.post_recv(&list) },
+            // SAFETY: S1: as for sends; the shared receive queue is destroyed first.
+            Poster::Shared(srq) => unsafe { srq.post_recv(&list) },
+            Poster::Send(_) => Err(WRONG_QUEUE),
+        };
+        if posted.is_err() {
+            slot.unclaim();
+            return None;
+        }
+        posting.posted += 1;
+        trace_posted(wr_id, What::Receive);
+        Some(wr_id)
+    }
+
+    /// True if the next work request can go to the device now.
+    #[inline]
+    fn is_clear(&self, posting: &Posting) -> bool {
+        posting.queued.is_empty() && self.room.left(posting.posted as u32) > 0
+    }
+
+    #[inline(never)]
+    fn submit_any<B: Source>(
         self: &Arc<Self>,
         request: Request<'_>,
         buffer: B,
@@ -223,11 +320,11 @@ impl WorkQueue {
         if posting.poster.is_none() {
             return Err(Refusal::Error(OpErrorKind::Closed, buffer));
         }
-        let direct = posting.queued.is_empty() && self.room.left(posting.posted) > 0;
+        let direct = self.is_clear(&posting);
         if !direct && patience == Patience::Try {
             return Err(Refusal::Full(buffer));
         }
-        let Some((index, generation)) = self.slots.claim(&mut posting.cursor, NONE) else {
+        let Some((slot, index, generation)) = self.slots.claim(&mut posting.cursor, NONE) else {
             return Err(Refusal::Error(self.too_many(), buffer));
         };
         if direct {
@@ -236,7 +333,7 @@ impl WorkQueue {
             let wr =
                 SendWr { wr_id: self.wr_id(index, generation), op: SendOp::Send, flags: request.flags, data, target };
             if let Err(error) = self.post_one(&mut posting, index, request.what, wr, sges) {
-                self.slots.slot(index).unclaim();
+                slot.unclaim();
                 return Err(Refusal::Error(OpErrorKind::Post(error), buffer));
             }
         } else {
@@ -251,7 +348,7 @@ impl WorkQueue {
             };
             self.line_up(posting, queued);
         }
-        Ok(InFlight::new(self.clone(), index, buffer))
+        Ok(InFlight::new(self.clone(), self.wr_id(index, generation), buffer))
     }
 
     /// Gives one work request to the device.
@@ -264,7 +361,7 @@ impl WorkQueue {
         wr: SendWr<'_>,
         sges: &[Sge],
     ) -> Result<(), VerbError> {
-        self.slots.slot(index).place(posting.posted);
+        self.slots.slot(index).place(posting.posted as u32);
         let result = match (what, &posting.poster) {
             // SAFETY: S1: for all three: the elements name buffers that the operation owns. It keeps them until
             // the slot is COMPLETE, or leaves them in the slot, which `shutdown` empties only after the queue
@@ -274,12 +371,11 @@ impl WorkQueue {
             (What::Receive, Some(Poster::Receive(qp))) => unsafe { qp.post_recv(&[RecvWr { wr_id: wr.wr_id, sges }]) },
             // SAFETY: S1: as above; the shared receive queue is destroyed first.
             (What::Receive, Some(Poster::Shared(srq))) => unsafe { srq.post_recv(&[RecvWr { wr_id: wr.wr_id, sges }]) },
-            _ => return Err(VerbError::new("post to a closed queue", VerbError::EINVAL)),
+            _ => Err(WRONG_QUEUE),
         };
         result.map_err(|refused| refused.error)?;
-        tracing::trace!(wr_id = %wr.wr_id, ?what, "posted");
-        posting.posted = posting.posted.wrapping_add(1);
-        posting.total += 1;
+        trace_posted(wr.wr_id, what);
+        posting.posted += 1;
         Ok(())
     }
 
@@ -301,7 +397,7 @@ impl WorkQueue {
         if posting.poster.is_none() {
             return Err(Refusal::Error(OpErrorKind::Closed, buffers));
         }
-        let direct = posting.queued.is_empty() && self.room.left(posting.posted) as usize >= entries.len();
+        let direct = posting.queued.is_empty() && self.room.left(posting.posted as u32) as usize >= entries.len();
         if !direct && patience == Patience::Try {
             return Err(Refusal::Full(buffers));
         }
@@ -309,7 +405,7 @@ impl WorkQueue {
         let mut slots: SmallVec<[(u32, Generation); BATCH_INLINE]> = SmallVec::new();
         let mut previous = NONE;
         for _ in entries {
-            let Some((index, generation)) = self.slots.claim(&mut posting.cursor, previous) else {
+            let Some((_, index, generation)) = self.slots.claim(&mut posting.cursor, previous) else {
                 slots.iter().for_each(|&(index, _)| self.slots.slot(index).unclaim());
                 return Err(Refusal::Error(self.too_many(), buffers));
             };
@@ -351,7 +447,7 @@ impl WorkQueue {
             }
             self.announce(posting);
         }
-        Ok(InFlightBatch::new(self.clone(), slots[last].0, entries.len(), buffers))
+        Ok(InFlightBatch::new(self.clone(), self.wr_id(slots[last].0, slots[last].1), entries.len(), buffers))
     }
 
     /// One doorbell for many. A refusal part-way ends the queue pair: of those already posted some are
@@ -361,17 +457,16 @@ impl WorkQueue {
             unreachable!("batches are of send queues, and the caller saw it open")
         };
         for (at, &(index, _)) in slots.iter().enumerate() {
-            self.slots.slot(index).place(posting.posted.wrapping_add(at as u32));
+            self.slots.slot(index).place((posting.posted as u32).wrapping_add(at as u32));
         }
         // SAFETY: S1: the elements name buffers that the batch owns; see `post_one`.
         let refused = unsafe { qp.post_send(list) }.err();
         let posted = refused.map_or(list.len(), |refused| refused.posted) as u32;
         tracing::trace!(posted, of = list.len(), "posted a batch");
-        posting.posted = posting.posted.wrapping_add(posted);
-        posting.total += u64::from(posted);
+        posting.posted += u64::from(posted);
         let Some(PostError { error, .. }) = refused else { return };
         let (mut woken, last) = (WakeList::new(), slots.len() - 1);
-        let failed = Outcome::Failed(OpErrorKind::Post(error));
+        let failed = Outcome::Err(OpErrorKind::Post(error));
         for &(index, generation) in &slots[posted as usize..last] {
             self.settle(index, generation, failed, &mut woken);
         }
@@ -379,12 +474,12 @@ impl WorkQueue {
         let flushes = posted > 0 && {
             tracing::warn!(qpn = %qp.qpn(), %error, posted, "batch refused part-way, ending the queue pair");
             let ended = qp.modify(&QpAttr::to_state(QpState::Err)).is_ok();
-            self.slots.slot(slots[last].0).place(posting.posted);
+            self.slots.slot(slots[last].0).place(posting.posted as u32);
             // SAFETY: S1: it names no memory.
             ended && unsafe { qp.post_send(&[beacon]) }.is_ok()
         };
         if flushes {
-            posting.posted = posting.posted.wrapping_add(1);
+            posting.posted += 1;
         } else if posted == 0 {
             self.settle(slots[last].0, slots[last].1, failed, &mut woken);
         }
@@ -411,7 +506,7 @@ impl WorkQueue {
 
     /// Posts those in line as far as there is room.
     fn post_queued(&self, posting: &mut Posting, woken: &mut WakeList) {
-        while self.room.left(posting.posted) > 0
+        while self.room.left(posting.posted as u32) > 0
             && let Some(next) = posting.queued.pop_front()
         {
             let data = next.inline.as_ref().map_or(Data::Sges(&next.sges), |bytes| Data::Inline(bytes));
@@ -419,7 +514,7 @@ impl WorkQueue {
             let wr_id = self.wr_id(next.index, next.generation);
             let wr = SendWr { wr_id, op: SendOp::Send, flags: next.flags, data, target };
             if let Err(error) = self.post_one(posting, next.index, next.what, wr, &next.sges) {
-                let failed = Outcome::Failed(OpErrorKind::Post(error));
+                let failed = Outcome::Err(OpErrorKind::Post(error));
                 self.settle(next.index, next.generation, failed, woken);
             }
         }
@@ -428,24 +523,40 @@ impl WorkQueue {
         }
     }
 
+    /// Ends a work request by its completion, a success, in the hands of the operation that waits for it: the
+    /// caller is both the drainer and the future, so nothing is handed over.
+    #[inline]
+    pub(super) fn end_unwatched(&self, slot: &Slot, wc: &WorkCompletion, woken: &mut WakeList) {
+        trace_completed(wc);
+        let position = slot.position();
+        slot.release();
+        self.retire(position, woken);
+    }
+
+    /// Room is free; who waits for it gets it. A completion stands for all unsignalled work before it.
+    #[inline]
+    fn retire(&self, position: u32, woken: &mut WakeList) {
+        let crowded = if self.shared { self.room.retire_one() } else { self.room.retire_through(position) };
+        if crowded {
+            self.post_queued(&mut lock(&self.posting), woken);
+        }
+    }
+
     /// A completion has come: its slot is finished, room is free, and who waits for room gets it.
     #[inline]
     pub(super) fn complete(&self, wc: &WorkCompletion, woken: &mut WakeList) {
-        let index = wc.wr_id.0 as u32 & ((1 << INDEX_BITS) - 1);
+        let index = index_of(wc.wr_id);
         let generation = Generation::new((wc.wr_id.0 >> INDEX_BITS) as u32);
-        let Some(slot) = self.slots.find(index).filter(|slot| slot.is_current(generation)) else {
-            tracing::warn!(wr_id = %wc.wr_id, "completion of a work request that is not in flight");
-            return;
-        };
+        let Some(slot) = self.slots.find(index).filter(|slot| slot.is_current(generation)) else { return stale(wc) };
+        trace_completed(wc);
         if !wc.status.is_success() {
             self.count_failure(wc);
         }
-        tracing::trace!(wr_id = %wc.wr_id, status = ?wc.status, "completed");
-        // A completion stands for all unsignalled work before it.
-        let crowded = if self.shared { self.room.retire_one() } else { self.room.retire_through(slot.position()) };
-        self.settle(index, generation, Outcome::Completed(*wc), woken);
-        if crowded {
-            self.post_queued(&mut lock(&self.posting), woken);
+        // First the room, then the result: whoever has seen the result finds the room.
+        self.retire(slot.position(), woken);
+        match slot.finish(generation, Ok(*wc)) {
+            Finished::Unwatched => {}
+            finished => self.follow_up(index, finished, woken),
         }
     }
 
@@ -463,7 +574,13 @@ impl WorkQueue {
     /// Hands the outcome to the operation; what that leaves to do is added to `woken`.
     #[inline]
     fn settle(&self, index: u32, generation: Generation, outcome: Outcome, woken: &mut WakeList) {
-        match self.slots.slot(index).finish(generation, outcome) {
+        let finished = self.slots.slot(index).finish(generation, outcome);
+        self.follow_up(index, finished, woken);
+    }
+
+    #[cold]
+    fn follow_up(&self, index: u32, finished: Finished, woken: &mut WakeList) {
+        match finished {
             Finished::Unwatched | Finished::Stale => {}
             Finished::Wake(waker) => {
                 self.cq.no_longer_waiting();
@@ -497,7 +614,7 @@ impl WorkQueue {
 
     fn fail_queued(&self, posting: &mut Posting, kind: OpErrorKind, woken: &mut WakeList) {
         while let Some(next) = posting.queued.pop_front() {
-            self.settle(next.index, next.generation, Outcome::Failed(kind), woken);
+            self.settle(next.index, next.generation, Outcome::Err(kind), woken);
         }
         self.room.clear();
     }
@@ -508,17 +625,17 @@ impl WorkQueue {
         self.fail_queued(&mut posting, kind, woken);
         for (index, slot) in self.slots.iter() {
             if let Some(generation) = slot.in_flight() {
-                self.settle(index, generation, Outcome::Failed(kind), woken);
+                self.settle(index, generation, Outcome::Err(kind), woken);
             }
         }
-        self.room.retire_through(posting.posted.wrapping_sub(1));
+        self.room.retire_through((posting.posted as u32).wrapping_sub(1));
     }
 
     pub(crate) fn counters(&self) -> WorkQueueCounters {
         let posting = lock(&self.posting);
         WorkQueueCounters {
-            posted: posting.total,
-            in_flight: self.room.in_flight(posting.posted),
+            posted: posting.posted,
+            in_flight: self.room.in_flight(posting.posted as u32),
             waiting: posting.queued.len(),
             waited: posting.waited,
             failed: self.failed.load(Ordering::Relaxed),
@@ -583,6 +700,35 @@ impl WorkQueue {
         let allowed = 1 << INDEX_BITS;
         OpErrorKind::Limit(LimitError { field: "operations not yet awaited", asked: allowed + 1, allowed })
     }
+}
+
+/// At no cost but a comparison when off; out of line, to leave the path its registers.
+#[inline]
+fn trace_completed(wc: &WorkCompletion) {
+    #[cold]
+    fn trace(wc: &WorkCompletion) {
+        tracing::trace!(wr_id = %wc.wr_id, status = ?wc.status, "completed");
+    }
+    if tracing::Level::TRACE <= tracing::level_filters::LevelFilter::current() {
+        trace(wc);
+    }
+}
+
+/// As [`trace_completed`].
+#[inline]
+fn trace_posted(id: WrId, what: What) {
+    #[cold]
+    fn trace(id: WrId, what: What) {
+        tracing::trace!(wr_id = %id, ?what, "posted");
+    }
+    if tracing::Level::TRACE <= tracing::level_filters::LevelFilter::current() {
+        trace(id, what);
+    }
+}
+
+#[cold]
+fn stale(wc: &WorkCompletion) {
+    tracing::warn!(wr_id = %wc.wr_id, "completion of a work request that is not in flight");
 }
 
 impl From<LimitError> for OpErrorKind {

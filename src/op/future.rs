@@ -4,7 +4,7 @@ use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll, ready};
+use std::task::{Context, Poll};
 
 use crate::completion::{InFlight, Patience, Refusal, Request, WorkQueue};
 use crate::error::{OpError, OpErrorKind, TryError};
@@ -47,12 +47,13 @@ pub struct Operation<F: Finish> {
 
 enum State<H: std::marker::Send + 'static> {
     InFlight(InFlight<H>),
-    Refused(Option<(OpErrorKind, H)>),
+    /// `None` once that was told. Boxed to keep the usual operation small.
+    Refused(Option<Box<(OpErrorKind, H)>>),
 }
 
 impl<F: Finish> Operation<F> {
     /// Posts, or lines up behind those that wait for room.
-    #[inline]
+    #[inline(always)]
     pub(super) fn post(queue: &Arc<WorkQueue>, request: Request<'_>, held: F::Held) -> Self {
         match queue.submit(request, held, Patience::Queue) {
             Ok(in_flight) => Self { state: State::InFlight(in_flight) },
@@ -79,7 +80,7 @@ impl<F: Finish> Operation<F> {
     #[cold]
     pub(super) fn refused(kind: OpErrorKind, held: F::Held) -> Self {
         tracing::debug!(error = %kind, "operation refused");
-        Self { state: State::Refused(Some((kind, held))) }
+        Self { state: State::Refused(Some(Box::new((kind, held)))) }
     }
 }
 
@@ -88,22 +89,17 @@ impl<F: Finish> Future for Operation<F> {
 
     #[inline]
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        let (result, held) = match &mut self.state {
-            State::InFlight(in_flight) => {
-                let (outcome, held) = ready!(in_flight.poll(context));
-                (outcome.into_result(), held)
-            }
+        match &mut self.state {
+            State::InFlight(in_flight) => in_flight.poll(context, |held, result| match result {
+                Ok(completion) => Ok(F::finish(held, completion)),
+                Err(kind) => Err(OpError::new(kind, F::give_back(held))),
+            }),
             State::Refused(refused) => {
-                let Some((kind, held)) = refused.take() else {
-                    panic!("an operation was polled after it had completed")
-                };
-                (Err(kind), held)
+                let Some(refused) = refused.take() else { panic!("an operation was polled after it had completed") };
+                let (kind, held) = *refused;
+                Poll::Ready(Err(OpError::new(kind, F::give_back(held))))
             }
-        };
-        Poll::Ready(match result {
-            Ok(completion) => Ok(F::finish(held, &completion)),
-            Err(kind) => Err(OpError::new(kind, F::give_back(held))),
-        })
+        }
     }
 }
 
@@ -111,7 +107,9 @@ impl<F: Finish> fmt::Debug for Operation<F> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.state {
             State::InFlight(in_flight) => in_flight.fmt(f),
-            State::Refused(refused) => f.debug_tuple("Refused").field(&refused.as_ref().map(|(kind, _)| kind)).finish(),
+            State::Refused(refused) => {
+                f.debug_tuple("Refused").field(&refused.as_ref().map(|refused| refused.0)).finish()
+            }
         }
     }
 }

@@ -24,7 +24,7 @@ impl QueuePair {
     /// # Cancel safety
     ///
     /// As [`Operation`]: if the future is dropped, the buffer comes back to its pool when the device has filled it.
-    #[inline]
+    #[inline(always)]
     pub fn read<B: Target>(&self, buffer: B, remote: RemoteRegion) -> Read<B> {
         if let Some(kind) = self.unsupported("READ", &[Transport::Rc]) {
             return Operation::refused(kind, buffer);
@@ -38,7 +38,7 @@ impl QueuePair {
     /// # Errors
     ///
     /// [`TryError::Full`] with the buffer if there is none.
-    #[inline]
+    #[inline(always)]
     pub fn try_read<B: Target>(&self, buffer: B, remote: RemoteRegion) -> Result<Read<B>, TryError<B>> {
         if let Some(kind) = self.unsupported("READ", &[Transport::Rc]) {
             return Ok(Operation::refused(kind, buffer));

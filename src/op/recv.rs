@@ -69,7 +69,7 @@ impl<B: Target> Finish for Receipt<B> {
 const REQUEST: Request<'static> =
     Request { what: What::Receive, flags: SendFlags::empty(), inline: None, to: None, room: u64::MAX };
 
-#[inline]
+#[inline(always)]
 pub(super) fn recv<B: Target>(queue: &Arc<WorkQueue>, buffer: B) -> Recv<B> {
     Operation::post(queue, REQUEST, buffer)
 }
@@ -95,7 +95,7 @@ impl QueuePair {
     ///
     /// The receive stays posted if the future is dropped, and the message that finds it is lost, its buffer back
     /// in its pool. To wait with a deadline, poll the same future again: `timeout(deadline, &mut receive)`.
-    #[inline]
+    #[inline(always)]
     pub fn recv<B: Target>(&self, buffer: B) -> Recv<B> {
         match self.inner.core.receive() {
             Some(queue) => recv(queue, buffer),
@@ -108,7 +108,7 @@ impl QueuePair {
     /// # Errors
     ///
     /// [`TryError::Full`] with the buffer if there is none.
-    #[inline]
+    #[inline(always)]
     pub fn try_recv<B: Target>(&self, buffer: B) -> Result<Recv<B>, TryError<B>> {
         match self.inner.core.receive() {
             Some(queue) => try_recv(queue, buffer),

@@ -27,19 +27,19 @@ impl QueuePair {
     /// # Cancel safety
     ///
     /// As [`Operation`]: the message is sent even if the future is dropped.
-    #[inline]
+    #[inline(always)]
     pub fn send<B: Source>(&self, buffer: B) -> Send<B> {
         self.post_send(SendOp::Send, buffer)
     }
 
     /// As [`send`](Self::send), with four bytes beside the message.
-    #[inline]
+    #[inline(always)]
     pub fn send_with_imm<B: Source>(&self, buffer: B, imm: Imm) -> Send<B> {
         self.post_send(SendOp::SendWithImm(imm), buffer)
     }
 
     /// As [`send`](Self::send), of at most `max_inline` bytes that are copied now: `bytes` can be reused at once.
-    #[inline]
+    #[inline(always)]
     pub fn send_inline(&self, bytes: &[u8]) -> Send<()> {
         if let Some(kind) = self.unsupported("SEND to a connected peer", CONNECTED) {
             return Operation::refused(kind, ());
@@ -53,7 +53,7 @@ impl QueuePair {
     /// # Errors
     ///
     /// [`TryError::Full`] with the buffer if there is none.
-    #[inline]
+    #[inline(always)]
     pub fn try_send<B: Source>(&self, buffer: B) -> Result<Send<B>, TryError<B>> {
         if let Some(kind) = self.unsupported("SEND to a connected peer", CONNECTED) {
             return Ok(Operation::refused(kind, buffer));
@@ -61,7 +61,7 @@ impl QueuePair {
         Operation::try_post(self.send_queue(), self.request(What::Send(SendOp::Send), u64::MAX), buffer)
     }
 
-    #[inline]
+    #[inline(always)]
     fn post_send<B: Source>(&self, op: SendOp, buffer: B) -> Send<B> {
         if let Some(kind) = self.unsupported("SEND to a connected peer", CONNECTED) {
             return Operation::refused(kind, buffer);

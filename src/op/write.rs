@@ -28,19 +28,19 @@ impl QueuePair {
     /// # Cancel safety
     ///
     /// As [`Operation`]: the bytes are written even if the future is dropped.
-    #[inline]
+    #[inline(always)]
     pub fn write<B: Source>(&self, buffer: B, remote: RemoteRegion) -> Write<B> {
         self.post_write(SendOp::Write(remote.remote_addr()), buffer, remote)
     }
 
     /// As [`write`](Self::write), and consumes a receive of the peer, which reports `imm` and the number of bytes.
-    #[inline]
+    #[inline(always)]
     pub fn write_with_imm<B: Source>(&self, buffer: B, remote: RemoteRegion, imm: Imm) -> Write<B> {
         self.post_write(SendOp::WriteWithImm(remote.remote_addr(), imm), buffer, remote)
     }
 
     /// As [`write`](Self::write), of at most `max_inline` bytes that are copied now: `bytes` can be reused at once.
-    #[inline]
+    #[inline(always)]
     pub fn write_inline(&self, bytes: &[u8], remote: RemoteRegion) -> Write<()> {
         if let Some(kind) = self.unsupported("WRITE", CONNECTED) {
             return Operation::refused(kind, ());
@@ -55,7 +55,7 @@ impl QueuePair {
     /// # Errors
     ///
     /// [`TryError::Full`] with the buffer if there is none.
-    #[inline]
+    #[inline(always)]
     pub fn try_write<B: Source>(&self, buffer: B, remote: RemoteRegion) -> Result<Write<B>, TryError<B>> {
         if let Some(kind) = self.unsupported("WRITE", CONNECTED) {
             return Ok(Operation::refused(kind, buffer));
@@ -64,7 +64,7 @@ impl QueuePair {
         Operation::try_post(self.send_queue(), request, buffer)
     }
 
-    #[inline]
+    #[inline(always)]
     fn post_write<B: Source>(&self, op: SendOp, buffer: B, remote: RemoteRegion) -> Write<B> {
         if let Some(kind) = self.unsupported("WRITE", CONNECTED) {
             return Operation::refused(kind, buffer);

@@ -82,14 +82,12 @@ impl Psn {
 
     /// `steps` packets later.
     #[must_use]
-    #[expect(clippy::should_implement_trait, reason = "wraps, takes a count and not a Psn")]
     pub const fn add(self, steps: u32) -> Self {
         Self(self.0.wrapping_add(steps) & Self::MASK)
     }
 
     /// `steps` packets earlier.
     #[must_use]
-    #[expect(clippy::should_implement_trait, reason = "wraps, takes a count and not a Psn")]
     pub const fn sub(self, steps: u32) -> Self {
         Self(self.0.wrapping_sub(steps) & Self::MASK)
     }

@@ -1,8 +1,9 @@
 //! Registered slabs cut into buffers that come back.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 
 use super::buf::Slab;
@@ -46,15 +47,10 @@ struct Chunks {
 }
 
 impl FreeList {
-    fn lock(&self) -> MutexGuard<'_, Chunks> {
-        // A panic while it was held cannot have left it half changed: every change is one push or pop.
-        self.chunks.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Puts a chunk of `slab` back.
     pub(super) fn give_back(slab: Arc<Slab>, index: u32) {
         let Some(list) = slab.free_list().cloned() else { return };
-        let mut chunks = list.lock();
+        let mut chunks = list.chunks.lock();
         if chunks.closed {
             // Unlock first: this may be the last holder, and ending a registration takes time.
             drop(chunks);
@@ -144,18 +140,18 @@ impl Pool {
     /// Buffers that are in the pool now.
     #[must_use]
     pub fn available(&self) -> usize {
-        self.inner.free.lock().free.len()
+        self.inner.free.chunks.lock().free.len()
     }
 
     /// Buffers there are, in the pool and out of it.
     #[must_use]
     pub fn total(&self) -> usize {
-        self.inner.free.lock().total
+        self.inner.free.chunks.lock().total
     }
 
     /// Takes the chunk that a forgotten permit promises.
     fn take(&self, len: usize) -> BufMut {
-        let chunk = self.inner.free.lock().free.pop();
+        let chunk = self.inner.free.chunks.lock().free.pop();
         let Some((slab, index)) = chunk else { unreachable!("a permit stands for a chunk in the list") };
         BufMut::from_chunk(slab, index, len as u32)
     }
@@ -167,7 +163,7 @@ impl Inner {
         let memory = HostMemory::zeroed(self.stride as usize * self.per_slab as usize)?;
         let registration = Registration::new(&self.pd, memory, Access::LOCAL_WRITE)?;
         let slab = Arc::new(Slab::new(registration, self.stride, self.per_slab, Some(self.free.clone())));
-        let mut chunks = self.free.lock();
+        let mut chunks = self.free.chunks.lock();
         chunks.total += self.per_slab as usize;
         // Room for all there are, so that giving back never allocates.
         let room = chunks.total - chunks.free.len();
@@ -181,7 +177,7 @@ impl Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        let mut chunks = self.free.lock();
+        let mut chunks = self.free.chunks.lock();
         chunks.closed = true;
         let free = std::mem::take(&mut chunks.free);
         drop(chunks);

@@ -3,7 +3,8 @@
 #![allow(unsafe_code)]
 
 use std::fmt;
-use std::sync::{Mutex, PoisonError};
+
+use parking_lot::Mutex;
 
 use super::{Cq, ProtectionDomain, Srq};
 use crate::error::{LimitError, SetupError, VerbError};
@@ -26,8 +27,8 @@ pub struct QpOptions {
 pub struct Qp {
     raw: dispatch::Qp,
     transport: Transport,
-    // What the device believes too; kept here to name what is wrong with a transition.
-    state: Mutex<QpState>,
+    /// One transition at a time, so that what is checked is what is changed.
+    transition: Mutex<()>,
     send_cq: Cq,
     recv_cq: Cq,
     srq: Option<Srq>,
@@ -72,7 +73,7 @@ impl Qp {
         Ok(Self {
             raw,
             transport: options.transport,
-            state: Mutex::new(QpState::Reset),
+            transition: Mutex::new(()),
             send_cq: send_cq.clone(),
             recv_cq: recv_cq.clone(),
             srq: srq.cloned(),
@@ -129,10 +130,8 @@ impl Qp {
     /// [`SetupError::Transition`] with what is missing or not allowed, [`SetupError::Verb`] if a value is not
     /// valid or the device refuses.
     pub fn modify(&self, attr: &QpAttr) -> Result<(), SetupError> {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        // The device may have moved to SQE or ERR by itself.
+        let _one_at_a_time = self.transition.lock();
         let (now, _) = self.raw.query()?;
-        *state = now;
         if let Some(claimed) = attr.current_state.filter(|&claimed| claimed != now) {
             return Err(TransitionError::NotInState { claimed, actual: now }.into());
         }
@@ -140,7 +139,6 @@ impl Qp {
         check_transition(self.transport, now, to, attr.mask())?;
         self.raw.modify(attr)?;
         tracing::debug!(qpn = %self.qpn(), from = ?now, ?to, "queue pair state");
-        *state = to;
         Ok(())
     }
 

@@ -116,3 +116,38 @@ impl contract::Channel for Channel {
 pub(super) fn os_error(verb: &'static str, error: &io::Error) -> VerbError {
     VerbError::new(verb, error.raw_os_error().unwrap_or(VerbError::EIO))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Bytes that a reader of the descriptor would find; they are gone then.
+    fn drain(fd: BorrowedFd<'_>) -> usize {
+        let stream = UnixStream::from(fd.try_clone_to_owned().unwrap());
+        let mut bytes = [0; 16];
+        match (&stream).read(&mut bytes) {
+            Ok(count) => count,
+            Err(error) => {
+                assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
+                0
+            }
+        }
+    }
+
+    #[test]
+    fn descriptor_is_readable_exactly_while_events_wait() {
+        let mailbox = Mailbox::new().unwrap();
+        assert_eq!(drain(mailbox.fd()), 0);
+        mailbox.push(1);
+        mailbox.push(2);
+        assert_eq!(mailbox.pop(), Some(1));
+        mailbox.push(3);
+        assert_eq!((mailbox.pop(), mailbox.pop(), mailbox.pop()), (Some(2), Some(3), None));
+        assert_eq!(drain(mailbox.fd()), 0);
+        mailbox.push(4);
+        mailbox.push(5);
+        mailbox.retain(|event| *event == 5);
+        // One byte for all.
+        assert_eq!(drain(mailbox.fd()), 1);
+    }
+}

@@ -1,6 +1,6 @@
 //! Completion queue: a ring with room for as many entries as asked, a one-shot arm, and overrun.
 
-use std::collections::VecDeque;
+use std::fmt;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -11,6 +11,7 @@ use crate::types::{AsyncEvent, Qpn, WorkCompletion};
 use super::channel::{Channel, Subscriber};
 use super::device::ContextInner;
 use super::lock;
+use super::ring::Ring;
 use super::srq::SrqInner;
 
 /// Which event was asked for.
@@ -41,7 +42,7 @@ pub(super) enum Frees {
     Shared,
 }
 
-#[derive(Debug)]
+#[derive(Clone, Copy)]
 struct Entry {
     completion: WorkCompletion,
     /// Index into [`State::attached`].
@@ -49,17 +50,21 @@ struct Entry {
     frees: Frees,
 }
 
+impl Default for Entry {
+    fn default() -> Self {
+        Self { completion: WorkCompletion::default(), owner: 0, frees: Frees::Shared }
+    }
+}
+
 /// A queue pair that completes here.
-#[derive(Debug)]
 struct Attached {
     qpn: Qpn,
     polled: Arc<Polled>,
     srq: Option<Arc<SrqInner>>,
 }
 
-#[derive(Debug)]
 struct State {
-    entries: VecDeque<Entry>,
+    entries: Ring<Entry>,
     arm: Arm,
     overrun: bool,
     attached: Vec<Option<Attached>>,
@@ -79,7 +84,6 @@ pub struct CqCounters {
     pub lost: u64,
 }
 
-#[derive(Debug)]
 pub(super) struct CqInner {
     id: u64,
     capacity: u32,
@@ -90,13 +94,23 @@ pub(super) struct CqInner {
     state: Mutex<State>,
 }
 
+impl fmt::Debug for CqInner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CompletionQueue")
+            .field("id", &self.id)
+            .field("capacity", &self.capacity)
+            .field("waiting", &self.waiting)
+            .finish_non_exhaustive()
+    }
+}
+
 /// A completion did not fit; the queue and its queue pairs are unusable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Overrun;
 
 impl CqInner {
     /// Appends a completion. `solicited`: it may fire an arm that waits for those only.
-    #[inline]
+    #[inline(always)]
     pub(super) fn push(
         &self,
         owner: u32,
@@ -111,7 +125,10 @@ impl CqInner {
             let first = !std::mem::replace(&mut state.overrun, true);
             return if first { Err(Overrun) } else { Ok(()) };
         }
-        state.entries.push_back(Entry { completion: *completion, owner, frees });
+        let entry = state.entries.push_slot();
+        entry.completion = *completion;
+        entry.owner = owner;
+        entry.frees = frees;
         state.counters.completions += 1;
         // Release pairs with the acquire in `poll`; the lock orders the rest.
         self.waiting.store(state.entries.len(), Ordering::Release);
@@ -210,7 +227,7 @@ impl Cq {
             channel,
             waiting: AtomicUsize::new(0),
             state: Mutex::new(State {
-                entries: VecDeque::new(),
+                entries: Ring::new(),
                 arm: Arm::Off,
                 overrun: false,
                 attached: Vec::new(),
@@ -247,7 +264,7 @@ impl contract::Cq for Cq {
         }
         let mut count = 0;
         for target in out {
-            let Some(entry) = state.entries.pop_front() else { break };
+            let Some(entry) = state.entries.front() else { break };
             if let Some(Some(owner)) = state.attached.get(entry.owner as usize) {
                 match entry.frees {
                     // Release: the poster that sees the slot free also sees the work as done.
@@ -261,6 +278,7 @@ impl contract::Cq for Cq {
                 }
             }
             *target = entry.completion;
+            state.entries.pop();
             count += 1;
         }
         self.0.waiting.store(state.entries.len(), Ordering::Release);

@@ -4,6 +4,7 @@
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;
+use std::fmt;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -35,7 +36,6 @@ pub(super) const PORT: PortNum = PortNum(1);
 const MAX_MR_SIZE: u64 = 1 << 47;
 
 /// What all open contexts of a device share.
-#[derive(Debug)]
 pub(super) struct DeviceInner {
     pub(super) gid: Gid,
     pub(super) network: Arc<NetworkInner>,
@@ -49,6 +49,16 @@ pub(super) struct DeviceInner {
     port_up: AtomicBool,
     /// Packets pass: neither dead nor down. One word for the hot path.
     linked: AtomicBool,
+}
+
+impl fmt::Debug for DeviceInner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Device")
+            .field("name", &self.attr.name)
+            .field("gid", &self.gid)
+            .field("linked", &self.is_linked())
+            .finish_non_exhaustive()
+    }
 }
 
 impl DeviceInner {

@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use crate::types::{Gid, Transport};
+use crate::types::{Access, Data, Gid, Transport};
 
 use super::deferred::Deferred;
 use super::dma::{Gather, Payload};
@@ -76,12 +76,66 @@ impl QpInner {
             return self.pump_lost(machine, deferred);
         }
         let responder = &mut receiver.machine;
+        let mut out = SendSide { qp: self, deferred };
+        let mut peer_out = ReceiveSide { qp: peer, deferred };
+        let mut budget = Budget::slice();
+        let pd = machine.config.pd;
+        if responder.config.peer == self.qpn() {
+            while let Some((psn, whole)) = machine.quiet_head() {
+                let length = whole.length;
+                let reads_back = whole.op.reads_back();
+                let segment;
+                let payload = match whole.data {
+                    Data::Inline(bytes) => Payload::Bytes(bytes),
+                    Data::Sges([sge]) => {
+                        let need = if reads_back { Access::LOCAL_WRITE } else { Access::empty() };
+                        let Ok(found) = here.keys.resolve(sge.lkey.0, pd, sge.addr, length, need) else { break };
+                        segment = found;
+                        Payload::Segments(std::slice::from_ref(&segment))
+                    }
+                    Data::Sges(_) => break,
+                };
+                let done = match &payload {
+                    Payload::Segments([into]) if reads_back => {
+                        responder.on_whole_read(psn, &here.gid, whole.op, into, &there.keys).map(|()| true)
+                    }
+                    _ if reads_back => break,
+                    _ => responder.on_whole(psn, &here.gid, &whole, &payload, &there.keys, &mut peer_out),
+                };
+                let Some(acknowledged) = done else { break };
+                tracing::trace!(qpn = %self.qpn(), ?psn, length, acknowledged, "message");
+                machine.quiet_sent(acknowledged, &mut out);
+                budget.spend(length);
+                if !machine.has_work() {
+                    return false;
+                }
+                if !acknowledged || budget.is_spent() {
+                    break;
+                }
+            }
+        }
+        drop(receiver);
+        self.exchange_packets(machine, peer, budget, deferred)
+    }
+
+    /// Direct, connected, packet by packet.
+    #[cold]
+    fn exchange_packets(
+        self: &Arc<Self>,
+        machine: &mut Requester,
+        peer: &Arc<Self>,
+        mut budget: Budget,
+        deferred: &Deferred,
+    ) -> bool {
+        let mut receiver = lock(&peer.receiver);
+        let responder = &mut receiver.machine;
+        let here = self.device();
+        let there = peer.device();
         // A connection has two ends that name each other; if not, answers reach somebody else.
         let answers = responder.config.peer == self.qpn();
         let unreliable = self.transport() != Transport::Rc;
         let mut out = SendSide { qp: self, deferred };
         let mut peer_out = ReceiveSide { qp: peer, deferred };
-        let mut budget = Budget::slice();
         let mut gather = Gather::new();
         let mut reply_gather = Gather::new();
         loop {

@@ -9,6 +9,7 @@
 //! ```
 
 use std::collections::VecDeque;
+use std::fmt;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock};
 
@@ -22,10 +23,9 @@ pub(super) const MAX_REGISTRATIONS: u32 = 1 << INDEX_BITS;
 
 const INDEX_BITS: u32 = 20;
 const INDEX_MASK: u32 = MAX_REGISTRATIONS - 1;
-/// Slots of the first chunk; each further chunk is twice as large as the one before.
-const FIRST_CHUNK: u32 = 64;
-/// 64 * (2^15 - 1) slots cover all indexes.
-const CHUNKS: usize = 15;
+/// Slots are made a chunk at a time.
+const CHUNK: u32 = 256;
+const CHUNKS: usize = (MAX_REGISTRATIONS / CHUNK) as usize;
 /// Bit of [`Slot::users`]: not registered.
 const CLOSED: u32 = 1 << 31;
 
@@ -34,15 +34,21 @@ const CLOSED: u32 = 1 << 31;
 pub(super) struct NotCovered;
 
 /// Table of the registrations of one device.
-#[derive(Debug)]
 pub(super) struct Keys {
     /// Odd factor that spreads index and variant over the key, and its inverse modulo 2^32. This keeps
     /// keys from being counted through; it is no cryptography, and need not be: each wrong guess costs
     /// the guesser its connection.
     factor: u32,
     inverse: u32,
-    chunks: [OnceLock<Box<[Slot]>>; CHUNKS],
+    chunks: Box<[OnceLock<Box<[Slot; CHUNK as usize]>>; CHUNKS]>,
     free: Mutex<FreeList>,
+}
+
+impl fmt::Debug for Keys {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // The slots are many and say little; the factor is nobody's business.
+        f.debug_struct("Keys").finish_non_exhaustive()
+    }
 }
 
 #[derive(Debug, Default)]
@@ -96,7 +102,12 @@ impl Keys {
         // Newton's iteration doubles the correct bits; an odd number is its own inverse to 3 bits.
         let inverse = (0..4).fold(factor, |x, _| x.wrapping_mul(2_u32.wrapping_sub(factor.wrapping_mul(x))));
         debug_assert_eq!(factor.wrapping_mul(inverse), 1);
-        Self { factor, inverse, chunks: [const { OnceLock::new() }; CHUNKS], free: Mutex::new(FreeList::default()) }
+        Self {
+            factor,
+            inverse,
+            chunks: Box::new([const { OnceLock::new() }; CHUNKS]),
+            free: Mutex::new(FreeList::default()),
+        }
     }
 
     /// Registers memory; its key, or `None` if the table is full.
@@ -112,7 +123,7 @@ impl Keys {
             }
         };
         let (chunk, offset) = position(index);
-        let slots = self.chunks[chunk].get_or_init(|| (0..FIRST_CHUNK << chunk).map(|_| Slot::default()).collect());
+        let slots = self.chunks[chunk].get_or_init(|| Box::new(std::array::from_fn(|_| Slot::default())));
         let slot = &slots[offset];
         let mut stride = slot.stride.load(Ordering::Relaxed);
         let mut variant = if stride == 0 {
@@ -214,7 +225,7 @@ impl Keys {
     #[inline]
     fn slot(&self, key: u32) -> Option<&Slot> {
         let (chunk, offset) = position(self.unmix(key) & INDEX_MASK);
-        self.chunks[chunk].get()?.get(offset)
+        Some(&self.chunks[chunk].get()?[offset])
     }
 
     const fn mix(&self, plain: u32) -> u32 {
@@ -228,7 +239,5 @@ impl Keys {
 
 /// Chunk of an index and the place in it.
 const fn position(index: u32) -> (usize, usize) {
-    let shifted = (index & INDEX_MASK) + FIRST_CHUNK;
-    let chunk = shifted.ilog2() - FIRST_CHUNK.ilog2();
-    (chunk as usize, (shifted - (FIRST_CHUNK << chunk)) as usize)
+    (((index & INDEX_MASK) / CHUNK) as usize, (index % CHUNK) as usize)
 }

@@ -3,6 +3,7 @@
 // Implements `unsafe fn`s of the contract; holds no unsafe block.
 #![allow(unsafe_code)]
 
+use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -25,7 +26,6 @@ use super::srq::SrqInner;
 /// Retry counters have three bits.
 const MAX_RETRY: u8 = 7;
 
-#[derive(Debug)]
 pub(super) struct QpInner {
     qpn: Qpn,
     transport: Transport,
@@ -43,6 +43,17 @@ pub(super) struct QpInner {
     generation: AtomicU64,
     pub(super) sender: Mutex<Sender>,
     pub(super) receiver: Mutex<ReceiverHalf>,
+}
+
+impl fmt::Debug for QpInner {
+    /// Without its peer, whose peer it is.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("QueuePair")
+            .field("qpn", &self.qpn)
+            .field("transport", &self.transport)
+            .field("caps", &self.caps)
+            .finish_non_exhaustive()
+    }
 }
 
 /// Requester half, and what goes with it.
@@ -257,7 +268,10 @@ impl QpInner {
     #[inline]
     pub(super) fn settle(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) {
         let scheduler = &self.device().network.scheduler;
-        if let Some(deadline) = sender.machine.settle(|| scheduler.now()) {
+        // Whoever continues settles again.
+        if !sender.continuing
+            && let Some(deadline) = sender.machine.settle(|| scheduler.now())
+        {
             self.schedule_timer(sender, deadline);
         }
         match sender.machine.state() {
@@ -266,10 +280,8 @@ impl QpInner {
                 sender.failed = true;
                 deferred.fail(self, None);
             }
-            QpState::Sqd if sender.machine.take_drained() => {
-                if std::mem::take(&mut sender.notify_drained) {
-                    self.context.event(AsyncEvent::SendQueueDrained(self.qpn));
-                }
+            QpState::Sqd if sender.machine.take_drained() && std::mem::take(&mut sender.notify_drained) => {
+                self.context.event(AsyncEvent::SendQueueDrained(self.qpn));
             }
             _ => {}
         }

@@ -81,9 +81,18 @@ impl<T: Default> Ring<T> {
         }
     }
 
-    /// Forgets the newest element.
-    pub(super) fn unpush(&mut self) {
-        self.len = self.len.saturating_sub(1);
+    /// Forgets the elements that `keep` refuses; the others stay in order.
+    pub(super) fn retain(&mut self, mut keep: impl FnMut(&T) -> bool) {
+        let mut kept = 0;
+        for index in 0..self.len {
+            let mask = self.slots.len() - 1;
+            let at = (self.head + index) & mask;
+            if keep(&self.slots[at]) {
+                self.slots.swap(at, (self.head + kept) & mask);
+                kept += 1;
+            }
+        }
+        self.len = kept;
     }
 
     /// Forgets all.
@@ -101,6 +110,21 @@ impl<T> fmt::Debug for Ring<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn retain_keeps_order_across_the_wrap() {
+        let mut ring = Ring::<u32>::new();
+        for value in 0..6 {
+            *ring.push_slot() = value;
+        }
+        (0..5).for_each(|_| ring.pop());
+        for value in 6..12 {
+            *ring.push_slot() = value;
+        }
+        ring.retain(|value| value % 3 != 0);
+        let left: Vec<_> = (0..ring.len()).filter_map(|index| ring.get(index).copied()).collect();
+        assert_eq!(left, [5, 7, 8, 10, 11]);
+    }
 
     #[test]
     fn order_survives_growth_and_wrap() {

@@ -1,6 +1,12 @@
 //! The device as its users see it: verbs in, completions out.
 
+mod campaign;
+mod cost;
+mod errors;
+mod machines;
+mod queues;
 mod rc;
+mod unreliable;
 
 use std::ptr::NonNull;
 use std::time::{Duration, Instant};

@@ -13,123 +13,52 @@
 //!
 //! Recovery is go-back-N: the cursor returns to the oldest unacknowledged packet (IBTA 9.7.5).
 
-use smallvec::SmallVec;
+mod answers;
+mod quiet;
+mod wqe;
+
+pub(super) use quiet::Whole;
+pub(super) use wqe::Destination;
+use wqe::{SendWqe, body_of, consumes_receive, local_fault};
 
 use crate::types::{
-    Access, AckTimeout, Data, Gid, Mtu, Psn, Qkey, QpState, Qpn, RemoteAddr, RnrTimer, SendFlags, SendOp, SendWr, Sge,
-    Transport, WcOpcode, WcStatus, WorkCompletion, WrId,
+    Access, AckTimeout, Data, Mtu, Psn, Qkey, QpState, Qpn, RnrTimer, SendFlags, SendOp, SendWr, Sge, Transport,
+    WcStatus, WorkCompletion,
 };
 
-use super::dma::{Gather, Payload};
-use super::keys::Keys;
-use super::ring::Ring;
-use super::wire::{AtomicOp, Body, Nak, Packet, Part, Reth, Syndrome, Tail};
+use crate::provider::soft::dma::Gather;
+use crate::provider::soft::keys::Keys;
+use crate::provider::soft::ring::Ring;
+use crate::provider::soft::wire::{Packet, Part};
 
 /// Largest message. Half of what RETH can say: a READ of it then covers 2^22 packets of the smallest
 /// MTU, well below the 2^23 at which sequence numbers become ambiguous.
-pub(super) const MAX_MESSAGE: u32 = 1 << 30;
+pub(in crate::provider::soft) const MAX_MESSAGE: u32 = 1 << 30;
 
 /// Request packets in flight. Bounds what a network with delays has to hold; as rxe.
 const WINDOW: i32 = 64;
 /// A long message asks for an acknowledgement this often, so that the window never starves.
 const ACK_EVERY: u32 = 32;
 
-/// Where a datagram goes.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Destination {
-    pub(super) gid: Gid,
-    pub(super) qpn: Qpn,
-    pub(super) qkey: Qkey,
-}
-
-/// Send work request in the queue.
-#[derive(Debug)]
-pub(super) struct SendWqe {
-    wr_id: WrId,
-    op: SendOp,
-    flags: SendFlags,
-    /// Counted from the creation of the queue; completions free the slots up to theirs.
-    position: u32,
-    length: u32,
-    first_psn: Psn,
-    /// Sequence numbers that it takes.
-    packets: u32,
-    started: bool,
-    inline: bool,
-    sges: SmallVec<[Sge; 2]>,
-    bytes: SmallVec<[u8; 64]>,
-    to: Destination,
-}
-
-impl Default for SendWqe {
-    fn default() -> Self {
-        Self {
-            wr_id: WrId(0),
-            op: SendOp::Send,
-            flags: SendFlags::empty(),
-            position: 0,
-            length: 0,
-            first_psn: Psn::new(0),
-            packets: 0,
-            started: false,
-            inline: false,
-            sges: SmallVec::new(),
-            bytes: SmallVec::new(),
-            to: Destination::default(),
-        }
-    }
-}
-
-impl SendWqe {
-    fn last_psn(&self) -> Psn {
-        self.first_psn.add(self.packets - 1)
-    }
-
-    fn end_psn(&self) -> Psn {
-        self.first_psn.add(self.packets)
-    }
-
-    fn completion(&self, status: WcStatus, qpn: Qpn) -> WorkCompletion {
-        let opcode = match self.op {
-            SendOp::Send | SendOp::SendWithImm(_) | SendOp::SendWithInvalidate(_) => WcOpcode::Send,
-            SendOp::Write(_) | SendOp::WriteWithImm(..) => WcOpcode::RdmaWrite,
-            SendOp::Read(_) => WcOpcode::RdmaRead,
-            SendOp::CompareSwap { .. } => WcOpcode::CompareSwap,
-            SendOp::FetchAdd { .. } => WcOpcode::FetchAdd,
-        };
-        WorkCompletion {
-            wr_id: self.wr_id,
-            status,
-            vendor_error: 0,
-            opcode,
-            byte_len: self.length,
-            imm_or_rkey: 0,
-            qpn,
-            src_qpn: Qpn(0),
-            flags: crate::types::WcFlags::empty(),
-        }
-    }
-}
-
 /// Who takes the requester's completions.
-pub(super) trait SendCompletions {
+pub(in crate::provider::soft) trait SendCompletions {
     /// The work request at `position` is done; slots before `position + 1` are free once this is polled.
     fn complete(&mut self, position: u32, completion: &WorkCompletion);
 }
 
 /// Attributes that a requester obeys.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct SendConfig {
-    pub(super) transport: Transport,
-    pub(super) qpn: Qpn,
-    pub(super) pd: u32,
-    pub(super) dest: Qpn,
-    pub(super) mtu: Mtu,
-    pub(super) timeout: AckTimeout,
-    pub(super) retry_count: u8,
-    pub(super) rnr_retry: u8,
-    pub(super) max_rd_atomic: u8,
-    pub(super) qkey: Qkey,
+pub(in crate::provider::soft) struct SendConfig {
+    pub(in crate::provider::soft) transport: Transport,
+    pub(in crate::provider::soft) qpn: Qpn,
+    pub(in crate::provider::soft) pd: u32,
+    pub(in crate::provider::soft) dest: Qpn,
+    pub(in crate::provider::soft) mtu: Mtu,
+    pub(in crate::provider::soft) timeout: AckTimeout,
+    pub(in crate::provider::soft) retry_count: u8,
+    pub(in crate::provider::soft) rnr_retry: u8,
+    pub(in crate::provider::soft) max_rd_atomic: u8,
+    pub(in crate::provider::soft) qkey: Qkey,
 }
 
 /// What a requester has been through.
@@ -153,7 +82,7 @@ pub struct SendCounters {
 
 /// Where the payload of a packet comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Source {
+pub(in crate::provider::soft) enum Source {
     /// The segments that were gathered.
     Gathered,
     /// Inline bytes of the work request; see [`Requester::inline`].
@@ -162,11 +91,11 @@ pub(super) enum Source {
 
 /// A packet to be sent.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Outgoing {
-    pub(super) packet: Packet,
-    pub(super) source: Source,
+pub(in crate::provider::soft) struct Outgoing {
+    pub(in crate::provider::soft) packet: Packet,
+    pub(in crate::provider::soft) source: Source,
     /// Receiver of a datagram.
-    pub(super) to: Destination,
+    pub(in crate::provider::soft) to: Destination,
 }
 
 /// Why nothing is sent before the deadline.
@@ -180,8 +109,8 @@ enum Wait {
 
 /// See the module.
 #[derive(Debug)]
-pub(super) struct Requester {
-    pub(super) config: SendConfig,
+pub(in crate::provider::soft) struct Requester {
+    pub(in crate::provider::soft) config: SendConfig,
     state: QpState,
     queue: Ring<SendWqe>,
     /// Index of the work request that is being sent, and the packet of it that is next.
@@ -206,11 +135,11 @@ pub(super) struct Requester {
     gap_seen: bool,
     drained_reported: bool,
     position: u32,
-    pub(super) counters: SendCounters,
+    pub(in crate::provider::soft) counters: SendCounters,
 }
 
 impl Requester {
-    pub(super) fn new(config: SendConfig) -> Self {
+    pub(in crate::provider::soft) fn new(config: SendConfig) -> Self {
         Self {
             config,
             state: QpState::Reset,
@@ -234,29 +163,29 @@ impl Requester {
         }
     }
 
-    pub(super) const fn state(&self) -> QpState {
+    pub(in crate::provider::soft) const fn state(&self) -> QpState {
         self.state
     }
 
     /// Work requests ever posted; the position of the next one.
-    pub(super) const fn position(&self) -> u32 {
+    pub(in crate::provider::soft) const fn position(&self) -> u32 {
         self.position
     }
 
     /// True if work is queued.
-    pub(super) const fn has_work(&self) -> bool {
+    pub(in crate::provider::soft) const fn has_work(&self) -> bool {
         !self.queue.is_empty()
     }
 
     /// First sequence number, given on the way to RTS.
-    pub(super) fn start(&mut self, psn: Psn) {
+    pub(in crate::provider::soft) fn start(&mut self, psn: Psn) {
         (self.unacked, self.sent_end, self.next_psn) = (psn, psn, psn);
         self.retries_left = self.config.retry_count;
         self.rnr_left = self.config.rnr_retry;
     }
 
     /// Changes the state on the user's request; flushes on the way to ERR.
-    pub(super) fn set_state(&mut self, state: QpState, out: &mut impl SendCompletions) {
+    pub(in crate::provider::soft) fn set_state(&mut self, state: QpState, out: &mut impl SendCompletions) {
         match state {
             QpState::Err => self.flush(state, out),
             QpState::Reset => {
@@ -272,14 +201,14 @@ impl Requester {
     }
 
     /// Retry limits may have changed.
-    pub(super) fn reset_retries(&mut self) {
+    pub(in crate::provider::soft) fn reset_retries(&mut self) {
         self.retries_left = self.config.retry_count;
         self.rnr_left = self.config.rnr_retry;
     }
 
     /// Queues a work request that was found well-formed. In ERR and SQE it is flushed at once.
     #[inline]
-    pub(super) fn post(&mut self, wr: &SendWr<'_>, length: u32, out: &mut impl SendCompletions) {
+    pub(in crate::provider::soft) fn post(&mut self, wr: &SendWr<'_>, length: u32, out: &mut impl SendCompletions) {
         let position = self.position;
         self.position = position.wrapping_add(1);
         let wqe = self.queue.push_slot();
@@ -289,20 +218,26 @@ impl Requester {
         wqe.position = position;
         wqe.length = length;
         wqe.started = false;
-        wqe.sges.clear();
-        wqe.bytes.clear();
+        wqe.several.clear();
         match wr.data {
             Data::Sges([one]) => {
                 wqe.inline = false;
-                wqe.sges.push(*one);
+                wqe.one = *one;
             }
             Data::Sges(sges) => {
                 wqe.inline = false;
-                wqe.sges.extend_from_slice(sges);
+                wqe.one = Sge::default();
+                wqe.several.extend_from_slice(sges);
             }
             Data::Inline(bytes) => {
                 wqe.inline = true;
-                wqe.bytes.extend_from_slice(bytes);
+                match wqe.short.get_mut(..bytes.len()) {
+                    Some(short) => short.copy_from_slice(bytes),
+                    None => {
+                        wqe.long.clear();
+                        wqe.long.extend_from_slice(bytes);
+                    }
+                }
             }
         }
         if let Some(target) = wr.target {
@@ -317,7 +252,7 @@ impl Requester {
 
     /// The next packet, its payload in `gather` (which is empty) or inline.
     #[inline]
-    pub(super) fn next_packet<'k>(
+    pub(in crate::provider::soft) fn next_packet<'k>(
         &mut self,
         keys: &'k Keys,
         gather: &mut Gather<'k>,
@@ -376,7 +311,7 @@ impl Requester {
         } else {
             if len > 0
                 && keys
-                    .gather(&wqe.sges, self.config.pd, offset as usize, len as usize, Access::empty(), gather)
+                    .gather(wqe.sges(), self.config.pd, offset as usize, len as usize, Access::empty(), gather)
                     .is_err()
             {
                 gather.clear();
@@ -419,73 +354,25 @@ impl Requester {
     }
 
     /// Inline payload of a packet just made.
-    pub(super) fn inline(&self, source: Source) -> &[u8] {
+    pub(in crate::provider::soft) fn inline(&self, source: Source) -> &[u8] {
         match source {
             Source::Inline { index, offset, len } => {
-                self.queue.get(index).and_then(|wqe| wqe.bytes.get(offset..offset + len)).unwrap_or(&[])
+                self.queue.get(index).and_then(|wqe| wqe.bytes().get(offset..offset + len)).unwrap_or(&[])
             }
             Source::Gathered => &[],
         }
     }
 
     /// A packet of an unreliable transport has left: its work request is done when it was the last one.
-    pub(super) fn on_sent(&mut self, out: &mut impl SendCompletions) {
+    pub(in crate::provider::soft) fn on_sent(&mut self, out: &mut impl SendCompletions) {
         if self.config.transport != Transport::Rc && self.cursor > 0 {
             self.unacked = self.sent_end;
             self.complete_head(out);
         }
     }
 
-    /// A response of the peer.
-    #[inline]
-    pub(super) fn on_response(
-        &mut self,
-        packet: &Packet,
-        payload: &Payload<'_, '_>,
-        keys: &Keys,
-        out: &mut impl SendCompletions,
-    ) {
-        if !matches!(self.state, QpState::Rts | QpState::Sqd) || self.config.transport != Transport::Rc {
-            return;
-        }
-        self.counters.responses += 1;
-        let psn = packet.psn;
-        // Older than anything outstanding, or about something never sent.
-        if psn.distance_from(self.unacked) < 0 || psn.distance_from(self.sent_end) >= 0 {
-            self.counters.stale += 1;
-            return;
-        }
-        match packet.body {
-            Body::Acknowledge(aeth) => match aeth.syndrome {
-                Syndrome::Ack(_) => {
-                    self.advance(psn.add(1), out);
-                }
-                Syndrome::RnrNak(timer) => {
-                    if self.advance(psn, out) {
-                        self.on_receiver_not_ready(RnrTimer::from_code(timer), out);
-                    }
-                }
-                Syndrome::Nak(Nak::Sequence) => {
-                    if self.advance(psn, out) && !self.at_unacked() {
-                        self.counters.sequence_naks += 1;
-                        self.retry(out);
-                    }
-                }
-                Syndrome::Nak(nak) => {
-                    if self.advance(psn, out) {
-                        self.fail(status_of(nak), out);
-                    }
-                }
-                Syndrome::Reserved(_) => self.counters.stale += 1,
-            },
-            Body::AtomicAcknowledge { original, .. } => self.on_atomic(psn, original, keys, out),
-            Body::ReadResponse { part, .. } => self.on_read_data(psn, part, payload, keys, out),
-            _ => self.counters.stale += 1,
-        }
-    }
-
     /// Moves the time. Call it when the deadline that [`settle`](Self::settle) gave has come.
-    pub(super) fn on_timer(&mut self, now: u64, out: &mut impl SendCompletions) {
+    pub(in crate::provider::soft) fn on_timer(&mut self, now: u64, out: &mut impl SendCompletions) {
         if self.deadline.is_none_or(|deadline| now < deadline) {
             return;
         }
@@ -505,7 +392,7 @@ impl Requester {
 
     /// When [`on_timer`](Self::on_timer) is due, as things are now. `now` is asked only if it matters.
     #[inline]
-    pub(super) fn settle(&mut self, now: impl FnOnce() -> u64) -> Option<u64> {
+    pub(in crate::provider::soft) fn settle(&mut self, now: impl FnOnce() -> u64) -> Option<u64> {
         if self.unacked == self.sent_end && self.wait == Wait::None {
             self.deadline = None;
             self.progressed = false;
@@ -529,156 +416,12 @@ impl Requester {
     }
 
     /// True once, when the queue has drained after the transition to SQD.
-    pub(super) fn take_drained(&mut self) -> bool {
+    pub(in crate::provider::soft) fn take_drained(&mut self) -> bool {
         if self.drained_reported || self.state != QpState::Sqd || self.queue.front().is_some_and(|wqe| wqe.started) {
             return false;
         }
         self.drained_reported = true;
         true
-    }
-
-    /// Completes everything that ends before `to`; false if a READ or atomic without answer is in the way.
-    #[inline]
-    fn advance(&mut self, to: Psn, out: &mut impl SendCompletions) -> bool {
-        while self.unacked != to {
-            let Some(head) = self.queue.front().filter(|head| head.started) else { return false };
-            if head.op.reads_back() {
-                // IBTA 9.7.5.1.1: acknowledging what follows says that its response was lost.
-                self.on_gap(out);
-                return false;
-            }
-            let end = head.end_psn();
-            self.on_progress();
-            if end.distance_from(to) > 0 {
-                self.unacked = to;
-            } else {
-                self.unacked = end;
-                self.complete_head(out);
-            }
-            self.catch_up();
-        }
-        true
-    }
-
-    fn on_progress(&mut self) {
-        self.progressed = true;
-        self.gap_seen = false;
-        self.reset_retries();
-    }
-
-    fn on_atomic(&mut self, psn: Psn, original: u64, keys: &Keys, out: &mut impl SendCompletions) {
-        if !self.reach(psn, out) {
-            return;
-        }
-        let Some(head) = self.queue.front() else { return };
-        if !matches!(head.op, SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. }) {
-            self.fail(WcStatus::BAD_RESP_ERR, out);
-            return;
-        }
-        let mut target = Gather::new();
-        if keys.gather(&head.sges, self.config.pd, 0, 8, Access::LOCAL_WRITE, &mut target).is_err() {
-            drop(target);
-            self.fail(WcStatus::LOC_PROT_ERR, out);
-            return;
-        }
-        Payload::Bytes(&original.to_ne_bytes()).copy_to(&target);
-        drop(target);
-        self.answered(psn.add(1), true, out);
-    }
-
-    fn on_read_data(
-        &mut self,
-        psn: Psn,
-        part: Part,
-        payload: &Payload<'_, '_>,
-        keys: &Keys,
-        out: &mut impl SendCompletions,
-    ) {
-        if !self.reach(psn, out) {
-            return;
-        }
-        let Some(head) = self.queue.front() else { return };
-        if !matches!(head.op, SendOp::Read(_)) {
-            self.fail(WcStatus::BAD_RESP_ERR, out);
-            return;
-        }
-        let mtu = self.config.mtu.bytes() as u32;
-        let offset = psn.distance_from(head.first_psn) as u32 * mtu;
-        let expected = (head.length - offset).min(mtu) as usize;
-        let last = psn == head.last_psn();
-        // A repeated request begins with First or Only anywhere, so only the end is telling.
-        if payload.len() != expected || part.ends() != last {
-            self.fail(WcStatus::BAD_RESP_ERR, out);
-            return;
-        }
-        if expected > 0 {
-            let mut target = Gather::new();
-            let covered =
-                keys.gather(&head.sges, self.config.pd, offset as usize, expected, Access::LOCAL_WRITE, &mut target);
-            if covered.is_err() {
-                drop(target);
-                self.fail(WcStatus::LOC_PROT_ERR, out);
-                return;
-            }
-            payload.copy_to(&target);
-        }
-        self.answered(psn.add(1), last, out);
-    }
-
-    /// Completes what precedes the response `psn`; true if that answers the oldest packet now.
-    fn reach(&mut self, psn: Psn, out: &mut impl SendCompletions) -> bool {
-        loop {
-            let Some(head) = self.queue.front().filter(|head| head.started) else { return false };
-            if head.op.reads_back() || psn.distance_from(head.end_psn()) < 0 {
-                break;
-            }
-            let end = head.end_psn();
-            if !self.advance(end, out) {
-                return false;
-            }
-        }
-        if psn != self.unacked {
-            self.on_gap(out);
-            return false;
-        }
-        true
-    }
-
-    /// Data up to `end` have arrived.
-    fn answered(&mut self, end: Psn, last: bool, out: &mut impl SendCompletions) {
-        self.on_progress();
-        self.unacked = end;
-        if last {
-            self.reads -= 1;
-            self.complete_head(out);
-        }
-        self.catch_up();
-    }
-
-    /// A response is missing: ask again, once until there is progress or a timeout.
-    fn on_gap(&mut self, out: &mut impl SendCompletions) {
-        if !self.gap_seen && self.wait == Wait::None {
-            self.gap_seen = true;
-            self.counters.sequence_naks += 1;
-            self.retry(out);
-        }
-    }
-
-    fn on_receiver_not_ready(&mut self, timer: RnrTimer, out: &mut impl SendCompletions) {
-        if self.wait != Wait::None {
-            return;
-        }
-        self.counters.rnr_naks += 1;
-        // 7 is without end (IBTA 9.7.5.2.8).
-        if self.config.rnr_retry != 7 {
-            if self.rnr_left == 0 {
-                self.fail(WcStatus::RNR_RETRY_EXC_ERR, out);
-                return;
-            }
-            self.rnr_left -= 1;
-        }
-        self.wait = Wait::Rnr(timer);
-        self.deadline = None;
     }
 
     fn retry(&mut self, out: &mut impl SendCompletions) {
@@ -782,71 +525,5 @@ impl Requester {
         self.wait = Wait::None;
         self.deadline = None;
         self.drained_reported = true;
-    }
-}
-
-/// What is wrong with the local side of a work request, all of it checked before anything is sent.
-fn local_fault(wqe: &SendWqe, config: &SendConfig, keys: &Keys) -> Option<WcStatus> {
-    if wqe.length > MAX_MESSAGE {
-        return Some(WcStatus::LOC_LEN_ERR);
-    }
-    let (len, need) = match wqe.op {
-        SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. } if wqe.length < 8 => return Some(WcStatus::LOC_LEN_ERR),
-        SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. } => (8, Access::LOCAL_WRITE),
-        SendOp::Read(_) => (wqe.length as usize, Access::LOCAL_WRITE),
-        _ => (wqe.length as usize, Access::empty()),
-    };
-    if wqe.inline {
-        return None;
-    }
-    keys.gather(&wqe.sges, config.pd, 0, len, need, &mut Gather::new()).is_err().then_some(WcStatus::LOC_PROT_ERR)
-}
-
-/// The packet of `wqe` that is `part` and begins at `offset`, and the sequence number after it.
-#[inline]
-fn body_of(wqe: &SendWqe, part: Part, offset: u32, psn: Psn, config: &SendConfig) -> (Body, Psn) {
-    let next = psn.add(1);
-    if config.transport == Transport::Ud {
-        let imm = if let SendOp::SendWithImm(imm) = wqe.op { Some(imm) } else { None };
-        // IBTA 10.2.5: a key with its top bit set stands for the queue pair's own.
-        let qkey = if wqe.to.qkey.0 >> 31 != 0 { config.qkey } else { wqe.to.qkey };
-        return (Body::Datagram { qkey, source: config.qpn, imm }, next);
-    }
-    let reth = |remote| Reth { remote, length: wqe.length };
-    match wqe.op {
-        SendOp::Send => (Body::Send { part, tail: Tail::None }, next),
-        SendOp::SendWithImm(imm) => {
-            (Body::Send { part, tail: if part.ends() { Tail::Imm(imm) } else { Tail::None } }, next)
-        }
-        SendOp::SendWithInvalidate(rkey) => {
-            (Body::Send { part, tail: if part.ends() { Tail::Invalidate(rkey) } else { Tail::None } }, next)
-        }
-        SendOp::Write(remote) => (Body::Write { part, reth: reth(remote), imm: None }, next),
-        SendOp::WriteWithImm(remote, imm) => {
-            (Body::Write { part, reth: reth(remote), imm: part.ends().then_some(imm) }, next)
-        }
-        // A repeated READ asks for the rest only (IBTA 9.4.4).
-        SendOp::Read(remote) => {
-            let rest = RemoteAddr { addr: remote.addr.wrapping_add(u64::from(offset)), rkey: remote.rkey };
-            (Body::ReadRequest(Reth { remote: rest, length: wqe.length - offset }), wqe.end_psn())
-        }
-        SendOp::CompareSwap { remote, compare, swap } => {
-            (Body::Atomic { remote, op: AtomicOp::CompareSwap { compare, swap } }, next)
-        }
-        SendOp::FetchAdd { remote, add } => (Body::Atomic { remote, op: AtomicOp::FetchAdd { add } }, next),
-    }
-}
-
-/// True if the operation takes a receive from the peer: only then is "solicited" sent (IBTA 9.2.3).
-const fn consumes_receive(op: &SendOp) -> bool {
-    !matches!(op, SendOp::Write(_)) && !op.reads_back()
-}
-
-const fn status_of(nak: Nak) -> WcStatus {
-    match nak {
-        Nak::InvalidRequest => WcStatus::REM_INV_REQ_ERR,
-        Nak::RemoteAccess => WcStatus::REM_ACCESS_ERR,
-        Nak::RemoteOperation => WcStatus::REM_OP_ERR,
-        Nak::Sequence | Nak::Other(_) => WcStatus::BAD_RESP_ERR,
     }
 }

@@ -1,0 +1,251 @@
+//! Requests of a reliable connection, executed and repeated.
+
+use crate::types::{Access, Imm, Mtu, Psn, RemoteAddr, WcFlags, WcOpcode, WcStatus, WorkCompletion};
+
+use crate::provider::soft::dma::{self, Payload};
+use crate::provider::soft::keys::Keys;
+use crate::provider::soft::requester::MAX_MESSAGE;
+use crate::provider::soft::wire::{AtomicOp, Body, Packet, Part, Reth, Syndrome, Tail};
+
+use super::{Message, Piece, ReadReply, Receiver, Refusal, Reply, Resource, Responder};
+
+impl Responder {
+    /// Executes a part of a SEND. `Ok(true)`: to be acknowledged; `Ok(false)`: answered already.
+    #[inline]
+    pub(super) fn on_send(
+        &mut self,
+        piece: Piece,
+        tail: Tail,
+        payload: &Payload<'_, '_>,
+        keys: &Keys,
+        out: &mut impl Receiver,
+    ) -> Result<bool, Refusal> {
+        let Piece { psn, solicited, part } = piece;
+        let in_order = if part.begins() { self.message.is_none() } else { self.message == Some(Message::Send) };
+        let len = payload.len();
+        if !in_order || !part_fits(part, len, self.config.mtu) {
+            return Err(Refusal::INVALID);
+        }
+        if part.begins() {
+            if !self.take_receive(out) {
+                self.not_ready(psn);
+                return Ok(false);
+            }
+            self.received = 0;
+        }
+        self.fill_receive(payload, keys)?;
+        self.expected = psn.add(1);
+        if !part.ends() {
+            self.message = Some(Message::Send);
+            return Ok(true);
+        }
+        self.message = None;
+        let (imm_or_rkey, flags) = match tail {
+            Tail::None => (0, WcFlags::empty()),
+            Tail::Imm(imm) => (imm.0, WcFlags::WITH_IMM),
+            // There are no memory windows, and a plain registration is not the peer's to invalidate.
+            Tail::Invalidate(_) => return Err(Refusal::INVALIDATION),
+        };
+        self.msn = self.msn.wrapping_add(1);
+        let completion = WorkCompletion {
+            byte_len: self.received,
+            imm_or_rkey,
+            flags,
+            opcode: WcOpcode::Recv,
+            ..self.completion(self.receive.wr_id, WcStatus::SUCCESS)
+        };
+        self.finish_receive(&completion, solicited, out);
+        Ok(true)
+    }
+
+    /// Executes a part of a WRITE.
+    #[inline]
+    pub(super) fn on_write(
+        &mut self,
+        piece: Piece,
+        reth: Reth,
+        imm: Option<Imm>,
+        payload: &Payload<'_, '_>,
+        keys: &Keys,
+        out: &mut impl Receiver,
+    ) -> Result<bool, Refusal> {
+        let Piece { psn, solicited, part } = piece;
+        let len = payload.len();
+        if !part_fits(part, len, self.config.mtu) {
+            return Err(Refusal::INVALID);
+        }
+        let rest = match (part.begins(), self.message) {
+            (true, None) => reth,
+            (false, Some(Message::Write(rest))) => rest,
+            _ => return Err(Refusal::INVALID),
+        };
+        let total = rest.length as usize;
+        let announced = if part.ends() { len == total } else { len < total };
+        let allowed = self.config.access.contains(Access::REMOTE_WRITE);
+        if !announced || !allowed || rest.length > MAX_MESSAGE * 2 {
+            return Err(Refusal::INVALID);
+        }
+        // Before anything of this packet is written: a receive must be there to report it.
+        if imm.is_some() && !self.take_receive(out) {
+            self.not_ready(psn);
+            return Ok(false);
+        }
+        let need = Access::REMOTE_WRITE;
+        let RemoteAddr { addr, rkey } = rest.remote;
+        if part.begins() && !part.ends() {
+            keys.resolve(rkey.0, self.config.pd, addr, total, need).map_err(|_| Refusal::ACCESS)?;
+        }
+        if len > 0 {
+            let target = keys.resolve(rkey.0, self.config.pd, addr, len, need).map_err(|_| Refusal::ACCESS)?;
+            payload.copy_to(std::slice::from_ref(&target));
+        }
+        self.expected = psn.add(1);
+        if !part.ends() {
+            if part.begins() {
+                self.received = rest.length;
+            }
+            let remote = RemoteAddr { addr: addr.wrapping_add(len as u64), rkey };
+            self.message = Some(Message::Write(Reth { remote, length: rest.length - len as u32 }));
+            return Ok(true);
+        }
+        if part.begins() {
+            self.received = rest.length;
+        }
+        self.message = None;
+        self.msn = self.msn.wrapping_add(1);
+        if let Some(imm) = imm {
+            let completion = WorkCompletion {
+                byte_len: self.received,
+                imm_or_rkey: imm.0,
+                flags: WcFlags::WITH_IMM,
+                opcode: WcOpcode::RecvRdmaWithImm,
+                ..self.completion(self.receive.wr_id, WcStatus::SUCCESS)
+            };
+            self.finish_receive(&completion, solicited, out);
+        }
+        Ok(true)
+    }
+
+    pub(super) fn on_read(&mut self, psn: Psn, reth: Reth, keys: &Keys) -> Result<bool, Refusal> {
+        let allowed = self.config.access.contains(Access::REMOTE_READ);
+        if self.message.is_some() || !allowed || reth.length > MAX_MESSAGE * 2 || !self.has_resource() {
+            return Err(Refusal::INVALID);
+        }
+        if reth.length > 0 {
+            let RemoteAddr { addr, rkey } = reth.remote;
+            keys.resolve(rkey.0, self.config.pd, addr, reth.length as usize, Access::REMOTE_READ)
+                .map_err(|_| Refusal::ACCESS)?;
+        }
+        let packets = reth.length.div_ceil(self.config.mtu.bytes() as u32).max(1);
+        self.expected = psn.add(packets);
+        self.msn = self.msn.wrapping_add(1);
+        let msn = self.msn;
+        self.save(Resource::Read { psn, packets, reth, msn });
+        self.replies.push_back(Reply::Read(ReadReply { psn, msn, rest: reth, begun: false }));
+        Ok(false)
+    }
+
+    pub(super) fn on_atomic(
+        &mut self,
+        psn: Psn,
+        remote: RemoteAddr,
+        op: AtomicOp,
+        keys: &Keys,
+    ) -> Result<bool, Refusal> {
+        let allowed = self.config.access.contains(Access::REMOTE_ATOMIC);
+        if self.message.is_some() || !allowed || !remote.addr.is_multiple_of(8) || !self.has_resource() {
+            return Err(Refusal::INVALID);
+        }
+        let target = keys
+            .resolve(remote.rkey.0, self.config.pd, remote.addr, 8, Access::REMOTE_ATOMIC)
+            .map_err(|_| Refusal::ACCESS)?;
+        let original = dma::atomic(&target, op).ok_or(Refusal::INVALID)?;
+        drop(target);
+        self.expected = psn.add(1);
+        self.msn = self.msn.wrapping_add(1);
+        let msn = self.msn;
+        self.save(Resource::Atomic { psn, original, msn });
+        self.replies.push_back(Reply::Atomic { psn, msn, original });
+        Ok(false)
+    }
+
+    /// A request that was executed before: its answer was lost (IBTA 9.7.5.1.4).
+    #[cold]
+    pub(super) fn on_duplicate(&mut self, packet: &Packet) {
+        self.counters.duplicates += 1;
+        match packet.body {
+            Body::Send { .. } | Body::Write { .. } => {
+                self.acknowledge(self.expected.sub(1), Syndrome::ACK);
+            }
+            Body::ReadRequest(again) => {
+                let saved = self.resources.iter().find_map(|resource| match *resource {
+                    Resource::Read { psn, packets, reth, msn } => {
+                        let into = packet.psn.distance_from(psn);
+                        (0..packets as i32).contains(&into).then_some((into as u32, reth, msn))
+                    }
+                    Resource::Atomic { .. } => None,
+                });
+                // It must be the rest of the original from that packet on, nothing else.
+                if let Some((into, reth, msn)) = saved
+                    && again.remote.rkey == reth.remote.rkey
+                    && let Some(offset) = into.checked_mul(self.config.mtu.bytes() as u32)
+                    && again.remote.addr == reth.remote.addr.wrapping_add(u64::from(offset))
+                    && reth.length.checked_sub(offset).is_some_and(|left| again.length <= left)
+                    && self.pending_reads() < self.config.max_dest_rd_atomic as usize
+                {
+                    self.replies.push_back(Reply::Read(ReadReply { psn: packet.psn, msn, rest: again, begun: false }));
+                } else {
+                    self.counters.dropped += 1;
+                }
+            }
+            Body::Atomic { .. } => {
+                let saved = self.resources.iter().find_map(|resource| match *resource {
+                    Resource::Atomic { psn, original, msn } if psn == packet.psn => Some((original, msn)),
+                    _ => None,
+                });
+                match saved {
+                    Some((original, msn)) if self.pending_reads() < self.config.max_dest_rd_atomic as usize => {
+                        self.replies.push_back(Reply::Atomic { psn: packet.psn, msn, original });
+                    }
+                    _ => self.counters.dropped += 1,
+                }
+            }
+            _ => self.counters.dropped += 1,
+        }
+    }
+
+    /// No receive is posted: the peer shall come back (IBTA 9.7.5.2.8). The packet was not executed, and
+    /// those behind it are silently dropped until it comes again.
+    #[cold]
+    pub(super) fn not_ready(&mut self, psn: Psn) {
+        self.counters.not_ready += 1;
+        self.gap_reported = true;
+        self.acknowledge(psn, Syndrome::RnrNak(self.config.min_rnr_timer.code()));
+    }
+
+    pub(super) fn has_resource(&self) -> bool {
+        self.pending_reads() < self.config.max_dest_rd_atomic as usize
+    }
+
+    /// READ and atomic requests whose answer has not been taken.
+    pub(super) fn pending_reads(&self) -> usize {
+        self.replies.iter().filter(|reply| !matches!(reply, Reply::Acknowledge { .. })).count()
+    }
+
+    pub(super) fn save(&mut self, resource: Resource) {
+        if self.resources.len() >= self.config.max_dest_rd_atomic as usize {
+            self.resources.pop_front();
+        }
+        self.resources.push_back(resource);
+    }
+}
+
+/// IBTA 9.7.4.1.4: all but the end of a message are full, and only a whole message may be empty.
+#[inline]
+pub(super) fn part_fits(part: Part, len: usize, mtu: Mtu) -> bool {
+    match part {
+        Part::First | Part::Middle => len == mtu.bytes(),
+        Part::Last => len > 0 && len <= mtu.bytes(),
+        Part::Only => len <= mtu.bytes(),
+    }
+}

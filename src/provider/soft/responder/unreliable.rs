@@ -1,0 +1,147 @@
+//! Unreliable connections and datagrams: nothing is answered, damage stays where it is.
+
+use std::net::IpAddr;
+
+use crate::types::{Gid, WcFlags, WcOpcode, WcStatus, WorkCompletion};
+
+use crate::provider::soft::dma::Payload;
+use crate::provider::soft::keys::Keys;
+use crate::provider::soft::wire::{Body, Packet};
+
+use super::{Piece, Receiver, Responder};
+
+/// Bytes before the data of a datagram.
+pub(super) const GRH: usize = 40;
+
+impl Responder {
+    pub(super) fn on_unreliable(
+        &mut self,
+        packet: &Packet,
+        payload: &Payload<'_, '_>,
+        keys: &Keys,
+        out: &mut impl Receiver,
+    ) {
+        self.counters.packets += 1;
+        let part = match packet.body {
+            Body::Send { part, .. } | Body::Write { part, .. } => part,
+            _ => {
+                self.counters.dropped += 1;
+                return;
+            }
+        };
+        if packet.psn != self.expected {
+            // A gap loses the message; the next one that begins is the new start (IBTA 9.8.2.2).
+            self.counters.out_of_sequence += 1;
+            self.message = None;
+        }
+        if part.begins() {
+            self.message = None;
+        } else if self.message.is_none() {
+            self.expected = packet.psn.add(1);
+            self.counters.dropped += 1;
+            return;
+        }
+        let done = match packet.body {
+            Body::Send { tail, .. } => {
+                self.on_send(Piece { psn: packet.psn, solicited: packet.solicited, part }, tail, payload, keys, out)
+            }
+            Body::Write { reth, imm, .. } => self.on_write(
+                Piece { psn: packet.psn, solicited: packet.solicited, part },
+                reth,
+                imm,
+                payload,
+                keys,
+                out,
+            ),
+            _ => return,
+        };
+        self.expected = packet.psn.add(1);
+        // Nothing is answered.
+        self.replies.clear();
+        self.gap_reported = false;
+        if let Err(refusal) = done {
+            self.message = None;
+            self.counters.dropped += 1;
+            if self.receive_held && refusal.status != WcStatus::REM_INV_REQ_ERR {
+                self.fail_receive(refusal.status, out);
+            }
+        }
+    }
+
+    pub(super) fn on_datagram(
+        &mut self,
+        packet: &Packet,
+        source: Gid,
+        payload: &Payload<'_, '_>,
+        keys: &Keys,
+        out: &mut impl Receiver,
+    ) {
+        self.counters.packets += 1;
+        let Body::Datagram { qkey, source: src_qpn, imm } = packet.body else {
+            self.counters.dropped += 1;
+            return;
+        };
+        if qkey != self.config.qkey || !self.take_receive(out) {
+            self.counters.dropped += 1;
+            return;
+        }
+        let len = payload.len();
+        if self.receive.length < (GRH + len) as u64 {
+            self.counters.dropped += 1;
+            self.fail_receive(WcStatus::LOC_LEN_ERR, out);
+            return;
+        }
+        let header = routing_header(source, self.config.gid, len);
+        self.received = 0;
+        let filled = self.fill_receive(&Payload::Bytes(&header), keys).and_then(|()| self.fill_receive(payload, keys));
+        if let Err(refusal) = filled {
+            self.counters.dropped += 1;
+            self.fail_receive(refusal.status, out);
+            return;
+        }
+        let completion = WorkCompletion {
+            byte_len: self.received,
+            imm_or_rkey: imm.map_or(0, |imm| imm.0),
+            flags: if imm.is_some() { WcFlags::GRH | WcFlags::WITH_IMM } else { WcFlags::GRH },
+            opcode: WcOpcode::Recv,
+            src_qpn,
+            ..self.completion(self.receive.wr_id, WcStatus::SUCCESS)
+        };
+        self.finish_receive(&completion, packet.solicited, out);
+    }
+}
+
+/// The 40 bytes before a datagram: the IPv6 header, or 20 zero bytes and the IPv4 header (IBTA A17.4.5).
+pub(super) fn routing_header(source: Gid, destination: Gid, payload: usize) -> [u8; GRH] {
+    // BTH 12, DETH 8, ICRC 4, UDP 8.
+    const OVERHEAD: usize = 32;
+    const UDP: u8 = 17;
+    const HOPS: u8 = 64;
+    let mut header = [0; GRH];
+    match (source.to_ip(), destination.to_ip()) {
+        (IpAddr::V4(from), IpAddr::V4(to)) => {
+            let ip = &mut header[20..];
+            ip[0] = 0x45;
+            ip[2..4].copy_from_slice(&((payload + OVERHEAD + 20) as u16).to_be_bytes());
+            // Do not fragment.
+            ip[6] = 0x40;
+            ip[8] = HOPS;
+            ip[9] = UDP;
+            ip[12..16].copy_from_slice(&from.octets());
+            ip[16..20].copy_from_slice(&to.octets());
+            let sum: u32 = ip.chunks_exact(2).map(|pair| u32::from(u16::from_be_bytes([pair[0], pair[1]]))).sum();
+            let folded = (sum & 0xffff) + (sum >> 16);
+            let checksum = !((folded & 0xffff) + (folded >> 16)) as u16;
+            ip[10..12].copy_from_slice(&checksum.to_be_bytes());
+        }
+        _ => {
+            header[0] = 0x60;
+            header[4..6].copy_from_slice(&((payload + OVERHEAD) as u16).to_be_bytes());
+            header[6] = UDP;
+            header[7] = HOPS;
+            header[8..24].copy_from_slice(&source.0);
+            header[24..40].copy_from_slice(&destination.0);
+        }
+    }
+    header
+}
