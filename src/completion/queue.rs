@@ -160,7 +160,7 @@ impl CompletionQueueBuilder {
 /// What all holders of a completion queue share.
 pub(crate) struct CqShared {
     mode: CompletionMode,
-    /// Operations that registered a waker or were abandoned, and are not finished.
+    /// Operations that registered a waker, were abandoned or stand in line for room, and are not finished.
     waiting: AtomicU32,
     spin: SpinBudget,
     reactors: Reactors,
@@ -497,6 +497,7 @@ impl CqShared {
         self.reactors.watch(self);
     }
 
+    /// An operation begins to wait.
     pub(super) fn now_waiting(&self) {
         self.waiting.fetch_add(1, Ordering::Relaxed);
     }
@@ -683,7 +684,7 @@ pub struct CompletionQueueCounters {
     pub arms: u64,
     /// Events taken from the channel.
     pub events: u64,
-    /// Operations that wait now, and abandoned ones that are still in flight.
+    /// Operations that wait now, for a completion or for room, and abandoned ones that are still in flight.
     pub waiting: u32,
     /// Rounds a hybrid wait may spin now.
     pub spin_rounds: u32,

@@ -21,7 +21,7 @@
 use std::any::Any;
 use std::task::Waker;
 
-use crate::error::{CompletionError, OpErrorKind};
+use crate::error::OpErrorKind;
 use crate::sync::{AtomicU32, Ordering, UnsafeCell};
 use crate::types::WorkCompletion;
 

@@ -355,7 +355,8 @@ impl WorkQueue {
                 inline: request.inline.map(SmallVec::from_slice),
                 to: request.to.map(|(handle, qpn, qkey)| (handle.clone(), qpn, qkey)),
             };
-            self.line_up(posting, queued);
+            self.line_up(&mut posting, queued);
+            self.announce(posting);
         }
         Ok(InFlight::new(self.clone(), self.wr_id(index, generation), buffer))
     }
@@ -451,8 +452,7 @@ impl WorkQueue {
                     inline: None,
                     to: None,
                 };
-                posting.queued.push_back(queued);
-                posting.waited += 1;
+                self.line_up(&mut posting, queued);
             }
             self.announce(posting);
         }
@@ -498,19 +498,24 @@ impl WorkQueue {
 
     /// Joins the line.
     #[cold]
-    fn line_up(&self, mut posting: MutexGuard<'_, Posting>, queued: Queued) {
+    fn line_up(&self, posting: &mut Posting, queued: Queued) {
         posting.queued.push_back(queued);
         posting.waited += 1;
-        self.announce(posting);
+        self.cq.now_waiting();
     }
 
-    /// Tells the drainer that somebody waits for room; if room came up meanwhile, uses it.
+    /// Tells the drainer that somebody waits for room, which need not be somebody who is polled; if room came up
+    /// meanwhile, uses it.
     fn announce(&self, mut posting: MutexGuard<'_, Posting>) {
         self.room.crowd();
         let mut woken = WakeList::new();
         self.post_queued(&mut posting, &mut woken);
+        let waits = !posting.queued.is_empty();
         drop(posting);
         woken.finish();
+        if waits {
+            self.cq.attend();
+        }
     }
 
     /// Posts those in line as far as there is room.
@@ -519,6 +524,7 @@ impl WorkQueue {
             && self.room.left(posting.posted as u32) > 0
             && let Some(next) = posting.queued.pop_front()
         {
+            self.cq.no_longer_waiting();
             let data = next.inline.as_ref().map_or(Data::Sges(&next.sges), |bytes| Data::Inline(bytes));
             let target = next.to.as_ref().map(|(handle, qpn, qkey)| handle.target(*qpn, *qkey));
             let wr_id = self.wr_id(next.index, next.generation);
@@ -621,7 +627,9 @@ impl WorkQueue {
     /// Ends all that is in flight. The device must have forgotten it: the queue was destroyed or reset.
     pub(super) fn abandon(&self, kind: OpErrorKind, woken: &mut WakeList) {
         let mut posting = lock(&self.posting);
-        posting.queued.clear();
+        while posting.queued.pop_front().is_some() {
+            self.cq.no_longer_waiting();
+        }
         self.room.clear();
         let mut chain = Vec::new();
         for (index, slot) in self.slots.iter() {

@@ -154,8 +154,11 @@ impl BufMut {
         }
     }
 
+    /// As a scatter/gather element, for the bare [`Qp`](super::Qp) and [`Srq`](super::Srq): whoever posts it keeps the buffer
+    /// until the completion.
     #[inline]
-    pub(super) fn sge(&self) -> Sge {
+    #[must_use]
+    pub fn sge(&self) -> Sge {
         Sge { addr: self.ptr.addr().get() as u64, length: self.len, lkey: self.slab.registration.lkey() }
     }
 
@@ -262,8 +265,11 @@ impl Buf {
         &self.slab.shares[self.index as usize]
     }
 
+    /// As a scatter/gather element, for the bare [`Qp`](super::Qp) and [`Srq`](super::Srq): whoever posts it keeps the buffer
+    /// until the completion.
     #[inline]
-    pub(super) fn sge(&self) -> Sge {
+    #[must_use]
+    pub fn sge(&self) -> Sge {
         Sge { addr: self.ptr.addr().get() as u64, length: self.len, lkey: self.slab.registration.lkey() }
     }
 

@@ -194,7 +194,10 @@ impl ExposedSlice {
         self.len = self.len.min(u32::try_from(len).unwrap_or(u32::MAX));
     }
 
-    pub(super) fn sge(&self) -> Sge {
+    /// As a scatter/gather element, for the bare [`Qp`](super::Qp) and [`Srq`](super::Srq): whoever posts it keeps the slice
+    /// until the completion.
+    #[must_use]
+    pub fn sge(&self) -> Sge {
         Sge { addr: (self.inner.base().addr().get() + self.offset) as u64, length: self.len, lkey: self.inner.lkey() }
     }
 

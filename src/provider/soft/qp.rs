@@ -89,7 +89,7 @@ pub(super) struct SendSide<'a> {
 }
 
 impl SendCompletions for SendSide<'_> {
-    #[inline]
+    #[inline(always)]
     fn complete(&mut self, position: u32, completion: &WorkCompletion) {
         let frees = Frees::Send(position.wrapping_add(1));
         if self.qp.send_cq.push(self.qp.send_owner, frees, completion, false).is_err() {

@@ -471,7 +471,7 @@ impl Requester {
         None
     }
 
-    #[inline]
+    #[inline(always)]
     fn complete_head(&mut self, out: &mut impl SendCompletions) {
         let Some(head) = self.queue.front() else { return };
         if head.flags.contains(SendFlags::SIGNALED) {

@@ -239,21 +239,19 @@ impl Responder {
             self.counters.dropped += 1;
             return;
         }
+        if self.config.transport != Transport::Ud {
+            if source != self.config.peer_gid {
+                self.counters.dropped += 1;
+                return;
+            }
+            // The connection works although nobody has told this side yet (IBTA 11.6.3.2).
+            if self.state == QpState::Rtr && !std::mem::replace(&mut self.established, true) {
+                out.event(AsyncEvent::CommunicationEstablished(self.config.qpn));
+            }
+        }
         match self.config.transport {
-            Transport::Rc => {
-                if source != self.config.peer_gid {
-                    self.counters.dropped += 1;
-                    return;
-                }
-                self.on_reliable(packet, payload, keys, out);
-            }
-            Transport::Uc => {
-                if source != self.config.peer_gid {
-                    self.counters.dropped += 1;
-                    return;
-                }
-                self.on_unreliable(packet, payload, keys, out);
-            }
+            Transport::Rc => self.on_reliable(packet, payload, keys, out),
+            Transport::Uc => self.on_unreliable(packet, payload, keys, out),
             Transport::Ud => self.on_datagram(packet, source, payload, keys, out),
         }
     }
@@ -333,9 +331,6 @@ impl Responder {
     #[inline]
     fn on_reliable(&mut self, packet: &Packet, payload: &Payload<'_, '_>, keys: &Keys, out: &mut impl Receiver) {
         self.counters.packets += 1;
-        if self.state == QpState::Rtr && !std::mem::replace(&mut self.established, true) {
-            out.event(AsyncEvent::CommunicationEstablished(self.config.qpn));
-        }
         let distance = packet.psn.distance_from(self.expected);
         if distance < 0 {
             self.on_duplicate(packet);

@@ -323,3 +323,38 @@ fn same_name_is_the_same_device_and_addresses_differ() {
     assert_ne!(gid(&a), gid(&b));
     assert_eq!(a.port(PortNum(2)).unwrap_err().errno, VerbError::EINVAL);
 }
+
+#[test]
+fn many_queue_pairs_share_a_completion_queue() {
+    // Each opens the device: two descriptors, of which a process has 1024 by default.
+    const PAIRS: usize = 200;
+    let network = Network::new();
+    let options = Options { caps: QpCaps { max_send_wr: 16384, ..Options::default().caps }, ..Options::default() };
+    let a = End::new(&network, "a", &options);
+    let cq = a.context.create_cq(PAIRS as u32 * 2, None, 0, 0).unwrap();
+    let target = a.buffer(PAIRS * 8);
+    // Completion queues belong to a device, so both ends are on the same one.
+    let end = || {
+        let init = QpInit { transport: Transport::Rc, send_cq: &cq, recv_cq: &cq, srq: None, caps: options.caps };
+        let context = network.open("a").unwrap();
+        let pd = context.create_pd().unwrap();
+        let unused = context.create_cq(1, None, 0, 0).unwrap();
+        End { qp: a.pd.create_qp(&init).unwrap(), cq: unused, pd, context, network: network.clone() }
+    };
+    let pairs: Vec<_> = (0..PAIRS).map(|_| (end(), end())).collect();
+    for (from, to) in &pairs {
+        connect(from, to, &options);
+    }
+    for (index, (from, _)) in pairs.iter().enumerate() {
+        let op = SendOp::Write(target.remote(index * 8));
+        from.send_with(index as u64, op, SendFlags::SIGNALED, Data::Inline(&(index as u64).to_ne_bytes())).unwrap();
+    }
+    let mut out = vec![WorkCompletion::default(); PAIRS];
+    assert_eq!(cq.poll(&mut out).unwrap(), PAIRS);
+    for (index, done) in out.iter().enumerate() {
+        assert_eq!((done.wr_id.0, done.qpn), (index as u64, pairs[index].0.qp.qpn()));
+        assert_eq!(target.word(index * 8), index as u64);
+    }
+    drop(pairs);
+    assert_eq!(cq.poll(&mut out).unwrap(), 0);
+}
