@@ -200,6 +200,9 @@ impl CqShared {
     /// Makes a work queue whose completions arrive here, and sets room aside for them.
     pub(crate) fn attach(self: &Arc<Self>, poster: Poster, limits: Limits) -> Result<Arc<WorkQueue>, SetupError> {
         let mut state = lock(&self.state);
+        if let Some(error) = state.failed {
+            return Err(error.into());
+        }
         let free = self.cq.capacity() - state.reserved;
         if limits.depth > free {
             return Err(SetupError::CompletionQueueFull { asked: limits.depth, free });
@@ -313,8 +316,12 @@ impl CqShared {
         for attached in state.queues.iter().flatten() {
             match attached.core.upgrade() {
                 Some(core) => woken.end(core, OpErrorKind::CompletionQueue(error)),
-                // A shared receive queue: nothing draws from it once its queue pairs are destroyed.
-                None => woken.abandon(attached.queue.clone(), OpErrorKind::CompletionQueue(error)),
+                // Nothing draws from it once its queue pairs are destroyed.
+                None if attached.queue.is_shared() => {
+                    woken.abandon(attached.queue.clone(), OpErrorKind::CompletionQueue(error));
+                }
+                // Its queue pair is being destroyed by somebody else, who ends what is in flight afterwards.
+                None => {}
             }
         }
     }
@@ -507,6 +514,17 @@ impl CqShared {
         self.release(state);
     }
 
+    /// A reactor is gone: those who relied on it look again, and find another or do without.
+    #[cold]
+    pub(super) fn rouse(&self) {
+        let mut state = lock(&self.state);
+        let State { queues, woken, .. } = &mut *state;
+        for attached in queues.iter().flatten() {
+            attached.queue.rouse(woken);
+        }
+        self.release(state);
+    }
+
     pub(super) fn channel(&self) -> Option<&Channel> {
         self.channel.as_ref()
     }
@@ -646,6 +664,7 @@ impl WakeList {
             core.shut_down(kind);
         }
         for (queue, kind) in self.abandons {
+            drop(queue.close());
             queue.cq().abandon(&queue, kind, false);
         }
     }
