@@ -1,0 +1,115 @@
+//! Two connected queue pairs with the operations of the crate.
+
+use tokio_rdma::types::{AddressVector, Mtu, PortNum, Qkey, QpState, Transport};
+use tokio_rdma::{
+    AddressHandle, BufMut, CompletionMode, CompletionQueue, ConnectOptions, ExposedRegion, Pool, ProtectionDomain,
+    QueuePair, QueuePairBuilder,
+};
+
+use super::Setup;
+
+/// Queue key of datagram queue pairs made here.
+pub(crate) const QKEY: Qkey = Qkey(0x1111_2222);
+
+/// One end.
+pub(crate) struct Side {
+    pub(crate) qp: QueuePair,
+    pub(crate) queue: CompletionQueue,
+    pub(crate) pool: Pool,
+    pub(crate) pd: ProtectionDomain,
+}
+
+impl Side {
+    fn new(device: &tokio_rdma::Device, shape: &Shape<'_>) -> Self {
+        let pd = device.protection_domain().unwrap();
+        let queue = CompletionQueue::new(device, shape.mode.clone()).unwrap();
+        let builder = QueuePair::builder(&pd, &queue).transport(shape.transport);
+        let builder = if shape.transport == Transport::Ud { builder.qkey(QKEY) } else { builder };
+        let qp = (shape.build)(builder).build().unwrap();
+        let pool = Pool::builder(&pd).buffer_size(shape.buffer_size).buffers(16).growing(true).build().unwrap();
+        Self { qp, queue, pool, pd }
+    }
+
+    /// A buffer that holds `bytes`.
+    pub(crate) fn buffer(&self, bytes: &[u8]) -> BufMut {
+        self.pool.copy_from(bytes).unwrap()
+    }
+
+    /// A buffer of `len` bytes with nothing of interest.
+    pub(crate) fn room(&self, len: usize) -> BufMut {
+        let mut buffer = self.pool.try_alloc(len).unwrap();
+        buffer.fill(0xee);
+        buffer
+    }
+
+    pub(crate) fn region(&self, len: usize) -> ExposedRegion {
+        ExposedRegion::new(&self.pd, tokio_rdma::HostMemory::zeroed(len).unwrap(), tokio_rdma::Access::REMOTE_ALL)
+            .unwrap()
+    }
+
+    pub(crate) fn state(&self) -> QpState {
+        self.qp.query().unwrap().0
+    }
+
+    /// A route to `peer`.
+    pub(crate) fn route_to(&self, peer: &Self) -> AddressHandle {
+        let address = AddressVector::new(PortNum(1), 0, peer.qp.endpoint().gid);
+        self.pd.address_handle(&address).unwrap()
+    }
+}
+
+/// How to make a pair.
+pub(crate) struct Shape<'a> {
+    pub(crate) transport: Transport,
+    pub(crate) mode: CompletionMode,
+    pub(crate) mtu: Mtu,
+    pub(crate) buffer_size: usize,
+    pub(crate) options: ConnectOptions,
+    pub(crate) build: &'a dyn Fn(QueuePairBuilder) -> QueuePairBuilder,
+}
+
+impl Shape<'_> {
+    pub(crate) fn new(transport: Transport, mode: &str) -> Self {
+        Self {
+            transport,
+            mode: super::mode(mode),
+            mtu: Mtu::Mtu4096,
+            buffer_size: 16384,
+            options: ConnectOptions::default(),
+            build: &|builder| builder,
+        }
+    }
+}
+
+/// Two connected ends; both are dropped before the device.
+pub(crate) struct Pair {
+    pub(crate) a: Side,
+    pub(crate) b: Side,
+    pub(crate) setup: Setup,
+}
+
+impl Pair {
+    pub(crate) fn new(transport: Transport, mode: &str) -> Self {
+        Self::shaped(Setup::new(), &Shape::new(transport, mode))
+    }
+
+    pub(crate) fn shaped(setup: Setup, shape: &Shape<'_>) -> Self {
+        let pair = Self { a: Side::new(&setup.a, shape), b: Side::new(&setup.b, shape), setup };
+        connect(&pair.a.qp, &pair.b.qp, shape.mtu, &shape.options);
+        pair
+    }
+}
+
+/// Connects, or activates, both.
+pub(crate) fn connect(a: &QueuePair, b: &QueuePair, mtu: Mtu, options: &ConnectOptions) {
+    if a.transport() == Transport::Ud {
+        a.activate().unwrap();
+        b.activate().unwrap();
+        return;
+    }
+    for (from, to) in [(a, b), (b, a)] {
+        let mut endpoint = to.endpoint();
+        endpoint.mtu = endpoint.mtu.min(mtu);
+        from.connect_with(&endpoint, options).unwrap();
+    }
+}

@@ -1,0 +1,260 @@
+//! Two ends of bare objects, to say what the operations of the crate refuse to say.
+
+#![allow(unsafe_code)]
+
+use tokio_rdma::types::{
+    Access, AckTimeout, AddressVector, Data, Mtu, PortNum, Psn, Qkey, QpAttr, QpCaps, QpState, Qpn, RecvWr, RnrTimer,
+    SendFlags, SendOp, SendWr, Sge, Transport, UdTarget, WcStatus, WorkCompletion, WrId,
+};
+use tokio_rdma::verbs::{Channel, Cq, PostError, Qp, QpOptions, Srq};
+use tokio_rdma::{Device, ProtectionDomain};
+
+use super::{Memory, Setup, eventually};
+
+/// Queue key of datagram queue pairs made here.
+pub(crate) const QKEY: Qkey = Qkey(0x1234);
+
+/// How ends are made and connected.
+#[derive(Debug, Clone)]
+pub(crate) struct Options {
+    pub(crate) transport: Transport,
+    pub(crate) mtu: Mtu,
+    pub(crate) timeout: u8,
+    pub(crate) retry_count: u8,
+    pub(crate) rnr_retry: u8,
+    pub(crate) rd_atomic: u8,
+    pub(crate) dest_rd_atomic: u8,
+    pub(crate) access: Access,
+    pub(crate) caps: QpCaps,
+    pub(crate) send_cqe: u32,
+    pub(crate) recv_cqe: u32,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            transport: Transport::Rc,
+            mtu: Mtu::Mtu1024,
+            timeout: 14,
+            retry_count: 7,
+            rnr_retry: 7,
+            rd_atomic: 4,
+            dest_rd_atomic: 4,
+            access: Access::REMOTE_ALL,
+            caps: QpCaps { max_send_wr: 32, max_recv_wr: 32, max_send_sge: 4, max_recv_sge: 4, max_inline: 64 },
+            send_cqe: 128,
+            recv_cqe: 128,
+        }
+    }
+}
+
+impl Options {
+    pub(crate) fn of(transport: Transport) -> Self {
+        Self { transport, ..Self::default() }
+    }
+}
+
+/// A first sequence number close to where it wraps.
+const PSN: Psn = Psn::new(0xff_fffe);
+
+/// One end, with a completion queue for each direction. Fields drop in this order.
+pub(crate) struct End {
+    pub(crate) qp: Qp,
+    pub(crate) send_cq: Cq,
+    pub(crate) recv_cq: Cq,
+    /// Where receives put what nobody looks at: room for a datagram's header and some bytes.
+    pub(crate) scratch: Memory,
+    pub(crate) pd: ProtectionDomain,
+    pub(crate) device: Device,
+}
+
+impl End {
+    /// In RESET.
+    pub(crate) fn new(device: &Device, options: &Options) -> Self {
+        Self::with(device, options, None, None)
+    }
+
+    /// In RESET, with a channel for its receive completions or a shared receive queue, in whose domain it is then.
+    pub(crate) fn with(device: &Device, options: &Options, channel: Option<&Channel>, srq: Option<&Srq>) -> Self {
+        let send_cq = Cq::new(device, options.send_cqe, None, 1).unwrap();
+        let recv_cq = Cq::new(device, options.recv_cqe, channel, 2).unwrap();
+        Self::on(device, options, send_cq, recv_cq, srq)
+    }
+
+    pub(crate) fn on(device: &Device, options: &Options, send_cq: Cq, recv_cq: Cq, srq: Option<&Srq>) -> Self {
+        let pd = match srq {
+            Some(srq) => srq.protection_domain().clone(),
+            None => device.protection_domain().unwrap(),
+        };
+        let mut caps = options.caps;
+        if srq.is_some() {
+            caps.max_recv_wr = 0;
+        }
+        let qp = Qp::new(&pd, &send_cq, &recv_cq, srq, &QpOptions { transport: options.transport, caps }).unwrap();
+        let scratch = Memory::new(&pd, 64);
+        Self { qp, send_cq, recv_cq, scratch, pd, device: device.clone() }
+    }
+
+    /// The route to it.
+    pub(crate) fn address(&self) -> AddressVector {
+        let (port, gid) = self.device.default_path().unwrap();
+        let mut address = AddressVector::new(port.port, gid.index, gid.gid);
+        address.dlid = port.lid;
+        address
+    }
+
+    pub(crate) fn init(&self, options: &Options) {
+        self.qp.modify(&init(options)).unwrap();
+    }
+
+    pub(crate) fn rtr(&self, options: &Options, peer: &Self) {
+        self.qp.modify(&rtr(options, peer)).unwrap();
+    }
+
+    pub(crate) fn rts(&self, options: &Options) {
+        self.qp.modify(&rts(options)).unwrap();
+    }
+
+    pub(crate) fn to(&self, state: QpState) {
+        self.qp.modify(&QpAttr::to_state(state)).unwrap();
+    }
+
+    pub(crate) fn state(&self) -> QpState {
+        self.qp.query().unwrap().0
+    }
+
+    pub(crate) fn memory(&self, len: usize) -> Memory {
+        Memory::new(&self.pd, len)
+    }
+
+    /// Posts a signalled send.
+    pub(crate) fn send(&self, wr_id: u64, op: SendOp, sges: &[Sge]) -> Result<(), PostError> {
+        self.send_with(wr_id, op, SendFlags::SIGNALED, Data::Sges(sges))
+    }
+
+    pub(crate) fn send_with(&self, wr_id: u64, op: SendOp, flags: SendFlags, data: Data<'_>) -> Result<(), PostError> {
+        self.post(&[SendWr { wr_id: WrId(wr_id), op, flags, data, target: None }])
+    }
+
+    /// Posts a signalled datagram.
+    pub(crate) fn send_to(&self, wr_id: u64, to: &Self, qpn: Qpn, qkey: Qkey, sges: &[Sge]) -> Result<(), PostError> {
+        let handle = self.pd.address_handle(&to.address()).unwrap();
+        let target = UdTarget { qpn, ..handle.target(qpn, qkey) };
+        let (op, flags, data) = (SendOp::Send, SendFlags::SIGNALED, Data::Sges(sges));
+        self.post(&[SendWr { wr_id: WrId(wr_id), op, flags, data, target: Some(target) }])
+    }
+
+    pub(crate) fn post(&self, list: &[SendWr<'_>]) -> Result<(), PostError> {
+        // SAFETY: the elements name registered memory, which no device touches once its registration has ended;
+        // tests reach it by copies through the registration's owner only.
+        unsafe { self.qp.post_send(list) }
+    }
+
+    pub(crate) fn recv(&self, wr_id: u64, sges: &[Sge]) -> Result<(), PostError> {
+        // SAFETY: as in `post`.
+        unsafe { self.qp.post_recv(&[RecvWr { wr_id: WrId(wr_id), sges }]) }
+    }
+
+    /// Waits for exactly `count` send completions.
+    pub(crate) fn sent(&self, count: usize) -> Vec<WorkCompletion> {
+        take(&self.send_cq, count)
+    }
+
+    /// Waits for exactly `count` receive completions.
+    pub(crate) fn received(&self, count: usize) -> Vec<WorkCompletion> {
+        take(&self.recv_cq, count)
+    }
+}
+
+/// Posts a shared receive.
+pub(crate) fn post_shared(srq: &Srq, wr_id: u64, sges: &[Sge]) -> Result<(), PostError> {
+    // SAFETY: as in `End::post`.
+    unsafe { srq.post_recv(&[RecvWr { wr_id: WrId(wr_id), sges }]) }
+}
+
+/// The completions that are there now.
+pub(crate) fn poll(cq: &Cq) -> Vec<WorkCompletion> {
+    let mut all = Vec::new();
+    let mut out = [WorkCompletion::default(); 16];
+    loop {
+        let count = cq.poll(&mut out).unwrap();
+        all.extend_from_slice(&out[..count]);
+        if count < out.len() {
+            return all;
+        }
+    }
+}
+
+/// Waits for `count` completions; more are a failure.
+pub(crate) fn take(cq: &Cq, count: usize) -> Vec<WorkCompletion> {
+    let mut all = Vec::new();
+    eventually(&format!("{count} completions"), || {
+        all.extend(poll(cq));
+        (all.len() >= count).then_some(())
+    });
+    assert_eq!(all.len(), count, "{all:?}");
+    all
+}
+
+/// Ids and statuses, to be compared at once.
+pub(crate) fn outcome(completions: &[WorkCompletion]) -> Vec<(u64, WcStatus)> {
+    completions.iter().map(|completion| (completion.wr_id.0, completion.status)).collect()
+}
+
+pub(crate) fn init(options: &Options) -> QpAttr {
+    let datagram = options.transport == Transport::Ud;
+    QpAttr {
+        pkey_index: Some(0),
+        port: Some(PortNum(1)),
+        access: (!datagram).then_some(options.access),
+        qkey: datagram.then_some(QKEY),
+        ..QpAttr::to_state(QpState::Init)
+    }
+}
+
+pub(crate) fn rtr(options: &Options, peer: &End) -> QpAttr {
+    let connected = options.transport != Transport::Ud;
+    let reliable = options.transport == Transport::Rc;
+    QpAttr {
+        address: connected.then(|| peer.address()),
+        path_mtu: connected.then_some(options.mtu),
+        dest_qpn: connected.then(|| peer.qp.qpn()),
+        rq_psn: connected.then_some(PSN),
+        max_dest_rd_atomic: reliable.then_some(options.dest_rd_atomic),
+        // 0.01 ms.
+        min_rnr_timer: reliable.then_some(RnrTimer::from_code(1)),
+        ..QpAttr::to_state(QpState::Rtr)
+    }
+}
+
+pub(crate) fn rts(options: &Options) -> QpAttr {
+    let reliable = options.transport == Transport::Rc;
+    QpAttr {
+        sq_psn: Some(PSN),
+        timeout: reliable.then(|| AckTimeout::from_code(options.timeout)),
+        retry_count: reliable.then_some(options.retry_count),
+        rnr_retry: reliable.then_some(options.rnr_retry),
+        max_rd_atomic: reliable.then_some(options.rd_atomic),
+        ..QpAttr::to_state(QpState::Rts)
+    }
+}
+
+/// Takes both to RTS, connected to each other.
+pub(crate) fn connect(a: &End, b: &End, options: &Options) {
+    for end in [a, b] {
+        end.init(options);
+    }
+    a.rtr(options, b);
+    b.rtr(options, a);
+    for end in [a, b] {
+        end.rts(options);
+    }
+}
+
+/// Two ends in RTS. The setup comes last: it outlives them.
+pub(crate) fn connected(options: &Options) -> (End, End, Setup) {
+    let setup = Setup::new();
+    let (a, b) = (End::new(&setup.a, options), End::new(&setup.b, options));
+    connect(&a, &b, options);
+    (a, b, setup)
+}

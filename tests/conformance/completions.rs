@@ -1,0 +1,433 @@
+//! Completion queues: slots, order, overrun, arming, channels.
+
+use std::os::fd::{AsFd, AsRawFd};
+
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+use tokio_rdma::types::{
+    AsyncEvent, Data, QpState, SendFlags, SendOp, SendWr, WcOpcode, WcStatus, WorkCompletion, WrId,
+};
+use tokio_rdma::verbs::{Channel, Cq};
+use tokio_rdma::{OpErrorKind, SetupError};
+
+use crate::common::raw::{End, Options, connect, connected, outcome, poll, take};
+use crate::common::{Memory, Setup, events, run, skip, within};
+
+const ENOMEM: i32 = 12;
+const NONE: SendFlags = SendFlags::empty();
+const SIGNALED: SendFlags = SendFlags::SIGNALED;
+
+#[test]
+fn send_slots_are_free_when_a_completion_at_or_behind_them_is_polled() {
+    let mut options = Options::default();
+    options.caps.max_send_wr = 4;
+    let (a, b, _setup) = connected(&options);
+    let depth = a.qp.caps().max_send_wr;
+    let to = b.memory(8);
+    let post = |id, flags| {
+        a.send_with(id, SendOp::Write(to.remote(0)), flags, Data::Inline(&[1; 8])).map_err(|error| error.error.errno)
+    };
+    // Two unsignalled, one signalled, the rest unsignalled.
+    for id in 0..u64::from(depth) {
+        post(id, if id == 2 { SIGNALED } else { NONE }).unwrap();
+    }
+    assert_eq!(post(99, NONE), Err(ENOMEM), "executed is not polled");
+    assert_eq!(outcome(&a.sent(1)), [(2, WcStatus::SUCCESS)]);
+    for id in 10..13 {
+        post(id, NONE).unwrap_or_else(|errno| panic!("{id}: {errno}, and three were freed"));
+    }
+    // Without a completion to come there is no way on: so it is on real devices.
+    assert_eq!(post(99, SIGNALED), Err(ENOMEM));
+    assert_eq!(outcome(&a.sent(0)), []);
+    assert_eq!(post(99, SIGNALED), Err(ENOMEM));
+    assert_eq!(a.state(), QpState::Rts);
+}
+
+#[test]
+fn list_that_fills_the_send_queue_is_posted_as_far_as_it_goes() {
+    let mut options = Options::default();
+    options.caps.max_send_wr = 4;
+    let (a, b, _setup) = connected(&options);
+    let depth = a.qp.caps().max_send_wr as usize;
+    let to = b.memory(8);
+    let list: Vec<_> = (0..depth as u64 + 3)
+        .map(|id| SendWr {
+            wr_id: WrId(id),
+            op: SendOp::Write(to.remote(0)),
+            flags: SIGNALED,
+            data: Data::Inline(&[1; 8]),
+            target: None,
+        })
+        .collect();
+    let refused = a.post(&list).unwrap_err();
+    assert_eq!((refused.posted, refused.error.verb, refused.error.errno), (depth, "ibv_post_send", ENOMEM));
+    let done = a.sent(depth);
+    assert_eq!(done.iter().map(|wc| wc.wr_id.0).collect::<Vec<_>>(), (0..depth as u64).collect::<Vec<_>>());
+}
+
+#[test]
+fn receive_slots_are_free_when_their_completion_is_polled() {
+    let mut options = Options::default();
+    options.caps.max_recv_wr = 2;
+    let (a, b, _setup) = connected(&options);
+    let depth = u64::from(b.qp.caps().max_recv_wr);
+    for id in 0..depth {
+        b.recv(id, &[]).unwrap();
+    }
+    assert_eq!(b.recv(9, &[]).unwrap_err().error.errno, ENOMEM);
+    a.send(1, SendOp::Send, &[]).unwrap();
+    a.sent(1);
+    assert_eq!(b.recv(9, &[]).unwrap_err().error.errno, ENOMEM, "consumed is not polled");
+    assert_eq!(outcome(&b.received(1)), [(0, WcStatus::SUCCESS)]);
+    b.recv(9, &[]).unwrap();
+    assert_eq!(b.recv(9, &[]).unwrap_err().error.errno, ENOMEM);
+}
+
+#[test]
+fn completions_come_in_the_order_of_posting_and_say_what_they_are_of() {
+    let (a, b, _setup) = connected(&Options::default());
+    let (from, to) = (a.memory(8192), b.memory(8192));
+    let (remote, word) = (to.remote(0), from.sge(0, 8));
+    for id in 0..3 {
+        b.recv(id, &[to.sge(0, 8192)]).unwrap();
+    }
+    let ops = [
+        (SendOp::Read(remote), vec![from.sge(0, 8192)], WcOpcode::RdmaRead),
+        (SendOp::Write(remote), vec![word], WcOpcode::RdmaWrite),
+        (SendOp::FetchAdd { remote, add: 1 }, vec![word], WcOpcode::FetchAdd),
+        (SendOp::Send, vec![from.sge(0, 3000)], WcOpcode::Send),
+        (SendOp::CompareSwap { remote, compare: 0, swap: 0 }, vec![word], WcOpcode::CompareSwap),
+        (SendOp::SendWithImm(tokio_rdma::Imm(5)), vec![], WcOpcode::Send),
+        (SendOp::WriteWithImm(remote, tokio_rdma::Imm(6)), vec![from.sge(0, 100)], WcOpcode::RdmaWrite),
+    ];
+    for (id, (op, sges, _)) in ops.iter().enumerate() {
+        a.send(id as u64, *op, sges).unwrap();
+    }
+    for (id, (wc, (op, sges, opcode))) in a.sent(ops.len()).iter().zip(&ops).enumerate() {
+        assert_eq!((wc.wr_id.0, wc.status, wc.opcode, wc.qpn), (id as u64, WcStatus::SUCCESS, *opcode, a.qp.qpn()));
+        if op.reads_back() {
+            assert_eq!(wc.byte_len, sges[0].length, "{op:?}");
+        }
+    }
+    let received = b.received(3);
+    let seen: Vec<_> = received.iter().map(|wc| (wc.wr_id.0, wc.opcode, wc.byte_len, wc.imm())).collect();
+    let expected = [
+        (0, WcOpcode::Recv, 3000, None),
+        (1, WcOpcode::Recv, 0, Some(tokio_rdma::Imm(5))),
+        (2, WcOpcode::RecvRdmaWithImm, 100, Some(tokio_rdma::Imm(6))),
+    ];
+    assert_eq!(seen, expected);
+}
+
+#[test]
+fn one_completion_stands_for_all_unsignalled_work_before_it() {
+    let (a, b, _setup) = connected(&Options::default());
+    let (from, to) = (Memory::patterned(&a.pd, 2400, 3), b.memory(2400));
+    for at in 0..24 {
+        let flags = if at == 23 { SIGNALED } else { NONE };
+        a.send_with(
+            at,
+            SendOp::Write(to.remote(at as usize * 100)),
+            flags,
+            Data::Sges(&[from.sge(at as usize * 100, 100)]),
+        )
+        .unwrap();
+    }
+    assert_eq!(outcome(&a.sent(1)), [(23, WcStatus::SUCCESS)]);
+    assert_eq!(to.all(), from.all());
+}
+
+#[test]
+fn reads_beyond_what_may_be_outstanding_wait_and_do_not_fail() {
+    let (a, b, _setup) = connected(&Options { rd_atomic: 1, dest_rd_atomic: 1, ..Options::default() });
+    let (to, from) = (a.memory(20 * 3000), Memory::patterned(&b.pd, 20 * 3000, 4));
+    for at in 0..20 {
+        a.send(at, SendOp::Read(from.remote(at as usize * 3000)), &[to.sge(at as usize * 3000, 3000)]).unwrap();
+    }
+    assert_eq!(outcome(&a.sent(20)), (0..20).map(|id| (id, WcStatus::SUCCESS)).collect::<Vec<_>>());
+    assert_eq!(to.all(), from.all());
+}
+
+#[test]
+fn overrun_by_sends_ends_the_queue_for_ever_and_its_queue_pairs() {
+    let options = Options { send_cqe: 2, ..Options::default() };
+    let (a, b, setup) = connected(&options);
+    if a.send_cq.capacity() > 8 {
+        return skip("overrun_by_sends", "the completion queue was rounded up");
+    }
+    let to = b.memory(8);
+    // Another queue pair on the same queue.
+    let other = End::on(&setup.a, &options, a.send_cq.clone(), Cq::new(&setup.a, 8, None, 0).unwrap(), None);
+    let third = End::new(&setup.b, &options);
+    connect(&other, &third, &options);
+    other.recv(50, &[]).unwrap();
+    for id in 0..u64::from(a.send_cq.capacity()) + 1 {
+        a.send_with(id, SendOp::Write(to.remote(0)), SIGNALED, Data::Inline(&[1; 8])).unwrap();
+    }
+    for _ in 0..3 {
+        let error = a.send_cq.poll(&mut [WorkCompletion::default(); 4]).unwrap_err();
+        assert_eq!((error.verb, error.errno), ("ibv_poll_cq", 5));
+    }
+    assert_eq!((a.state(), other.state()), (QpState::Err, QpState::Err));
+    assert_eq!(outcome(&other.received(1)), [(50, WcStatus::WR_FLUSH_ERR)]);
+    assert_eq!((b.state(), third.state()), (QpState::Rts, QpState::Rts));
+    let mut qps = [a.qp.qpn(), other.qp.qpn()];
+    qps.sort_unstable();
+    let expected =
+        [AsyncEvent::CqError { cq: a.send_cq.id() }, AsyncEvent::QpFatal(qps[0]), AsyncEvent::QpFatal(qps[1])];
+    assert_eq!(events(&setup.a), expected);
+    assert_eq!(events(&setup.b), []);
+}
+
+#[test]
+fn overrun_by_receives_ends_the_queue_for_ever_and_its_queue_pair() {
+    let options = Options { recv_cqe: 1, retry_count: 1, timeout: 4, ..Options::default() };
+    let (a, b, setup) = connected(&options);
+    if b.recv_cq.capacity() > 8 {
+        return skip("overrun_by_receives", "the completion queue was rounded up");
+    }
+    let messages = u64::from(b.recv_cq.capacity()) + 1;
+    for id in 0..messages {
+        b.recv(id, &[]).unwrap();
+        a.send(id, SendOp::Send, &[]).unwrap();
+    }
+    let error = b.recv_cq.poll(&mut [WorkCompletion::default()]).unwrap_err();
+    assert_eq!((error.verb, error.errno), ("ibv_poll_cq", 5));
+    assert_eq!(b.state(), QpState::Err);
+    let expected = [AsyncEvent::CqError { cq: b.recv_cq.id() }, AsyncEvent::QpFatal(b.qp.qpn())];
+    assert_eq!(events(&setup.b), expected);
+    // Its peer finds nobody.
+    let (sent, last) = (a.sent(messages as usize), messages);
+    a.send(last, SendOp::Send, &[]).unwrap();
+    assert!(sent.iter().all(|wc| [WcStatus::SUCCESS, WcStatus::RETRY_EXC_ERR].contains(&wc.status)));
+    let after = a.sent(1)[0].status;
+    assert!([WcStatus::RETRY_EXC_ERR, WcStatus::WR_FLUSH_ERR].contains(&after), "{after:?}");
+}
+
+/// A pair whose receiver has a channel and 16 receives posted.
+fn watched() -> (End, End, Channel, Setup) {
+    let setup = Setup::new();
+    let options = Options::default();
+    let channel = Channel::new(&setup.b).unwrap();
+    let (a, b) = (End::new(&setup.a, &options), End::with(&setup.b, &options, Some(&channel), None));
+    connect(&a, &b, &options);
+    for id in 0..16 {
+        b.recv(id, &[]).unwrap();
+    }
+    (a, b, channel, setup)
+}
+
+/// Cookie of the receive queue, see `End::with`.
+const COOKIE: u64 = 2;
+
+fn send(a: &End, solicited: bool) {
+    let flags = if solicited { SIGNALED | SendFlags::SOLICITED } else { SIGNALED };
+    a.send_with(1, SendOp::Send, flags, Data::Sges(&[])).unwrap();
+    a.sent(1);
+}
+
+#[test]
+fn arm_fires_once_for_the_next_completion() {
+    let (a, b, channel, _setup) = watched();
+    send(&a, false);
+    assert_eq!(channel.next_event().unwrap(), None, "not armed");
+    b.recv_cq.arm(false).unwrap();
+    assert_eq!(channel.next_event().unwrap(), None, "what is there already raises none");
+    send(&a, false);
+    send(&a, false);
+    assert_eq!(channel.next_event().unwrap(), Some(COOKIE));
+    assert_eq!(channel.next_event().unwrap(), None, "one arm, one event");
+    assert_eq!(b.received(3).len(), 3);
+    b.recv_cq.arm(false).unwrap();
+    b.recv_cq.arm(false).unwrap();
+    send(&a, false);
+    assert_eq!((channel.next_event().unwrap(), channel.next_event().unwrap()), (Some(COOKIE), None));
+    b.recv_cq.acknowledge(2);
+}
+
+#[test]
+fn arm_for_solicited_fires_for_those_and_for_errors_only() {
+    let (a, b, channel, _setup) = watched();
+    b.recv_cq.arm(true).unwrap();
+    send(&a, false);
+    assert_eq!(channel.next_event().unwrap(), None);
+    send(&a, true);
+    assert_eq!(channel.next_event().unwrap(), Some(COOKIE));
+    b.recv_cq.arm(true).unwrap();
+    a.send_with(
+        2,
+        SendOp::WriteWithImm(tokio_rdma::types::RemoteAddr::default(), tokio_rdma::Imm(0)),
+        SIGNALED | SendFlags::SOLICITED,
+        Data::Sges(&[]),
+    )
+    .unwrap();
+    a.sent(1);
+    assert_eq!(channel.next_event().unwrap(), Some(COOKIE), "solicited WRITE_WITH_IMM");
+    b.recv_cq.arm(true).unwrap();
+    // A solicited WRITE consumes no receive, so there is nothing to tell.
+    let remote = tokio_rdma::types::RemoteAddr::default();
+    a.send_with(3, SendOp::Write(remote), SIGNALED | SendFlags::SOLICITED, Data::Sges(&[])).unwrap();
+    a.sent(1);
+    assert_eq!(channel.next_event().unwrap(), None);
+    b.to(QpState::Err);
+    assert_eq!(channel.next_event().unwrap(), Some(COOKIE), "flushed");
+    assert_eq!(channel.next_event().unwrap(), None);
+    b.recv_cq.acknowledge(3);
+}
+
+#[test]
+fn arm_for_the_next_is_not_weakened_and_one_for_solicited_is_strengthened() {
+    let (a, b, channel, _setup) = watched();
+    b.recv_cq.arm(false).unwrap();
+    b.recv_cq.arm(true).unwrap();
+    send(&a, false);
+    assert_eq!(channel.next_event().unwrap(), Some(COOKIE));
+    b.recv_cq.arm(true).unwrap();
+    b.recv_cq.arm(false).unwrap();
+    send(&a, false);
+    assert_eq!(channel.next_event().unwrap(), Some(COOKIE));
+    b.recv_cq.acknowledge(2);
+}
+
+#[test]
+fn channel_descriptor_is_readable_while_it_has_events() {
+    run(1, "channel descriptor", async {
+        let (a, b, channel, _setup) = watched();
+        #[allow(deprecated, reason = "its successor is not in the oldest Tokio we work with")]
+        let fd = AsyncFd::with_interest(channel.as_fd().as_raw_fd(), Interest::READABLE).unwrap();
+        b.recv_cq.arm(false).unwrap();
+        send(&a, false);
+        let mut ready = within("readiness", fd.readable()).await.unwrap();
+        assert_eq!(channel.next_event().unwrap(), Some(COOKIE));
+        assert_eq!(channel.next_event().unwrap(), None);
+        ready.clear_ready();
+        // Nothing to read: whoever believes it is ready finds nothing, and the descriptor does not block.
+        b.received(1);
+        b.recv_cq.arm(false).unwrap();
+        let (waited, ()) = tokio::join!(within("second readiness", fd.readable()), async { send(&a, false) });
+        waited.unwrap().clear_ready();
+        assert_eq!(channel.next_event().unwrap(), Some(COOKIE));
+        b.recv_cq.acknowledge(2);
+    });
+}
+
+#[test]
+fn one_channel_serves_many_queues_and_tells_them_apart() {
+    let setup = Setup::new();
+    let options = Options::default();
+    let channel = Channel::new(&setup.b).unwrap();
+    let ends: Vec<_> = (0..3)
+        .map(|index| {
+            let a = End::new(&setup.a, &options);
+            let recv_cq = Cq::new(&setup.b, 8, Some(&channel), 100 + index).unwrap();
+            let send_cq = Cq::new(&setup.b, 8, None, 0).unwrap();
+            let b = End::on(&setup.b, &options, send_cq, recv_cq, None);
+            connect(&a, &b, &options);
+            b.recv(index, &[]).unwrap();
+            b.recv_cq.arm(false).unwrap();
+            (a, b)
+        })
+        .collect();
+    for (a, _) in ends.iter().rev() {
+        send(a, false);
+    }
+    let cookies: Vec<_> = std::iter::from_fn(|| channel.next_event().unwrap()).collect();
+    assert_eq!(cookies, [102, 101, 100]);
+    for (_, b) in &ends {
+        b.recv_cq.acknowledge(1);
+    }
+}
+
+#[test]
+fn poll_takes_no_more_than_fits_and_the_oldest_first() {
+    let (a, b, _channel, _setup) = watched();
+    for _ in 0..5 {
+        send(&a, false);
+    }
+    assert_eq!(b.recv_cq.poll(&mut []).unwrap(), 0);
+    let mut two = [WorkCompletion::default(); 2];
+    assert_eq!(b.recv_cq.poll(&mut two).unwrap(), 2);
+    assert_eq!(outcome(&two), [(0, WcStatus::SUCCESS), (1, WcStatus::SUCCESS)]);
+    assert_eq!(outcome(&take(&b.recv_cq, 3)), [(2, WcStatus::SUCCESS), (3, WcStatus::SUCCESS), (4, WcStatus::SUCCESS)]);
+    assert_eq!(poll(&b.recv_cq), []);
+}
+
+#[test]
+fn sends_and_receives_can_share_a_queue() {
+    let setup = Setup::new();
+    let options = Options::default();
+    let shared = |device| {
+        let cq = Cq::new(device, 64, None, 0).unwrap();
+        End::on(device, &options, cq.clone(), cq, None)
+    };
+    let (a, b) = (shared(&setup.a), shared(&setup.b));
+    connect(&a, &b, &options);
+    a.recv(1, &[]).unwrap();
+    b.recv(2, &[]).unwrap();
+    a.send(3, SendOp::Send, &[]).unwrap();
+    b.send(4, SendOp::Send, &[]).unwrap();
+    for (end, sent, received) in [(&a, 3, 1), (&b, 4, 2)] {
+        let mut all = take(&end.send_cq, 2);
+        all.sort_by_key(|wc| wc.wr_id.0);
+        let opcodes: Vec<_> = all.iter().map(|wc| (wc.wr_id.0, wc.opcode)).collect();
+        assert_eq!(opcodes, [(received, WcOpcode::Recv), (sent, WcOpcode::Send)]);
+    }
+}
+
+#[test]
+fn queue_sizes_and_vectors_beyond_the_device_are_named() {
+    let setup = Setup::new();
+    let attr = setup.a.attr();
+    let too_large = Cq::new(&setup.a, attr.max_cqe + 1, None, 0).unwrap_err();
+    let SetupError::Limit(limit) = too_large else { panic!("{too_large:?}") };
+    assert_eq!((limit.asked, limit.allowed), (u64::from(attr.max_cqe) + 1, attr.max_cqe.into()));
+    let vector = Cq::on_vector(&setup.a, 8, None, attr.completion_vectors, 0).unwrap_err();
+    let SetupError::Limit(limit) = vector else { panic!("{vector:?}") };
+    assert_eq!((limit.field, limit.asked), ("completion vector", attr.completion_vectors.into()));
+    assert!(Cq::new(&setup.a, 0, None, 0).is_err(), "for no completion at all");
+    let channel = Channel::new(&setup.b).unwrap();
+    let foreign = Cq::new(&setup.a, 8, Some(&channel), 0).unwrap_err();
+    assert_eq!(foreign, SetupError::Foreign { what: "completion channel" });
+}
+
+#[test]
+fn dead_completion_queue_ends_every_operation_on_it() {
+    // The crate sets room aside, so only the bare objects can overrun a queue that it watches.
+    for mode in ["event", "busy_poll", "cooperative", "hybrid"] {
+        run(1, mode, async {
+            let setup = Setup::new();
+            let queue =
+                tokio_rdma::CompletionQueue::builder(&setup.a).capacity(4).mode(crate::common::mode(mode)).build();
+            let queue = queue.unwrap();
+            if queue.verbs().capacity() > 8 {
+                return skip("dead_completion_queue", "the completion queue was rounded up");
+            }
+            let pd = setup.a.protection_domain().unwrap();
+            let build = || tokio_rdma::QueuePair::builder(&pd, &queue).max_send_wr(1).max_recv_wr(1).build().unwrap();
+            let (first, second) = (build(), build());
+            first.connect(&second.endpoint()).unwrap();
+            second.connect(&first.endpoint()).unwrap();
+            let pool = tokio_rdma::Pool::new(&pd, 64, 4).unwrap();
+            let receives = [first.recv(pool.try_alloc(8).unwrap()), second.recv(pool.try_alloc(8).unwrap())];
+            let options = Options::default();
+            let recv_cq = Cq::new(&setup.a, 8, None, 0).unwrap();
+            let intruder = End::on(&setup.a, &options, queue.verbs().clone(), recv_cq, None);
+            let peer = End::new(&setup.b, &options);
+            connect(&intruder, &peer, &options);
+            for id in 0..9 {
+                intruder.send(id, SendOp::Write(tokio_rdma::types::RemoteAddr::default()), &[]).unwrap();
+            }
+            for receive in receives {
+                let error = within("a receive on a dead queue", receive).await.unwrap_err();
+                let dead = matches!(error.kind(), OpErrorKind::CompletionQueue(_))
+                    || error.status() == Some(WcStatus::WR_FLUSH_ERR);
+                assert!(dead, "{mode}: {error}");
+                assert_eq!(error.into_buffer().len(), 8);
+            }
+            let late = within("a late send", first.send(())).await.unwrap_err();
+            assert!(matches!(late.kind(), OpErrorKind::Closed | OpErrorKind::CompletionQueue(_)), "{mode}: {late}");
+            drop((first, second));
+            assert_eq!(pool.available(), 4, "{mode}: no buffer is lost");
+        });
+    }
+}

@@ -1,0 +1,144 @@
+//! What is lost, cut or refused on unreliable datagrams.
+
+use tokio_rdma::types::{Data, Qkey, QpState, Qpn, SendFlags, SendOp, SendWr, Transport, WcFlags, WcStatus, WrId};
+
+use crate::common::raw::{End, Options, QKEY, connected, outcome};
+use crate::common::{Memory, events};
+
+fn pair() -> (End, End, crate::common::Setup) {
+    connected(&Options::of(Transport::Ud))
+}
+
+/// Sends one good datagram and asserts that receive `id` is the one that takes it: nothing before it was taken.
+fn next_is(a: &End, b: &End, from: &Memory, id: u64) {
+    a.send_to(77, b, b.qp.qpn(), QKEY, &[from.sge(0, 8)]).unwrap();
+    assert_eq!(outcome(&a.sent(1)), [(77, WcStatus::SUCCESS)]);
+    let received = b.received(1);
+    assert_eq!((outcome(&received), received[0].byte_len), (vec![(id, WcStatus::SUCCESS)], 48));
+    assert_eq!((a.state(), b.state()), (QpState::Rts, QpState::Rts));
+    assert_eq!((events(&a.device), events(&b.device)), (vec![], vec![]));
+}
+
+#[test]
+fn wrong_key_or_number_is_sent_and_lost() {
+    let (a, b, _setup) = pair();
+    let (from, to) = (a.memory(8), b.memory(64));
+    b.recv(1, &[to.sge(0, 64)]).unwrap();
+    let qpn = b.qp.qpn();
+    for (qpn, qkey) in [(qpn, Qkey(QKEY.0 + 1)), (qpn, Qkey(0)), (Qpn(qpn.0 ^ 1), QKEY), (a.qp.qpn(), Qkey(9))] {
+        a.send_to(5, &b, qpn, qkey, &[from.sge(0, 8)]).unwrap();
+        assert_eq!(outcome(&a.sent(1)), [(5, WcStatus::SUCCESS)]);
+        assert_eq!(outcome(&b.received(0)), []);
+    }
+    next_is(&a, &b, &from, 1);
+}
+
+#[test]
+fn datagram_without_a_receive_is_lost() {
+    let (a, b, _setup) = pair();
+    let (from, to) = (a.memory(8), b.memory(64));
+    a.send_to(5, &b, b.qp.qpn(), QKEY, &[from.sge(0, 8)]).unwrap();
+    assert_eq!(outcome(&a.sent(1)), [(5, WcStatus::SUCCESS)]);
+    b.recv(1, &[to.sge(0, 64)]).unwrap();
+    assert_eq!(outcome(&b.received(0)), []);
+    next_is(&a, &b, &from, 1);
+}
+
+#[test]
+fn datagram_of_the_whole_mtu_arrives_and_one_byte_more_is_refused() {
+    let (a, b, setup) = pair();
+    let mtu = setup.a.default_path().unwrap().0.active_mtu.bytes();
+    let (from, to) = (Memory::patterned(&a.pd, mtu + 1, 5), b.memory(mtu + 40));
+    b.recv(1, &[to.sge(0, mtu + 40)]).unwrap();
+    a.send_to(2, &b, b.qp.qpn(), QKEY, &[from.sge(0, mtu)]).unwrap();
+    assert_eq!(outcome(&a.sent(1)), [(2, WcStatus::SUCCESS)]);
+    let received = b.received(1)[0];
+    assert_eq!((received.byte_len as usize, received.flags), (mtu + 40, WcFlags::GRH));
+    assert_eq!((received.qpn, received.src_qpn), (b.qp.qpn(), a.qp.qpn()));
+    assert_eq!(to.bytes(40, mtu), from.bytes(0, mtu));
+    if setup.is_software() {
+        let refused = a.send_to(3, &b, b.qp.qpn(), QKEY, &[from.sge(0, mtu + 1)]).unwrap_err();
+        assert_eq!((refused.posted, refused.error.errno), (0, 22));
+    }
+    b.recv(4, &[to.sge(0, 64)]).unwrap();
+    next_is(&a, &b, &from, 4);
+}
+
+#[test]
+fn header_and_datagram_are_scattered_over_the_list() {
+    let (a, b, _setup) = pair();
+    let (from, to) = (Memory::patterned(&a.pd, 100, 6), b.memory(400));
+    // The header alone in the first element.
+    b.recv(1, &[to.sge(0, 40), to.sge(100, 60), to.sge(200, 60)]).unwrap();
+    a.send_to(2, &b, b.qp.qpn(), QKEY, &[from.sge(0, 50), from.sge(50, 50)]).unwrap();
+    assert_eq!(b.received(1)[0].byte_len, 140);
+    assert_eq!([to.bytes(100, 60), to.bytes(200, 40)].concat(), from.all());
+    assert_eq!(to.bytes(240, 20), [0; 20]);
+}
+
+#[test]
+fn receive_too_short_for_header_and_datagram_costs_the_datagram_only() {
+    // IBTA 9.8.4: dropped, or the receive fails; the queue pair stays in RTS either way.
+    let (a, b, _setup) = pair();
+    let (from, to) = (a.memory(64), b.memory(128));
+    b.recv(1, &[to.sge(0, 47)]).unwrap();
+    b.recv(2, &[to.sge(0, 128)]).unwrap();
+    a.send_to(3, &b, b.qp.qpn(), QKEY, &[from.sge(0, 8)]).unwrap();
+    assert_eq!(outcome(&a.sent(1)), [(3, WcStatus::SUCCESS)]);
+    let seen = outcome(&b.received(1));
+    assert_eq!(seen, [(1, WcStatus::LOC_LEN_ERR)]);
+    next_is(&a, &b, &from, 2);
+}
+
+#[test]
+fn posts_that_a_datagram_queue_pair_cannot_do_are_refused() {
+    let (a, b, _setup) = pair();
+    let (from, to) = (a.memory(8), b.memory(64));
+    let route = a.pd.address_handle(&b.address()).unwrap();
+    let sges = [from.sge(0, 8)];
+    let remote = to.remote(0);
+    let target = Some(route.target(b.qp.qpn(), QKEY));
+    let wr = |op, target| SendWr { wr_id: WrId(1), op, flags: SendFlags::SIGNALED, data: Data::Sges(&sges), target };
+    for (op, target) in [
+        (SendOp::Send, None),
+        (SendOp::Write(remote), target),
+        (SendOp::WriteWithImm(remote, tokio_rdma::Imm(0)), target),
+        (SendOp::Read(remote), target),
+        (SendOp::FetchAdd { remote, add: 1 }, target),
+        (SendOp::CompareSwap { remote, compare: 0, swap: 1 }, target),
+        (SendOp::SendWithInvalidate(remote.rkey), target),
+    ] {
+        let refused = a.post(&[wr(op, target)]).unwrap_err();
+        assert_eq!((refused.posted, refused.error.errno), (0, 22), "{op:?}");
+    }
+    b.recv(4, &[to.sge(0, 64)]).unwrap();
+    next_is(&a, &b, &from, 4);
+}
+
+#[test]
+fn one_queue_pair_hears_many_senders_and_tells_them_apart() {
+    let (a, b, setup) = pair();
+    let options = Options::of(Transport::Ud);
+    let c = End::new(&setup.a, &options);
+    c.init(&options);
+    c.rtr(&options, &b);
+    c.rts(&options);
+    let to = b.memory(64);
+    for (id, sender) in [&a, &c, &a].into_iter().enumerate() {
+        b.recv(id as u64, &[to.sge(0, 64)]).unwrap();
+        sender.send_to(1, &b, b.qp.qpn(), QKEY, &[]).unwrap();
+        let received = b.received(1)[0];
+        assert_eq!((received.src_qpn, received.byte_len), (sender.qp.qpn(), 40));
+    }
+}
+
+#[test]
+fn route_that_the_device_does_not_have_is_refused() {
+    let (a, b, _setup) = pair();
+    let good = b.address();
+    for (port, index) in [(0, 0), (9, 0), (1, 200)] {
+        let bad =
+            tokio_rdma::types::AddressVector { port: tokio_rdma::types::PortNum(port), sgid_index: index, ..good };
+        assert_eq!(a.pd.address_handle(&bad).unwrap_err().errno, 22, "port {port}, GID {index}");
+    }
+}

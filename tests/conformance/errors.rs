@@ -1,0 +1,540 @@
+//! Every way that work can fail on a connection: status at the requester, status at the responder, events.
+
+use tokio_rdma::Access;
+use tokio_rdma::types::{
+    AsyncEvent, Data, Imm, Lkey, QpCaps, QpState, Qpn, RemoteAddr, Rkey, SendFlags, SendOp, SendWr, Sge, Transport,
+    WcStatus, WrId,
+};
+
+use crate::common::raw::{End, Options, connected, outcome};
+use crate::common::{Memory, events};
+
+/// What the far end of a failed request sees.
+enum Responder {
+    /// Its receive number 100 ends with this status.
+    Receive(WcStatus),
+    /// An event.
+    Event(fn(Qpn) -> AsyncEvent),
+}
+
+/// Keeps the memory that a case uses until the check is over.
+#[derive(Default)]
+struct Kept(Vec<Memory>, Vec<tokio_rdma::ProtectionDomain>);
+
+impl Kept {
+    fn memory(&mut self, end: &End, len: usize, access: Access) -> &Memory {
+        self.0.push(Memory::with(&end.pd, len, access));
+        self.0.last().unwrap()
+    }
+
+    fn sge(&mut self, end: &End, len: usize) -> Sge {
+        self.memory(end, len, Access::REMOTE_ALL).sge(0, len)
+    }
+
+    /// Memory of another protection domain of the same device.
+    fn foreign(&mut self, end: &End, len: usize) -> &Memory {
+        let pd = end.device.protection_domain().unwrap();
+        self.0.push(Memory::new(&pd, len));
+        self.1.push(pd);
+        self.0.last().unwrap()
+    }
+}
+
+/// Runs a case that ends the connection at both ends: work before it is done, it fails as said, work behind it is
+/// flushed at both ends in the order of posting. The case posts send 1 and, if it needs one, receive 100.
+fn fails_at_both_ends(
+    options: &Options,
+    requester: WcStatus,
+    responder: Responder,
+    case: impl Fn(&End, &End, &mut Kept),
+) {
+    let (a, b, setup) = connected(options);
+    let mut kept = Kept::default();
+    // Done before: no failure behind it changes that.
+    b.recv(99, &[]).unwrap();
+    a.send(0, SendOp::Send, &[]).unwrap();
+    assert_eq!(outcome(&a.sent(1)), [(0, WcStatus::SUCCESS)]);
+    assert_eq!(outcome(&b.received(1)), [(99, WcStatus::SUCCESS)]);
+    (events(&a.device), events(&b.device));
+
+    case(&a, &b, &mut kept);
+    let first = a.sent(1);
+    assert_eq!(outcome(&first), [(1, requester)]);
+    assert_eq!(first[0].qpn, a.qp.qpn());
+    assert_eq!((a.state(), b.state()), (QpState::Err, QpState::Err));
+    // Posted to a queue pair in the error state: taken and flushed, also if not signalled.
+    a.send_with(2, SendOp::Send, SendFlags::empty(), Data::Sges(&[])).unwrap();
+    a.send(3, SendOp::Send, &[]).unwrap();
+    a.recv(4, &[]).unwrap();
+    assert_eq!(outcome(&a.sent(2)), [(2, WcStatus::WR_FLUSH_ERR), (3, WcStatus::WR_FLUSH_ERR)]);
+    assert_eq!(outcome(&a.received(1)), [(4, WcStatus::WR_FLUSH_ERR)]);
+    b.recv(101, &[]).unwrap();
+    b.recv(102, &[]).unwrap();
+    let flushed = [(101, WcStatus::WR_FLUSH_ERR), (102, WcStatus::WR_FLUSH_ERR)];
+    match responder {
+        Responder::Receive(status) => {
+            let received = b.received(3);
+            assert_eq!(outcome(&received), [&[(100, status)], &flushed[..]].concat());
+            assert_eq!(received[0].qpn, b.qp.qpn());
+            assert_eq!(events(&b.device), []);
+        }
+        Responder::Event(event) => {
+            assert_eq!(outcome(&b.received(2)), flushed);
+            if setup.is_software() {
+                assert_eq!(events(&b.device), [event(b.qp.qpn())]);
+            }
+        }
+    }
+    assert_eq!(events(&a.device), []);
+}
+
+#[test]
+fn send_longer_than_the_receive_is_a_length_error_there_and_an_invalid_request_here() {
+    let responder = || Responder::Receive(WcStatus::LOC_LEN_ERR);
+    // One packet, the first of many, the last of many.
+    for (room, len) in [(16, 17), (0, 1), (16, 5000), (4999, 5000), (1024, 1025)] {
+        for op in [SendOp::Send, SendOp::SendWithImm(Imm(1))] {
+            fails_at_both_ends(&Options::default(), WcStatus::REM_INV_REQ_ERR, responder(), |a, b, kept| {
+                b.recv(100, &[kept.sge(b, room)]).unwrap();
+                a.send(1, op, &[kept.sge(a, len)]).unwrap();
+            });
+        }
+    }
+}
+
+#[test]
+fn receive_into_memory_that_is_not_covered_is_a_protection_error_there() {
+    let cases: [fn(&End, &mut Kept) -> Vec<Sge>; 6] = [
+        |b, kept| vec![Sge { lkey: Lkey(kept.sge(b, 16).lkey.0 ^ 0x10), ..kept.sge(b, 16) }],
+        |b, kept| vec![Sge { lkey: Lkey(0), ..kept.sge(b, 16) }],
+        // Past the end, and before the start.
+        |b, kept| vec![kept.memory(b, 16, Access::empty()).sge(1, 16)],
+        |b, kept| vec![Sge { addr: kept.sge(b, 16).addr - 1, ..kept.0[0].sge(0, 16) }],
+        |b, kept| vec![kept.foreign(b, 16).sge(0, 16)],
+        // The second element of two.
+        |b, kept| vec![kept.sge(b, 8), kept.foreign(b, 8).sge(0, 8)],
+    ];
+    for case in cases {
+        let responder = Responder::Receive(WcStatus::LOC_PROT_ERR);
+        fails_at_both_ends(&Options::default(), WcStatus::REM_OP_ERR, responder, |a, b, kept| {
+            let sges = case(b, kept);
+            b.recv(100, &sges).unwrap();
+            a.send(1, SendOp::Send, &[kept.sge(a, 16)]).unwrap();
+        });
+    }
+}
+
+#[test]
+fn receive_whose_registration_has_ended_is_a_protection_error_there() {
+    let responder = Responder::Receive(WcStatus::LOC_PROT_ERR);
+    fails_at_both_ends(&Options::default(), WcStatus::REM_OP_ERR, responder, |a, b, kept| {
+        let memory = b.memory(16);
+        b.recv(100, &[memory.sge(0, 16)]).unwrap();
+        drop(memory);
+        a.send(1, SendOp::Send, &[kept.sge(a, 16)]).unwrap();
+    });
+}
+
+/// Remote memory that does not allow what is asked.
+const FORBIDDEN: [fn(&End, &mut Kept, Access) -> RemoteAddr; 10] = [
+    // Key unknown, zero, of a registration that has ended.
+    |b, kept, _| RemoteAddr {
+        rkey: Rkey(kept.memory(b, 64, Access::REMOTE_ALL).remote(0).rkey.0 ^ 4),
+        ..kept.0[0].remote(0)
+    },
+    |b, kept, _| RemoteAddr { rkey: Rkey(0), ..kept.memory(b, 64, Access::REMOTE_ALL).remote(0) },
+    |b, _, _| b.memory(64).remote(0),
+    // Past the end, across it, before the start, wrapping around, at zero.
+    |b, kept, _| kept.memory(b, 64, Access::REMOTE_ALL).remote(64),
+    |b, kept, _| kept.memory(b, 60, Access::REMOTE_ALL).remote(56),
+    |b, kept, _| RemoteAddr { addr: kept.memory(b, 64, Access::REMOTE_ALL).remote(0).addr - 8, ..kept.0[0].remote(0) },
+    |b, kept, _| RemoteAddr { addr: u64::MAX - 7, ..kept.memory(b, 64, Access::REMOTE_ALL).remote(0) },
+    |b, kept, _| RemoteAddr { addr: 0, ..kept.memory(b, 64, Access::REMOTE_ALL).remote(0) },
+    // Everything allowed but this.
+    |b, kept, needed| kept.memory(b, 64, Access::REMOTE_ALL.difference(needed)).remote(0),
+    // Another protection domain.
+    |b, kept, _| kept.foreign(b, 64).remote(0),
+];
+
+#[test]
+fn write_to_memory_that_does_not_allow_it_is_a_remote_access_error_here_and_an_event_there() {
+    for forbidden in FORBIDDEN {
+        let responder = Responder::Event(AsyncEvent::QpAccessError);
+        fails_at_both_ends(&Options::default(), WcStatus::REM_ACCESS_ERR, responder, |a, b, kept| {
+            let remote = forbidden(b, kept, Access::REMOTE_WRITE);
+            a.send(1, SendOp::Write(remote), &[kept.sge(a, 8)]).unwrap();
+        });
+    }
+}
+
+#[test]
+fn read_of_memory_that_does_not_allow_it_is_a_remote_access_error_here_and_an_event_there() {
+    for forbidden in FORBIDDEN {
+        let responder = Responder::Event(AsyncEvent::QpAccessError);
+        fails_at_both_ends(&Options::default(), WcStatus::REM_ACCESS_ERR, responder, |a, b, kept| {
+            let remote = forbidden(b, kept, Access::REMOTE_READ);
+            a.send(1, SendOp::Read(remote), &[kept.sge(a, 8)]).unwrap();
+        });
+    }
+}
+
+#[test]
+fn atomic_on_memory_that_does_not_allow_it_is_a_remote_access_error_here_and_an_event_there() {
+    let ops: [fn(RemoteAddr) -> SendOp; 2] =
+        [|remote| SendOp::FetchAdd { remote, add: 1 }, |remote| SendOp::CompareSwap { remote, compare: 0, swap: 1 }];
+    for forbidden in FORBIDDEN {
+        for op in ops {
+            let responder = Responder::Event(AsyncEvent::QpAccessError);
+            fails_at_both_ends(&Options::default(), WcStatus::REM_ACCESS_ERR, responder, |a, b, kept| {
+                let mut remote = forbidden(b, kept, Access::REMOTE_ATOMIC);
+                remote.addr &= !7;
+                a.send(1, op(remote), &[kept.sge(a, 8)]).unwrap();
+            });
+        }
+    }
+}
+
+#[test]
+fn write_with_imm_to_forbidden_memory_fails_the_receive_it_took() {
+    for forbidden in FORBIDDEN {
+        let responder = Responder::Receive(WcStatus::LOC_ACCESS_ERR);
+        fails_at_both_ends(&Options::default(), WcStatus::REM_ACCESS_ERR, responder, |a, b, kept| {
+            b.recv(100, &[]).unwrap();
+            let remote = forbidden(b, kept, Access::REMOTE_WRITE);
+            a.send(1, SendOp::WriteWithImm(remote, Imm(3)), &[kept.sge(a, 8)]).unwrap();
+        });
+    }
+}
+
+#[test]
+fn long_write_that_leaves_its_memory_changes_nothing() {
+    let responder = Responder::Event(AsyncEvent::QpAccessError);
+    fails_at_both_ends(&Options::default(), WcStatus::REM_ACCESS_ERR, responder, |a, b, kept| {
+        kept.0.push(Memory::patterned(&a.pd, 5001, 1));
+        let from = kept.0[0].sge(0, 5001);
+        let remote = kept.memory(b, 5000, Access::REMOTE_ALL).remote(0);
+        a.send(1, SendOp::Write(remote), &[from]).unwrap();
+        crate::common::eventually("the failure", || (a.state() == QpState::Err).then_some(()));
+        assert!(kept.0[1].all().iter().all(|&byte| byte == 0));
+    });
+}
+
+#[test]
+fn queue_pair_without_the_right_makes_the_request_invalid() {
+    let ops: [(Access, fn(RemoteAddr) -> SendOp); 4] = [
+        (Access::REMOTE_WRITE, SendOp::Write),
+        (Access::REMOTE_READ, SendOp::Read),
+        (Access::REMOTE_ATOMIC, |remote| SendOp::FetchAdd { remote, add: 1 }),
+        (Access::REMOTE_ATOMIC, |remote| SendOp::CompareSwap { remote, compare: 0, swap: 0 }),
+    ];
+    for (lacking, op) in ops {
+        let options = Options { access: Access::REMOTE_ALL.difference(lacking), ..Options::default() };
+        let responder = Responder::Event(AsyncEvent::QpRequestError);
+        fails_at_both_ends(&options, WcStatus::REM_INV_REQ_ERR, responder, |a, b, kept| {
+            let remote = kept.memory(b, 64, Access::REMOTE_ALL).remote(0);
+            a.send(1, op(remote), &[kept.sge(a, 8)]).unwrap();
+        });
+    }
+}
+
+#[test]
+fn atomic_off_its_boundary_is_an_invalid_request() {
+    for offset in [1, 4, 7] {
+        for atomic in
+            [|remote| SendOp::FetchAdd { remote, add: 1 }, |remote| SendOp::CompareSwap { remote, compare: 0, swap: 1 }]
+        {
+            let responder = Responder::Event(AsyncEvent::QpRequestError);
+            fails_at_both_ends(&Options::default(), WcStatus::REM_INV_REQ_ERR, responder, |a, b, kept| {
+                let remote = kept.memory(b, 64, Access::REMOTE_ALL).remote(offset);
+                a.send(1, atomic(remote), &[kept.sge(a, 8)]).unwrap();
+            });
+        }
+    }
+}
+
+#[test]
+fn read_at_a_responder_that_serves_none_is_an_invalid_request() {
+    let options = Options { dest_rd_atomic: 0, ..Options::default() };
+    for atomic in [false, true] {
+        let responder = Responder::Event(AsyncEvent::QpRequestError);
+        fails_at_both_ends(&options, WcStatus::REM_INV_REQ_ERR, responder, |a, b, kept| {
+            let remote = kept.memory(b, 64, Access::REMOTE_ALL).remote(0);
+            let op = if atomic { SendOp::FetchAdd { remote, add: 1 } } else { SendOp::Read(remote) };
+            a.send(1, op, &[kept.sge(a, 8)]).unwrap();
+        });
+    }
+}
+
+/// Runs a case that fails before anything of it is sent: the far end does not notice.
+fn fails_here(options: &Options, status: WcStatus, case: impl Fn(&End, &End, &mut Kept)) {
+    let (a, b, _setup) = connected(options);
+    let mut kept = Kept::default();
+    let good = kept.sge(&a, 8);
+    let remote = kept.memory(&b, 8, Access::REMOTE_ALL).remote(0);
+    b.recv(100, &[]).unwrap();
+    a.recv(50, &[]).unwrap();
+    a.send(0, SendOp::Write(remote), &[good]).unwrap();
+    case(&a, &b, &mut kept);
+    // Behind the failure, posted perhaps before it is noticed and perhaps after.
+    a.send(2, SendOp::Write(remote), &[good]).unwrap();
+    assert_eq!(outcome(&a.sent(3)), [(0, WcStatus::SUCCESS), (1, status), (2, WcStatus::WR_FLUSH_ERR)]);
+    assert_eq!(outcome(&a.received(1)), [(50, WcStatus::WR_FLUSH_ERR)]);
+    assert_eq!((a.state(), b.state()), (QpState::Err, QpState::Rts));
+    assert_eq!(outcome(&b.received(0)), []);
+    assert_eq!((events(&a.device), events(&b.device)), (vec![], vec![]));
+}
+
+#[test]
+fn local_memory_that_is_not_covered_is_a_protection_error_here() {
+    let bad: [fn(&End, &mut Kept) -> Sge; 6] = [
+        |a, kept| Sge { lkey: Lkey(kept.sge(a, 16).lkey.0 ^ 0x10), ..kept.sge(a, 16) },
+        |a, kept| Sge { lkey: Lkey(0), ..kept.sge(a, 16) },
+        |a, kept| Sge { lkey: kept.sge(a, 16).lkey, addr: 0, length: 16 },
+        |a, kept| kept.memory(a, 16, Access::empty()).sge(12, 16),
+        |a, kept| kept.foreign(a, 16).sge(0, 16),
+        // Ended.
+        |a, _| a.memory(16).sge(0, 16),
+    ];
+    for bad in bad {
+        let ops: [fn(RemoteAddr) -> SendOp; 7] = [
+            |_| SendOp::Send,
+            |_| SendOp::SendWithImm(Imm(0)),
+            SendOp::Write,
+            |remote| SendOp::WriteWithImm(remote, Imm(0)),
+            SendOp::Read,
+            |remote| SendOp::FetchAdd { remote, add: 1 },
+            |remote| SendOp::CompareSwap { remote, compare: 0, swap: 1 },
+        ];
+        for op in ops {
+            fails_here(&Options::default(), WcStatus::LOC_PROT_ERR, |a, b, kept| {
+                let op = op(kept.memory(b, 16, Access::REMOTE_ALL).remote(0));
+                let mut sge = bad(a, kept);
+                if matches!(op, SendOp::FetchAdd { .. } | SendOp::CompareSwap { .. }) {
+                    sge.length = 8;
+                }
+                a.send(1, op, &[sge]).unwrap();
+                // An atomic that failed here was not done there.
+                assert_eq!(kept.0.iter().filter(|memory| memory.all().iter().any(|&byte| byte != 0)).count(), 0);
+            });
+        }
+    }
+}
+
+#[test]
+fn atomic_result_of_less_than_a_word_is_a_length_error_here() {
+    for len in [0, 4, 7] {
+        fails_here(&Options::default(), WcStatus::LOC_LEN_ERR, |a, b, kept| {
+            let remote = kept.memory(b, 16, Access::REMOTE_ALL).remote(0);
+            a.send(1, SendOp::FetchAdd { remote, add: 1 }, &[Sge { length: len, ..kept.sge(a, 8) }]).unwrap();
+        });
+    }
+}
+
+#[test]
+fn message_beyond_the_largest_is_a_length_error_here() {
+    fails_here(&Options::default(), WcStatus::LOC_LEN_ERR, |a, _, kept| {
+        let sge = Sge { length: 1 << 31, ..kept.sge(a, 8) };
+        a.send(1, SendOp::Send, &[sge, sge, sge]).unwrap();
+    });
+}
+
+#[test]
+fn read_with_no_read_of_its_own_allowed_fails_here() {
+    let options = Options { rd_atomic: 0, ..Options::default() };
+    fails_here(&options, WcStatus::LOC_QP_OP_ERR, |a, b, kept| {
+        let remote = kept.memory(b, 16, Access::REMOTE_ALL).remote(0);
+        a.send(1, SendOp::Read(remote), &[kept.sge(a, 16)]).unwrap();
+    });
+}
+
+#[test]
+fn no_receive_for_too_long_is_an_error_here_and_nothing_there() {
+    for rnr_retry in [0, 1, 6] {
+        for with_imm in [false, true] {
+            let (a, b, setup) = connected(&Options { rnr_retry, ..Options::default() });
+            let (from, to) = (a.memory(8), b.memory(8));
+            from.0.store(0, u64::MAX).unwrap();
+            let op = if with_imm { SendOp::WriteWithImm(to.remote(0), Imm(1)) } else { SendOp::Send };
+            a.send(1, op, &[from.sge(0, 8)]).unwrap();
+            a.send(2, op, &[from.sge(0, 8)]).unwrap();
+            assert_eq!(outcome(&a.sent(2)), [(1, WcStatus::RNR_RETRY_EXC_ERR), (2, WcStatus::WR_FLUSH_ERR)]);
+            assert_eq!((a.state(), b.state()), (QpState::Err, QpState::Rts));
+            assert_eq!(to.all(), [0; 8], "nothing is written before the receive is there");
+            // The responder goes on as if nothing had happened.
+            b.recv(5, &[to.sge(0, 8)]).unwrap();
+            assert_eq!(outcome(&b.received(0)), []);
+            assert_eq!((events(&setup.a), events(&setup.b)), (vec![], vec![]));
+        }
+    }
+}
+
+#[test]
+fn late_receive_is_waited_for_for_ever_with_seven_retries() {
+    let (a, b, _setup) = connected(&Options { rnr_retry: 7, ..Options::default() });
+    let (from, to) = (Memory::patterned(&a.pd, 5000, 3), b.memory(5000));
+    a.send(1, SendOp::Send, &[from.sge(0, 5000)]).unwrap();
+    a.send(2, SendOp::WriteWithImm(to.remote(0), Imm(7)), &[from.sge(0, 8)]).unwrap();
+    // Far more retries than seven, of 0.01 ms each.
+    let start = std::time::Instant::now();
+    while start.elapsed() < std::time::Duration::from_millis(5) {
+        assert_eq!(outcome(&a.sent(0)), []);
+    }
+    b.recv(8, &[to.sge(0, 5000)]).unwrap();
+    b.recv(9, &[]).unwrap();
+    assert_eq!(outcome(&a.sent(2)), [(1, WcStatus::SUCCESS), (2, WcStatus::SUCCESS)]);
+    let received = b.received(2);
+    assert_eq!(outcome(&received), [(8, WcStatus::SUCCESS), (9, WcStatus::SUCCESS)]);
+    assert_eq!((received[0].byte_len, received[1].byte_len, received[1].imm()), (5000, 8, Some(Imm(7))));
+    assert_eq!(to.all(), from.all());
+}
+
+#[test]
+fn peer_that_is_gone_exceeds_the_retries() {
+    let options = Options { retry_count: 2, timeout: 4, ..Options::default() };
+    let ops: [fn(RemoteAddr) -> SendOp; 4] =
+        [|_| SendOp::Send, SendOp::Write, SendOp::Read, |remote| SendOp::FetchAdd { remote, add: 1 }];
+    for op in ops {
+        let (a, b, _setup) = connected(&options);
+        let (from, to) = (a.memory(8), b.memory(8));
+        let remote = to.remote(0);
+        drop(b.qp);
+        a.recv(9, &[]).unwrap();
+        a.send(1, op(remote), &[from.sge(0, 8)]).unwrap();
+        a.send(2, SendOp::Send, &[]).unwrap();
+        assert_eq!(outcome(&a.sent(2)), [(1, WcStatus::RETRY_EXC_ERR), (2, WcStatus::WR_FLUSH_ERR)]);
+        assert_eq!(outcome(&a.received(1)), [(9, WcStatus::WR_FLUSH_ERR)]);
+        assert_eq!(a.state(), QpState::Err);
+    }
+}
+
+#[test]
+fn peer_that_does_not_listen_exceeds_the_retries() {
+    let options = Options { retry_count: 1, timeout: 4, ..Options::default() };
+    for state in [QpState::Reset, QpState::Err] {
+        let (a, b, _setup) = connected(&options);
+        b.to(state);
+        a.send(1, SendOp::Send, &[]).unwrap();
+        assert_eq!(outcome(&a.sent(1)), [(1, WcStatus::RETRY_EXC_ERR)]);
+        assert_eq!(b.state(), state);
+    }
+}
+
+#[test]
+fn invalidation_of_a_key_that_cannot_be_fails_the_receive() {
+    let (a, b, _setup) = connected(&Options { retry_count: 1, timeout: 4, ..Options::default() });
+    let to = b.memory(8);
+    b.recv(5, &[to.sge(0, 8)]).unwrap();
+    b.recv(6, &[to.sge(0, 8)]).unwrap();
+    // An ordinary registration is not the peer's to invalidate.
+    a.send(1, SendOp::SendWithInvalidate(to.remote(0).rkey), &[]).unwrap();
+    assert_eq!(outcome(&b.received(2)), [(5, WcStatus::REM_INV_REQ_ERR), (6, WcStatus::WR_FLUSH_ERR)]);
+    assert_eq!(b.state(), QpState::Err);
+    // Class J: there is no negative acknowledgement.
+    assert_eq!(outcome(&a.sent(1)), [(1, WcStatus::RETRY_EXC_ERR)]);
+}
+
+#[test]
+fn unsignalled_work_is_silent_before_a_failure_and_reported_in_it_and_behind_it() {
+    let (a, b, _setup) = connected(&Options::default());
+    let (from, to) = (a.memory(8), b.memory(8));
+    let sges = [from.sge(0, 8)];
+    let wr = |wr_id, op, flags| SendWr { wr_id: WrId(wr_id), op, flags, data: Data::Sges(&sges), target: None };
+    let good = SendOp::Write(to.remote(0));
+    let bad = SendOp::Write(RemoteAddr { addr: to.remote(0).addr, rkey: Rkey(0) });
+    let none = SendFlags::empty();
+    b.recv(9, &[]).unwrap();
+    let list = [
+        wr(1, good, SendFlags::SIGNALED),
+        wr(2, good, none),
+        wr(3, bad, none),
+        wr(4, good, none),
+        wr(5, good, SendFlags::SIGNALED),
+    ];
+    a.post(&list).unwrap();
+    let expected = [
+        (1, WcStatus::SUCCESS),
+        (3, WcStatus::REM_ACCESS_ERR),
+        (4, WcStatus::WR_FLUSH_ERR),
+        (5, WcStatus::WR_FLUSH_ERR),
+    ];
+    assert_eq!(outcome(&a.sent(4)), expected);
+    assert_eq!(outcome(&b.received(1)), [(9, WcStatus::WR_FLUSH_ERR)]);
+}
+
+#[test]
+fn malformed_posts_are_refused_where_they_stand() {
+    let (a, b, _setup) = connected(&Options::default());
+    let (from, to) = (a.memory(4096), b.memory(4096));
+    let caps = a.qp.caps();
+    let elements = vec![from.sge(0, 1); caps.max_send_sge as usize + 1];
+    let long = vec![1; caps.max_inline as usize + 1];
+    let good = [from.sge(0, 8)];
+    let wr = |wr_id, op, data| SendWr { wr_id: WrId(wr_id), op, flags: SendFlags::SIGNALED, data, target: None };
+    let write = SendOp::Write(to.remote(0));
+    let bad = [
+        wr(2, SendOp::Send, Data::Sges(&elements)),
+        wr(2, SendOp::Send, Data::Inline(&long)),
+        wr(2, write, Data::Inline(&long)),
+        // There is nothing to copy of an operation that brings data back.
+        wr(2, SendOp::Read(to.remote(0)), Data::Inline(&[1])),
+    ];
+    for (at, bad) in bad.into_iter().enumerate() {
+        let refused = a.post(&[wr(1, write, Data::Sges(&good)), bad, wr(3, write, Data::Sges(&good))]).unwrap_err();
+        assert_eq!((refused.posted, refused.error.verb, refused.error.errno), (1, "ibv_post_send", 22), "case {at}");
+        // What stood before it was posted, what stood behind it was not; the queue pair works on.
+        assert_eq!(outcome(&a.sent(1)), [(1, WcStatus::SUCCESS)]);
+        assert_eq!(a.state(), QpState::Rts);
+    }
+    let refused = b.recv(1, &vec![to.sge(0, 1); b.qp.caps().max_recv_sge as usize + 1]).unwrap_err();
+    assert_eq!((refused.posted, refused.error.verb, refused.error.errno), (0, "ibv_post_recv", 22));
+    // The most that is allowed is taken.
+    b.recv(2, &vec![to.sge(0, 8); b.qp.caps().max_recv_sge as usize]).unwrap();
+    a.send_with(4, SendOp::Send, SendFlags::SIGNALED, Data::Inline(&long[1..])).unwrap();
+    if long.len() - 1 <= 8 * b.qp.caps().max_recv_sge as usize {
+        assert_eq!(outcome(&a.sent(1)), [(4, WcStatus::SUCCESS)]);
+    } else {
+        assert_eq!(outcome(&a.sent(1)), [(4, WcStatus::REM_INV_REQ_ERR)]);
+    }
+}
+
+#[test]
+fn unreliable_connection_drops_in_silence_what_it_cannot_serve() {
+    let (a, b, _setup) = connected(&Options::of(Transport::Uc));
+    let (from, to) = (Memory::patterned(&a.pd, 5000, 2), b.memory(5000));
+    let bad = RemoteAddr { addr: to.remote(0).addr, rkey: Rkey(0) };
+    // No receive; a key that is not one.
+    a.send(1, SendOp::Send, &[from.sge(0, 8)]).unwrap();
+    a.send(2, SendOp::Write(bad), &[from.sge(0, 8)]).unwrap();
+    a.send(3, SendOp::Write(bad), &[from.sge(0, 5000)]).unwrap();
+    a.send(4, SendOp::WriteWithImm(to.remote(0), Imm(1)), &[from.sge(0, 8)]).unwrap();
+    let sent = [(1, WcStatus::SUCCESS), (2, WcStatus::SUCCESS), (3, WcStatus::SUCCESS), (4, WcStatus::SUCCESS)];
+    assert_eq!(outcome(&a.sent(4)), sent);
+    // What comes after is served.
+    b.recv(7, &[to.sge(0, 5000)]).unwrap();
+    a.send(5, SendOp::Send, &[from.sge(0, 5000)]).unwrap();
+    assert_eq!(outcome(&a.sent(1)), [(5, WcStatus::SUCCESS)]);
+    let received = b.received(1);
+    assert_eq!((outcome(&received), received[0].byte_len), (vec![(7, WcStatus::SUCCESS)], 5000));
+    assert_eq!(to.all(), from.all());
+    assert_eq!((a.state(), b.state()), (QpState::Rts, QpState::Rts));
+    // What does not exist is refused while posting.
+    for op in [
+        SendOp::Read(to.remote(0)),
+        SendOp::FetchAdd { remote: to.remote(0), add: 1 },
+        SendOp::CompareSwap { remote: to.remote(0), compare: 0, swap: 0 },
+        SendOp::SendWithInvalidate(Rkey(1)),
+    ] {
+        assert_eq!(a.send(6, op, &[from.sge(0, 8)]).unwrap_err().error.errno, 22, "{op:?}");
+    }
+}
+
+#[test]
+fn queue_pairs_that_hold_nothing_refuse_everything() {
+    let caps = QpCaps { max_send_wr: 0, max_recv_wr: 0, max_send_sge: 0, max_recv_sge: 0, max_inline: 0 };
+    let (a, _b, setup) = connected(&Options { caps, ..Options::default() });
+    if setup.is_software() {
+        assert_eq!(a.qp.caps(), caps);
+        assert_eq!(a.send(1, SendOp::Send, &[]).unwrap_err().error.errno, 12);
+        assert_eq!(a.recv(1, &[]).unwrap_err().error.errno, 12);
+    }
+}

@@ -1,0 +1,151 @@
+//! A device that fails, ports that go down and come up.
+
+use futures::StreamExt;
+use tokio_rdma::types::{AsyncEvent, PortNum, PortState, QpState, SendOp, Transport, WcStatus};
+use tokio_rdma::{Device, OpErrorKind};
+
+use crate::common::pair::{Pair, Shape};
+use crate::common::raw::{End, Options, connect, outcome};
+use crate::common::{Setup, events, in_every_mode, run, within};
+
+in_every_mode! { device_that_is_lost_ends_every_operation }
+
+async fn device_that_is_lost_ends_every_operation(mode: &str) {
+    let Some((setup, control, _other)) = Setup::controlled("device_that_is_lost") else { return };
+    let shape = Shape {
+        options: tokio_rdma::ConnectOptions {
+            timeout: tokio_rdma::types::AckTimeout::from_code(5),
+            retry_count: 1,
+            ..Default::default()
+        },
+        build: &|builder| builder.max_send_wr(4).max_recv_wr(4),
+        ..Shape::new(Transport::Rc, mode)
+    };
+    let Pair { a, b, setup } = Pair::shaped(setup, &shape);
+    // In flight for want of a receive, in line for want of room, and receives in both conditions.
+    let sends: Vec<_> = (0..8).map(|_| a.qp.send(a.room(8))).collect();
+    let receives: Vec<_> = (0..8).map(|_| a.qp.recv(a.room(8))).collect();
+    let waiting = tokio::spawn(async move {
+        let mut ended = Vec::new();
+        for send in sends {
+            ended.push(send.await.map(drop).unwrap_err().kind());
+        }
+        for receive in receives {
+            ended.push(receive.await.map(drop).unwrap_err().kind());
+        }
+        ended
+    });
+    tokio::task::yield_now().await;
+    control.kill();
+    for kind in within("operations on a lost device", waiting).await.unwrap() {
+        let known = kind.status() == Some(WcStatus::WR_FLUSH_ERR)
+            || matches!(kind, OpErrorKind::Closed | OpErrorKind::Post(_) | OpErrorKind::CompletionQueue(_));
+        assert!(known, "{kind}");
+    }
+    assert_eq!(setup.a.next_event().unwrap(), Some(AsyncEvent::DeviceFatal));
+    assert_eq!(setup.a.next_event().unwrap_err().errno, 19);
+    assert!(within("a late send", a.qp.send(a.room(8))).await.is_err());
+    // Every verb says so.
+    assert_eq!(setup.a.protection_domain().unwrap_err().errno, 5);
+    assert_eq!(setup.a.port(PortNum(1)).unwrap_err().errno, 5);
+    assert!(a.qp.modify(&tokio_rdma::types::QpAttr::to_state(QpState::Reset)).is_err());
+    // The peer hears nothing and finds out by itself.
+    let error = within("the peer", b.qp.send(b.room(8))).await.unwrap_err();
+    assert_eq!(error.status(), Some(WcStatus::RETRY_EXC_ERR));
+    within("close", a.qp.close()).await;
+    assert_eq!(a.pool.available(), a.pool.total(), "no buffer is lost");
+}
+
+#[test]
+fn event_stream_gives_each_event_once_and_ends_with_the_device() {
+    run(1, "event stream", async {
+        let Some((setup, control, _other)) = Setup::controlled("event_stream") else { return };
+        let mut stream = tokio_rdma::events(&setup.a).unwrap();
+        control.set_port(false);
+        control.set_port(false);
+        assert_eq!(within("down", stream.next()).await, Some(Ok(AsyncEvent::PortError(PortNum(1)))));
+        assert_eq!(setup.a.port(PortNum(1)).unwrap().state, PortState::Down);
+        let (up, ()) = tokio::join!(within("up", stream.next()), async { control.set_port(true) });
+        assert_eq!(up, Some(Ok(AsyncEvent::PortActive(PortNum(1)))));
+        assert_eq!(setup.a.port(PortNum(1)).unwrap().state, PortState::Active);
+        let (fatal, ()) = tokio::join!(within("fatal", stream.next()), async { control.kill() });
+        assert_eq!(fatal, Some(Ok(AsyncEvent::DeviceFatal)));
+        assert_eq!(within("the end", stream.next()).await, None);
+        assert_eq!(within("after the end", stream.next()).await, None);
+        assert_eq!(events(&setup.b), [], "the other device is another");
+    });
+}
+
+#[test]
+fn port_that_is_down_for_a_while_delays_reliable_work() {
+    let Some((setup, _control, other)) = Setup::controlled("port_that_is_down") else { return };
+    let options = Options { timeout: 6, ..Options::default() };
+    let (a, b) = (End::new(&setup.a, &options), End::new(&setup.b, &options));
+    connect(&a, &b, &options);
+    let to = b.memory(8);
+    other.set_port(false);
+    a.send(1, SendOp::Write(to.remote(0)), &[]).unwrap();
+    assert_eq!(outcome(&a.sent(0)), []);
+    other.set_port(true);
+    assert_eq!(outcome(&a.sent(1)), [(1, WcStatus::SUCCESS)]);
+    assert_eq!(events(&setup.b), [AsyncEvent::PortError(PortNum(1)), AsyncEvent::PortActive(PortNum(1))]);
+    assert_eq!(events(&setup.a), []);
+}
+
+#[test]
+fn port_that_stays_down_exceeds_the_retries() {
+    for end in ["own", "peer's"] {
+        let Some((setup, control, other)) = Setup::controlled("port_that_stays_down") else { return };
+        let options = Options { timeout: 4, retry_count: 1, ..Options::default() };
+        let (a, b) = (End::new(&setup.a, &options), End::new(&setup.b, &options));
+        connect(&a, &b, &options);
+        if end == "own" {
+            control.set_port(false)
+        } else {
+            other.set_port(false)
+        };
+        a.send(1, SendOp::Send, &[]).unwrap();
+        assert_eq!(outcome(&a.sent(1)), [(1, WcStatus::RETRY_EXC_ERR)], "{end} port");
+        assert_eq!((a.state(), b.state()), (QpState::Err, QpState::Rts));
+    }
+}
+
+#[test]
+fn every_opening_of_a_device_hears_of_its_port_and_its_end() {
+    let network = tokio_rdma::software::Network::new();
+    let open = || Device::software_in(&network, "x").unwrap();
+    let (first, second) = (open(), open());
+    let control = network.control("x").unwrap();
+    control.set_port(false);
+    control.kill();
+    for device in [&first, &second] {
+        assert_eq!(device.next_event().unwrap(), Some(AsyncEvent::PortError(PortNum(1))));
+        assert_eq!(device.next_event().unwrap(), Some(AsyncEvent::DeviceFatal));
+        assert_eq!(device.next_event().unwrap_err().errno, 19);
+    }
+    assert!(Device::software_in(&network, "x").is_err(), "still open, so still the dead one");
+    drop((first, second, control));
+    assert!(Device::software_in(&network, "x").is_ok());
+}
+
+#[test]
+fn shared_receives_end_with_their_device() {
+    for mode in crate::common::MODES {
+        run(1, mode, async {
+            let Some((setup, control, _other)) = Setup::controlled("shared_receives_end") else { return };
+            let pd = setup.a.protection_domain().unwrap();
+            let queue = tokio_rdma::CompletionQueue::new(&setup.a, crate::common::mode(mode)).unwrap();
+            let srq = tokio_rdma::SharedReceiveQueue::new(&pd, &queue, 4, 1).unwrap();
+            let qp = tokio_rdma::QueuePair::builder(&pd, &queue).shared_receive_queue(&srq).build().unwrap();
+            let pool = tokio_rdma::Pool::new(&pd, 64, 8).unwrap();
+            let receives: Vec<_> = (0..8).map(|_| srq.recv(pool.try_alloc(8).unwrap())).collect();
+            control.kill();
+            drop((qp, srq));
+            for receive in receives {
+                let error = within("a shared receive", receive).await.unwrap_err();
+                assert_eq!(error.kind(), OpErrorKind::Closed);
+            }
+            assert_eq!(pool.available(), 8);
+        });
+    }
+}

@@ -1,0 +1,13 @@
+//! The scenarios, mounted by one test binary for each kind of device.
+
+mod batches;
+mod completions;
+mod datagrams;
+mod errors;
+mod events;
+mod lifetimes;
+mod misuse;
+mod operations;
+mod shared;
+mod states;
+mod transitions;

@@ -1,0 +1,282 @@
+//! What each state takes, serves and drops.
+
+use tokio_rdma::types::{AsyncEvent, Data, QpAttr, QpState, SendFlags, SendOp, Transport, WcStatus};
+
+use crate::common::raw::{End, Options, connect, connected, init, outcome, poll, rts};
+use crate::common::{Memory, Setup, events, eventually};
+
+const ALL: [Transport; 3] = [Transport::Rc, Transport::Uc, Transport::Ud];
+const EINVAL: i32 = 22;
+
+/// Posts a send to itself or its peer, as the transport has it.
+fn send(from: &End, to: &End, id: u64) -> Result<(), i32> {
+    let result = match from.qp.transport() {
+        Transport::Ud => from.send_to(id, to, to.qp.qpn(), crate::common::raw::QKEY, &[]),
+        _ => from.send(id, SendOp::Send, &[]),
+    };
+    result.map_err(|refused| refused.error.errno)
+}
+
+fn recv(end: &End, id: u64) -> Result<(), i32> {
+    end.recv(id, &[end.scratch.sge(0, 64)]).map_err(|refused| refused.error.errno)
+}
+
+#[test]
+fn reset_refuses_sends_and_receives() {
+    let setup = Setup::new();
+    for transport in ALL {
+        let end = End::new(&setup.a, &Options::of(transport));
+        assert_eq!((send(&end, &end, 1), recv(&end, 2)), (Err(EINVAL), Err(EINVAL)));
+        assert_eq!((poll(&end.send_cq), poll(&end.recv_cq)), (vec![], vec![]));
+    }
+}
+
+#[test]
+fn init_refuses_sends_and_keeps_receives() {
+    let setup = Setup::new();
+    for transport in ALL {
+        let options = Options::of(transport);
+        let (a, b) = (End::new(&setup.a, &options), End::new(&setup.b, &options));
+        a.init(&options);
+        assert_eq!((send(&a, &b, 1), recv(&a, 2)), (Err(EINVAL), Ok(())));
+        b.init(&options);
+        b.rtr(&options, &a);
+        b.rts(&options);
+        if transport != Transport::Rc {
+            // What arrives is dropped: the receive is not for it.
+            send(&b, &a, 3).unwrap();
+            assert_eq!(outcome(&b.sent(1)), [(3, WcStatus::SUCCESS)]);
+            assert_eq!(outcome(&a.received(0)), []);
+        }
+        a.rtr(&options, &b);
+        if transport != Transport::Uc {
+            recv(&a, 20).unwrap();
+            send(&b, &a, 4).unwrap();
+            assert_eq!(outcome(&a.received(1)), [(2, WcStatus::SUCCESS)]);
+        }
+    }
+}
+
+#[test]
+fn message_that_finds_its_peer_in_init_is_repeated_until_it_is_ready() {
+    let setup = Setup::new();
+    let options = Options { timeout: 8, ..Options::default() };
+    let (a, b) = (End::new(&setup.a, &options), End::new(&setup.b, &options));
+    a.init(&options);
+    recv(&a, 2).unwrap();
+    b.init(&options);
+    b.rtr(&options, &a);
+    b.rts(&options);
+    send(&b, &a, 3).unwrap();
+    assert_eq!((outcome(&b.sent(0)), outcome(&a.received(0))), (vec![], vec![]));
+    a.rtr(&options, &b);
+    assert_eq!(outcome(&b.sent(1)), [(3, WcStatus::SUCCESS)]);
+    assert_eq!(outcome(&a.received(1)), [(2, WcStatus::SUCCESS)]);
+}
+
+#[test]
+fn rtr_refuses_sends_and_serves_what_arrives() {
+    let setup = Setup::new();
+    for transport in ALL {
+        let options = Options::of(transport);
+        let (a, b) = (End::new(&setup.a, &options), End::new(&setup.b, &options));
+        for end in [&a, &b] {
+            end.init(&options);
+        }
+        a.rtr(&options, &b);
+        b.rtr(&options, &a);
+        b.rts(&options);
+        assert_eq!((send(&a, &b, 1), recv(&a, 2)), (Err(EINVAL), Ok(())));
+        recv(&a, 3).unwrap();
+        assert_eq!(events(&setup.a), []);
+        send(&b, &a, 4).unwrap();
+        send(&b, &a, 5).unwrap();
+        assert_eq!(outcome(&b.sent(2)), [(4, WcStatus::SUCCESS), (5, WcStatus::SUCCESS)]);
+        assert_eq!(outcome(&a.received(2)), [(2, WcStatus::SUCCESS), (3, WcStatus::SUCCESS)]);
+        if setup.is_software() && transport != Transport::Ud {
+            // By the first packet, once.
+            assert_eq!(events(&setup.a), [AsyncEvent::CommunicationEstablished(a.qp.qpn())], "{transport:?}");
+        }
+        a.rts(&options);
+        recv(&b, 6).unwrap();
+        send(&a, &b, 7).unwrap();
+        assert_eq!(outcome(&b.received(1)), [(6, WcStatus::SUCCESS)]);
+        assert_eq!((events(&setup.a), events(&setup.b)), (vec![], vec![]));
+    }
+}
+
+#[test]
+fn sqd_holds_sends_back_and_receives_on() {
+    for transport in ALL {
+        let (a, b, setup) = connected(&Options::of(transport));
+        a.qp.modify(&QpAttr { notify_drained: Some(true), ..QpAttr::to_state(QpState::Sqd) }).unwrap();
+        // Nothing was in flight.
+        eventually("the drained event", || {
+            let events = events(&setup.a);
+            (events == [AsyncEvent::SendQueueDrained(a.qp.qpn())]).then_some(())
+        });
+        recv(&b, 1).unwrap();
+        recv(&b, 2).unwrap();
+        send(&a, &b, 3).unwrap();
+        send(&a, &b, 4).unwrap();
+        recv(&a, 5).unwrap();
+        send(&b, &a, 6).unwrap();
+        assert_eq!(outcome(&a.received(1)), [(5, WcStatus::SUCCESS)], "receives go on");
+        assert_eq!(outcome(&b.sent(1)), [(6, WcStatus::SUCCESS)]);
+        assert_eq!((outcome(&a.sent(0)), outcome(&b.received(0))), (vec![], vec![]), "sends do not start");
+        assert_eq!(a.state(), QpState::Sqd);
+        a.to(QpState::Rts);
+        assert_eq!(outcome(&a.sent(2)), [(3, WcStatus::SUCCESS), (4, WcStatus::SUCCESS)]);
+        assert_eq!(outcome(&b.received(2)), [(1, WcStatus::SUCCESS), (2, WcStatus::SUCCESS)]);
+        assert_eq!(events(&setup.a), []);
+    }
+}
+
+#[test]
+fn sqd_lets_what_is_in_flight_finish_before_it_says_drained() {
+    let (a, b, setup) = connected(&Options::default());
+    // No receive yet: in flight and not acknowledged.
+    let from = Memory::patterned(&a.pd, 3000, 1);
+    let to = b.memory(3000);
+    a.send(1, SendOp::Send, &[from.sge(0, 3000)]).unwrap();
+    a.qp.modify(&QpAttr { notify_drained: Some(true), ..QpAttr::to_state(QpState::Sqd) }).unwrap();
+    a.send(2, SendOp::Send, &[from.sge(0, 3000)]).unwrap();
+    assert_eq!(events(&setup.a), []);
+    b.recv(7, &[to.sge(0, 3000)]).unwrap();
+    b.recv(8, &[to.sge(0, 3000)]).unwrap();
+    assert_eq!(outcome(&a.sent(1)), [(1, WcStatus::SUCCESS)]);
+    let drained = eventually("the drained event", || events(&setup.a).pop());
+    assert_eq!(drained, AsyncEvent::SendQueueDrained(a.qp.qpn()));
+    assert_eq!(outcome(&b.received(1)), [(7, WcStatus::SUCCESS)]);
+    assert_eq!(outcome(&a.sent(0)), []);
+    a.to(QpState::Rts);
+    assert_eq!(outcome(&a.sent(1)), [(2, WcStatus::SUCCESS)]);
+}
+
+#[test]
+fn sqd_without_asking_raises_no_event() {
+    for transport in ALL {
+        let (a, _b, setup) = connected(&Options::of(transport));
+        a.to(QpState::Sqd);
+        a.to(QpState::Rts);
+        a.qp.modify(&QpAttr { notify_drained: Some(false), ..QpAttr::to_state(QpState::Sqd) }).unwrap();
+        a.to(QpState::Rts);
+        assert_eq!(events(&setup.a), []);
+    }
+}
+
+#[test]
+fn err_takes_everything_and_flushes_it_in_order() {
+    for transport in ALL {
+        let (a, b, setup) = connected(&Options::of(transport));
+        recv(&a, 1).unwrap();
+        recv(&a, 2).unwrap();
+        a.to(QpState::Err);
+        recv(&a, 3).unwrap();
+        send(&a, &b, 4).unwrap();
+        let unsignalled = match transport {
+            Transport::Ud => send(&a, &b, 5),
+            _ => a.send_with(5, SendOp::Send, SendFlags::empty(), Data::Sges(&[])).map_err(|error| error.error.errno),
+        };
+        unsignalled.unwrap();
+        let flushed = |ids: &[u64]| ids.iter().map(|id| (*id, WcStatus::WR_FLUSH_ERR)).collect::<Vec<_>>();
+        assert_eq!(outcome(&a.received(3)), flushed(&[1, 2, 3]));
+        assert_eq!(outcome(&a.sent(2)), flushed(&[4, 5]));
+        // Flushed work names no memory that must be valid.
+        a.recv(6, &[tokio_rdma::types::Sge { addr: 1, length: 1, lkey: tokio_rdma::types::Lkey(1) }]).unwrap();
+        assert_eq!(outcome(&a.received(1)), flushed(&[6]));
+        assert_eq!((events(&setup.a), events(&setup.b)), (vec![], vec![]));
+        assert_eq!(b.state(), QpState::Rts);
+    }
+}
+
+#[test]
+fn err_flushes_what_is_in_flight_and_what_waits_in_sqd() {
+    for way in [&[QpState::Err][..], &[QpState::Sqd, QpState::Err]] {
+        let (a, _b, _setup) = connected(&Options::default());
+        let none = SendFlags::empty();
+        // No receive: the first is in flight.
+        a.send(1, SendOp::Send, &[]).unwrap();
+        a.send_with(2, SendOp::Send, none, Data::Sges(&[])).unwrap();
+        for state in way {
+            a.to(*state);
+        }
+        a.send(3, SendOp::Send, &[]).unwrap();
+        let expected = [(1, WcStatus::WR_FLUSH_ERR), (2, WcStatus::WR_FLUSH_ERR), (3, WcStatus::WR_FLUSH_ERR)];
+        assert_eq!(outcome(&a.sent(3)), expected);
+    }
+}
+
+#[test]
+fn reset_empties_the_queues_and_the_connection_can_be_made_again() {
+    for transport in ALL {
+        let options = Options::of(transport);
+        let (a, b, _setup) = connected(&options);
+        recv(&a, 1).unwrap();
+        recv(&b, 2).unwrap();
+        send(&a, &b, 3).unwrap();
+        eventually("the receive", || (!poll(&b.recv_cq).is_empty()).then_some(()));
+        // With its completion not polled, and a receive posted.
+        a.to(QpState::Reset);
+        b.to(QpState::Reset);
+        assert_eq!(recv(&a, 4), Err(EINVAL));
+        if _setup.is_software() {
+            assert_eq!((poll(&a.send_cq), poll(&a.recv_cq)), (vec![], vec![]), "as mlx5: purged");
+        }
+        connect(&a, &b, &options);
+        recv(&b, 5).unwrap();
+        send(&a, &b, 6).unwrap();
+        assert_eq!(outcome(&a.sent(1)), [(6, WcStatus::SUCCESS)]);
+        assert_eq!(outcome(&b.received(1)), [(5, WcStatus::SUCCESS)]);
+    }
+}
+
+#[test]
+fn reset_frees_all_slots() {
+    let options = Options::default();
+    let (a, b, _setup) = connected(&options);
+    let depth = a.qp.caps().max_recv_wr;
+    for round in 0..3 {
+        for id in 0..u64::from(depth) {
+            recv(&a, id).unwrap_or_else(|errno| panic!("round {round}, receive {id}: {errno}"));
+        }
+        assert_eq!(recv(&a, 0), Err(12));
+        a.to(QpState::Reset);
+        a.qp.modify(&init(&options)).unwrap();
+    }
+    a.rtr(&options, &b);
+    a.qp.modify(&rts(&options)).unwrap();
+    assert_eq!(a.state(), QpState::Rts);
+}
+
+#[test]
+fn failed_send_of_an_unreliable_queue_pair_stops_its_send_queue_only() {
+    // IBTA 10.3.1: a completion error of a send takes UC and UD to SQE, where receives go on and sends are flushed.
+    for transport in [Transport::Uc, Transport::Ud] {
+        let (a, b, setup) = connected(&Options::of(transport));
+        let bad = [tokio_rdma::types::Sge { addr: 8, length: 8, lkey: tokio_rdma::types::Lkey(0) }];
+        recv(&a, 1).unwrap();
+        match transport {
+            Transport::Ud => a.send_to(2, &b, b.qp.qpn(), crate::common::raw::QKEY, &bad).unwrap(),
+            _ => a.send(2, SendOp::Send, &bad).unwrap(),
+        }
+        send(&a, &b, 3).unwrap();
+        assert_eq!(outcome(&a.sent(2)), [(2, WcStatus::LOC_PROT_ERR), (3, WcStatus::WR_FLUSH_ERR)]);
+        assert_eq!(a.state(), QpState::Sqe, "{transport:?}");
+        send(&b, &a, 4).unwrap();
+        assert_eq!(outcome(&a.received(1)), [(1, WcStatus::SUCCESS)], "receives go on");
+        // The only way on is RTS, RESET or ERR.
+        for (to, legal) in QpState::ALL.into_iter().zip([true, false, false, true, false, false, true]) {
+            if !legal {
+                assert!(a.qp.modify(&QpAttr::to_state(to)).is_err(), "{to:?}");
+                assert_eq!(a.state(), QpState::Sqe);
+            }
+        }
+        a.to(QpState::Rts);
+        recv(&b, 5).unwrap();
+        send(&a, &b, 6).unwrap();
+        assert_eq!(outcome(&a.sent(1)), [(6, WcStatus::SUCCESS)]);
+        assert_eq!(outcome(&b.received(1)), [(5, WcStatus::SUCCESS)]);
+        assert_eq!((events(&setup.a), events(&setup.b)), (vec![], vec![]));
+    }
+}

@@ -1,0 +1,332 @@
+//! The state machine: every pair of states, every attribute too few and too many, refused without a trace.
+//!
+//! The expectation is written down here a second time, from `ibv_modify_qp(3)` and the table that all Linux
+//! drivers share, and not taken from the crate.
+
+use tokio_rdma::SetupError;
+use tokio_rdma::types::{
+    Access, AckTimeout, Mtu, PortNum, Psn, Qkey, QpAttr, QpState, Qpn, RnrTimer, TransitionError, Transport,
+};
+
+use crate::common::Setup;
+use crate::common::raw::{End, Options, init, rtr, rts};
+
+/// Attributes by the short names of the tables below.
+const NAMES: [&str; 17] = [
+    "cur", "notify", "access", "pkey", "port", "qkey", "av", "mtu", "timeout", "retry", "rnr", "rqpsn", "sqpsn", "rd",
+    "destrd", "minrnr", "dest",
+];
+
+/// Legal transitions besides those to RESET and to ERR: transport, from, to, required, optional.
+const TABLE: &str = "
+    RC Reset Init | pkey port access                      |
+    UC Reset Init | pkey port access                      |
+    UD Reset Init | pkey port qkey                        |
+    RC Init  Init |                                       | pkey port access
+    UC Init  Init |                                       | pkey port access
+    UD Init  Init |                                       | pkey port qkey
+    RC Init  Rtr  | av mtu dest rqpsn destrd minrnr       | access pkey
+    UC Init  Rtr  | av mtu dest rqpsn                     | access pkey
+    UD Init  Rtr  |                                       | pkey qkey
+    RC Rtr   Rts  | sqpsn timeout retry rnr rd            | cur access minrnr
+    UC Rtr   Rts  | sqpsn                                 | cur access
+    UD Rtr   Rts  | sqpsn                                 | cur qkey
+    RC Rts   Rts  |                                       | cur access minrnr
+    UC Rts   Rts  |                                       | cur access
+    UD Rts   Rts  |                                       | cur qkey
+    RC Rts   Sqd  |                                       | notify
+    UC Rts   Sqd  |                                       | notify
+    UD Rts   Sqd  |                                       | notify
+    RC Sqd   Rts  |                                       | cur access minrnr
+    UC Sqd   Rts  |                                       | cur access
+    UD Sqd   Rts  |                                       | cur qkey
+    RC Sqd   Sqd  |                                       | port av timeout retry rnr rd destrd access pkey minrnr
+    UC Sqd   Sqd  |                                       | av access pkey
+    UD Sqd   Sqd  |                                       | pkey qkey
+";
+
+/// States that a program can take a queue pair to. SQE is entered by a device only, when a send of an unreliable
+/// transport fails locally.
+const REACHABLE: [QpState; 6] = [QpState::Reset, QpState::Init, QpState::Rtr, QpState::Rts, QpState::Sqd, QpState::Err];
+const TRANSPORTS: [(Transport, &str); 3] = [(Transport::Rc, "RC"), (Transport::Uc, "UC"), (Transport::Ud, "UD")];
+
+/// Required and optional attributes of a transition, or `None` if there is none.
+fn row(transport: &str, from: QpState, to: QpState) -> Option<(Vec<&'static str>, Vec<&'static str>)> {
+    match (from, to) {
+        (_, QpState::Reset) => return Some((vec![], vec![])),
+        (QpState::Reset, QpState::Err) => return None,
+        (_, QpState::Err) => return Some((vec![], vec![])),
+        _ => {}
+    }
+    TABLE.lines().find_map(|line| {
+        let mut columns = line.split('|');
+        let key: Vec<_> = columns.next()?.split_whitespace().collect();
+        if key != [transport.to_owned(), format!("{from:?}"), format!("{to:?}")] {
+            return None;
+        }
+        let mut names = || columns.next().unwrap_or_default().split_whitespace().collect();
+        Some((names(), names()))
+    })
+}
+
+/// `attr` with one attribute given, a valid one.
+fn give(attr: &mut QpAttr, name: &str, state: QpState, peer: &End) {
+    match name {
+        "cur" => attr.current_state = Some(state),
+        "notify" => attr.notify_drained = Some(true),
+        "access" => attr.access = Some(Access::REMOTE_READ),
+        "pkey" => attr.pkey_index = Some(0),
+        "port" => attr.port = Some(PortNum(1)),
+        "qkey" => attr.qkey = Some(Qkey(77)),
+        "av" => attr.address = Some(peer.address()),
+        "mtu" => attr.path_mtu = Some(Mtu::Mtu512),
+        "timeout" => attr.timeout = Some(AckTimeout::from_code(9)),
+        "retry" => attr.retry_count = Some(3),
+        "rnr" => attr.rnr_retry = Some(2),
+        "rqpsn" => attr.rq_psn = Some(Psn::new(11)),
+        "sqpsn" => attr.sq_psn = Some(Psn::new(12)),
+        "rd" => attr.max_rd_atomic = Some(2),
+        "destrd" => attr.max_dest_rd_atomic = Some(1),
+        "minrnr" => attr.min_rnr_timer = Some(RnrTimer::from_code(5)),
+        "dest" => attr.dest_qpn = Some(Qpn(0x1234)),
+        _ => panic!("no such attribute: {name}"),
+    }
+}
+
+fn attributes(names: &[&str], from: QpState, to: QpState, peer: &End) -> QpAttr {
+    let mut attr = QpAttr::to_state(to);
+    for name in names {
+        give(&mut attr, name, from, peer);
+    }
+    attr
+}
+
+/// A queue pair in `state`, by the shortest legal way.
+fn end_in(setup: &Setup, transport: Transport, state: QpState, peer: &End) -> End {
+    let options = Options::of(transport);
+    let end = End::new(&setup.a, &options);
+    let way: &[QpState] = match state {
+        QpState::Reset => &[],
+        QpState::Init => &[QpState::Init],
+        QpState::Rtr => &[QpState::Init, QpState::Rtr],
+        QpState::Rts => &[QpState::Init, QpState::Rtr, QpState::Rts],
+        QpState::Sqd => &[QpState::Init, QpState::Rtr, QpState::Rts, QpState::Sqd],
+        QpState::Err => &[QpState::Init, QpState::Err],
+        QpState::Sqe => panic!("cannot be entered"),
+    };
+    for step in way {
+        let attr = match step {
+            QpState::Init => init(&options),
+            QpState::Rtr => rtr(&options, peer),
+            QpState::Rts => rts(&options),
+            other => QpAttr::to_state(*other),
+        };
+        end.qp.modify(&attr).unwrap();
+    }
+    assert_eq!(end.state(), state);
+    end
+}
+
+/// `attr` must be refused and leave no trace.
+fn refused(end: &End, attr: &QpAttr, what: &str) -> SetupError {
+    let before = end.qp.query().unwrap();
+    let Err(error) = end.qp.modify(attr) else { panic!("{what}: taken") };
+    assert_eq!(end.qp.query().unwrap(), before, "{what}: refused, and something changed");
+    error
+}
+
+#[test]
+fn every_pair_of_states_is_legal_or_refused_as_the_standard_says() {
+    let setup = Setup::new();
+    for (transport, name) in TRANSPORTS {
+        let peer = End::new(&setup.b, &Options::of(transport));
+        let (mut legal, mut illegal) = (0, 0);
+        for from in REACHABLE {
+            for to in QpState::ALL {
+                let end = end_in(&setup, transport, from, &peer);
+                let what = format!("{name} {from:?} to {to:?}");
+                match row(name, from, to) {
+                    Some((required, _)) => {
+                        end.qp.modify(&attributes(&required, from, to, &peer)).unwrap_or_else(|error| {
+                            panic!("{what}: {error}");
+                        });
+                        assert_eq!(end.state(), to, "{what}");
+                        legal += 1;
+                    }
+                    None => {
+                        let error = refused(&end, &QpAttr::to_state(to), &what);
+                        assert_eq!(error, SetupError::Transition(TransitionError::Illegal { from, to }), "{what}");
+                        // Nor do attributes help.
+                        for all in [init(&Options::of(transport)), rts(&Options::of(transport))] {
+                            refused(&end, &QpAttr { state: Some(to), ..all }, &what);
+                        }
+                        illegal += 1;
+                    }
+                }
+            }
+        }
+        // 6 to RESET, 5 to ERR, and the 8 of the table, of 42.
+        assert_eq!((legal, illegal), (19, 23), "{name}");
+    }
+}
+
+#[test]
+fn each_missing_attribute_is_refused_by_name() {
+    let setup = Setup::new();
+    let mut cases = 0;
+    for (transport, name) in TRANSPORTS {
+        let peer = End::new(&setup.b, &Options::of(transport));
+        for from in REACHABLE {
+            for to in REACHABLE {
+                let Some((required, _)) = row(name, from, to) else { continue };
+                let end = end_in(&setup, transport, from, &peer);
+                for missing in &required {
+                    let what = format!("{name} {from:?} to {to:?} without {missing}");
+                    let given: Vec<_> = required.iter().copied().filter(|name| name != missing).collect();
+                    let mut only = QpAttr::default();
+                    give(&mut only, missing, from, &peer);
+                    let error = refused(&end, &attributes(&given, from, to, &peer), &what);
+                    let superfluous = tokio_rdma::types::QpAttrMask::empty();
+                    let expected = TransitionError::Attributes { from, to, missing: only.mask(), superfluous };
+                    assert_eq!(error, SetupError::Transition(expected), "{what}");
+                    cases += 1;
+                }
+            }
+        }
+    }
+    // RC 3 + 6 + 5, UC 3 + 4 + 1, UD 3 + 0 + 1.
+    assert_eq!(cases, 26);
+}
+
+#[test]
+fn each_superfluous_attribute_is_refused_by_name() {
+    let setup = Setup::new();
+    let mut cases = 0;
+    for (transport, name) in TRANSPORTS {
+        let peer = End::new(&setup.b, &Options::of(transport));
+        for from in REACHABLE {
+            for to in REACHABLE {
+                let Some((required, optional)) = row(name, from, to) else { continue };
+                let end = end_in(&setup, transport, from, &peer);
+                for extra in NAMES {
+                    if required.contains(&extra) || optional.contains(&extra) {
+                        continue;
+                    }
+                    let what = format!("{name} {from:?} to {to:?} with {extra}");
+                    let given: Vec<_> = required.iter().copied().chain([extra]).collect();
+                    let mut only = QpAttr::default();
+                    give(&mut only, extra, from, &peer);
+                    let error = refused(&end, &attributes(&given, from, to, &peer), &what);
+                    let missing = tokio_rdma::types::QpAttrMask::empty();
+                    let expected = TransitionError::Attributes { from, to, missing, superfluous: only.mask() };
+                    assert_eq!(error, SetupError::Transition(expected), "{what}");
+                    cases += 1;
+                }
+            }
+        }
+    }
+    // 17 attributes for each of 19 transitions and 3 transports, but for those that are required (26) or optional
+    // (25 + 15 + 14).
+    assert_eq!(cases, 17 * 19 * 3 - 26 - 54);
+}
+
+#[test]
+fn each_optional_attribute_is_taken_and_kept() {
+    let setup = Setup::new();
+    for (transport, name) in TRANSPORTS {
+        let peer = End::new(&setup.b, &Options::of(transport));
+        for from in REACHABLE {
+            for to in REACHABLE {
+                let Some((required, optional)) = row(name, from, to) else { continue };
+                for extra in optional {
+                    let what = format!("{name} {from:?} to {to:?} with {extra}");
+                    let end = end_in(&setup, transport, from, &peer);
+                    let (_, before) = end.qp.query().unwrap();
+                    let given: Vec<_> = required.iter().copied().chain([extra]).collect();
+                    let attr = attributes(&given, from, to, &peer);
+                    end.qp.modify(&attr).unwrap_or_else(|error| panic!("{what}: {error}"));
+                    let (state, after) = end.qp.query().unwrap();
+                    assert_eq!(state, to, "{what}");
+                    // What was given is what it has now; what was not is what it had.
+                    let expected = QpAttr {
+                        state: Some(to),
+                        current_state: after.current_state,
+                        notify_drained: after.notify_drained,
+                        access: attr.access.or(before.access),
+                        pkey_index: attr.pkey_index.or(before.pkey_index),
+                        port: attr.port.or(before.port),
+                        qkey: attr.qkey.or(before.qkey),
+                        address: attr.address.or(before.address),
+                        path_mtu: attr.path_mtu.or(before.path_mtu),
+                        timeout: attr.timeout.or(before.timeout),
+                        retry_count: attr.retry_count.or(before.retry_count),
+                        rnr_retry: attr.rnr_retry.or(before.rnr_retry),
+                        rq_psn: attr.rq_psn.or(before.rq_psn),
+                        sq_psn: attr.sq_psn.or(before.sq_psn),
+                        max_rd_atomic: attr.max_rd_atomic.or(before.max_rd_atomic),
+                        max_dest_rd_atomic: attr.max_dest_rd_atomic.or(before.max_dest_rd_atomic),
+                        min_rnr_timer: attr.min_rnr_timer.or(before.min_rnr_timer),
+                        dest_qpn: attr.dest_qpn.or(before.dest_qpn),
+                    };
+                    assert_eq!(after, expected, "{what}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn wrong_idea_of_the_current_state_is_refused() {
+    let setup = Setup::new();
+    for (transport, name) in TRANSPORTS {
+        let peer = End::new(&setup.b, &Options::of(transport));
+        for actual in [QpState::Rts, QpState::Sqd] {
+            let end = end_in(&setup, transport, actual, &peer);
+            for claimed in QpState::ALL.into_iter().filter(|&state| state != actual) {
+                let attr = QpAttr { current_state: Some(claimed), ..QpAttr::to_state(QpState::Rts) };
+                let error = refused(&end, &attr, name);
+                assert_eq!(error, SetupError::Transition(TransitionError::NotInState { claimed, actual }));
+            }
+        }
+    }
+}
+
+#[test]
+fn values_out_of_range_are_refused() {
+    let setup = Setup::new();
+    let options = Options::of(Transport::Rc);
+    let peer = End::new(&setup.b, &options);
+    let attr = setup.a.attr();
+    let refuse = |state: QpState, attr: QpAttr| {
+        let end = end_in(&setup, Transport::Rc, state, &peer);
+        match refused(&end, &attr, &format!("{attr:?}")) {
+            SetupError::Verb(error) => assert_eq!((error.verb, error.errno), ("ibv_modify_qp", 22)),
+            other => panic!("{other:?}"),
+        }
+    };
+    for port in [0, attr.ports + 1] {
+        refuse(QpState::Reset, QpAttr { port: Some(PortNum(port)), ..init(&options) });
+    }
+    refuse(QpState::Reset, QpAttr { pkey_index: Some(u16::MAX), ..init(&options) });
+    refuse(QpState::Init, QpAttr { dest_qpn: Some(Qpn(1 << 24)), ..rtr(&options, &peer) });
+    refuse(QpState::Init, QpAttr { max_dest_rd_atomic: Some(attr.max_qp_rd_atom + 1), ..rtr(&options, &peer) });
+    let mut address = peer.address();
+    address.sgid_index = 255;
+    refuse(QpState::Init, QpAttr { address: Some(address), ..rtr(&options, &peer) });
+    refuse(QpState::Rtr, QpAttr { retry_count: Some(8), ..rts(&options) });
+    refuse(QpState::Rtr, QpAttr { rnr_retry: Some(8), ..rts(&options) });
+    refuse(QpState::Rtr, QpAttr { max_rd_atomic: Some(attr.max_qp_init_rd_atom + 1), ..rts(&options) });
+}
+
+#[test]
+fn reset_forgets_every_attribute() {
+    let setup = Setup::new();
+    for (transport, _) in TRANSPORTS {
+        let peer = End::new(&setup.b, &Options::of(transport));
+        for from in REACHABLE {
+            let end = end_in(&setup, transport, from, &peer);
+            end.to(QpState::Reset);
+            assert_eq!(end.qp.query().unwrap(), (QpState::Reset, QpAttr::to_state(QpState::Reset)));
+        }
+    }
+}
