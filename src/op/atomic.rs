@@ -114,7 +114,7 @@ impl Future for Atomic {
 
 /// Reads the original value out of the word it arrived in.
 #[derive(Debug)]
-pub struct Original(());
+pub(super) struct Original(());
 
 impl Finish for Original {
     type Held = BufMut;
