@@ -39,6 +39,11 @@
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+/// The README's programs are tests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+mod readme {}
+
 pub mod types;
 pub mod verbs;
 

@@ -83,14 +83,19 @@ fn failure(wc: &WorkCompletion) -> OpErrorKind {
 fn detach<T: Send + 'static>(queue: &WorkQueue, index: u32, held: T) {
     let slot = queue.slots().slot(index);
     let held: Option<Held> = if std::mem::needs_drop::<T>() { Some(Box::new(held)) } else { None };
+    // Until it is reaped it counts as waiting, as what it owned and those who wait for room do: counted before it is
+    // visible, so that whoever reaps it never counts below zero.
+    queue.cq().now_waiting();
     match slot.detach(held) {
         Detach::InFlight { waiting } => {
             tracing::trace!(index, "detached");
             if waiting {
                 queue.cq().no_longer_waiting();
             }
+            queue.cq().attend();
         }
         Detach::Complete(held) => {
+            queue.cq().no_longer_waiting();
             queue.slots().release_chain(index);
             drop(held);
         }

@@ -160,7 +160,7 @@ impl CompletionQueueBuilder {
 /// What all holders of a completion queue share.
 pub(crate) struct CqShared {
     mode: CompletionMode,
-    /// Operations that registered a waker and are not finished.
+    /// Operations that registered a waker, were abandoned or stand in line for room, and are not finished.
     waiting: AtomicU32,
     spin: SpinBudget,
     reactors: Reactors,
@@ -377,7 +377,7 @@ impl CqShared {
     fn wait_locked(self: &Arc<Self>, slot: &Slot, rounds: &mut u32, context: &mut Context<'_>) -> Poll<()> {
         // A poller has the lock most of the time, and will find what there is.
         if matches!(self.mode, CompletionMode::BusyPoll(_)) {
-            self.register(slot, context.waker());
+            self.register(slot, context.waker(), &mut None);
             return if slot.is_complete() { Poll::Ready(()) } else { Poll::Pending };
         }
         let mut state = lock(&self.state);
@@ -439,7 +439,8 @@ impl CqShared {
             return Poll::Pending;
         }
 
-        let pending = self.register(slot, context.waker());
+        let mut replaced = None;
+        let pending = self.register(slot, context.waker(), &mut replaced);
         if pending && self.mode.parks() {
             arm::before_park(&mut Draining { queue: self, state: &mut state });
         }
@@ -455,13 +456,17 @@ impl CqShared {
     }
 
     /// True if the slot is now waiting.
-    fn register(&self, slot: &Slot, waker: &Waker) -> bool {
+    fn register(&self, slot: &Slot, waker: &Waker, replaced: &mut Option<Waker>) -> bool {
         // Counted before it is visible, so that whoever finishes it never counts below zero.
-        self.waiting.fetch_add(1, Ordering::Relaxed);
-        let registered = slot.register(waker);
-        if registered != Registered::Fresh {
-            self.waiting.fetch_sub(1, Ordering::Relaxed);
-        }
+        self.now_waiting();
+        let registered = slot.register(waker, replaced);
+        let counted = match registered {
+            Registered::Fresh => 0,
+            Registered::Again | Registered::Complete | Registered::Imminent => 1,
+            // It was counted when it began to wait, too.
+            Registered::Overtaken => 2,
+        };
+        self.waiting.fetch_sub(counted, Ordering::Relaxed);
         matches!(registered, Registered::Fresh | Registered::Again)
     }
 
@@ -471,6 +476,23 @@ impl CqShared {
         if rounds > 0 && matches!(self.mode, CompletionMode::Hybrid) {
             self.spin.found(rounds);
         }
+    }
+
+    /// Makes sure that a completion is noticed though nobody may be waiting for one: an abandoned operation holds
+    /// buffers until then, and room that others wait for. Where nothing sleeps, somebody polls or nobody ever does.
+    pub(super) fn attend(self: &Arc<Self>) {
+        if !self.mode.parks() {
+            return;
+        }
+        let mut state = lock(&self.state);
+        arm::before_park(&mut Draining { queue: self, state: &mut state });
+        self.release(state);
+        self.reactors.watch(self);
+    }
+
+    /// An operation begins to wait.
+    pub(super) fn now_waiting(&self) {
+        self.waiting.fetch_add(1, Ordering::Relaxed);
     }
 
     #[inline]
@@ -569,6 +591,8 @@ pub(super) struct WakeList {
     any: bool,
     wakers: SmallVec<[Waker; 16]>,
     held: SmallVec<[Held; 2]>,
+    /// To be dropped, not woken.
+    spent: SmallVec<[Waker; 1]>,
     ends: SmallVec<[(Arc<QueuePairCore>, OpErrorKind); 1]>,
     abandons: SmallVec<[(Arc<WorkQueue>, OpErrorKind); 1]>,
 }
@@ -589,9 +613,10 @@ impl WakeList {
         self.wakers.push(waker);
     }
 
-    pub(super) fn dispose(&mut self, held: Option<Held>) {
-        self.any |= held.is_some();
+    pub(super) fn dispose(&mut self, held: Option<Held>, waker: Option<Waker>) {
+        self.any |= held.is_some() || waker.is_some();
         self.held.extend(held);
+        self.spent.extend(waker);
     }
 
     /// A queue pair that must be destroyed before its operations can end.
@@ -640,7 +665,7 @@ pub struct CompletionQueueCounters {
     pub arms: u64,
     /// Events taken from the channel.
     pub events: u64,
-    /// Operations that wait now.
+    /// Operations that wait now, for a completion or for room, and abandoned ones that are still in flight.
     pub waiting: u32,
     /// Rounds a hybrid wait may spin now.
     pub spin_rounds: u32,

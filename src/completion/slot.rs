@@ -21,7 +21,7 @@
 use std::any::Any;
 use std::task::Waker;
 
-use crate::error::{CompletionError, OpErrorKind};
+use crate::error::OpErrorKind;
 use crate::sync::{AtomicU32, Ordering, UnsafeCell};
 use crate::types::WorkCompletion;
 
@@ -74,6 +74,8 @@ pub(super) enum Finished {
     Detached {
         /// What it owned.
         held: Option<Held>,
+        /// Who waited for it before; to be dropped, without any lock, for that may end a task.
+        waker: Option<Waker>,
         /// It was the last of a batch, whose slots are all still to be released.
         batch: bool,
     },
@@ -84,6 +86,8 @@ pub(super) enum Finished {
 pub(super) enum Registered {
     /// The result is there; the waker was not kept.
     Complete,
+    /// The result came while an earlier waker was being replaced: the slot was waiting, and is not any more.
+    Overtaken,
     /// The result will be there at once; the waker was woken, to look again.
     Imminent,
     /// Kept, and the slot was not waiting before.
@@ -99,7 +103,7 @@ pub(super) enum Detach {
     Complete(Option<Held>),
     /// The work goes on.
     InFlight {
-        /// True if it was waiting.
+        /// True if it was waiting, and the drainer has not ended that.
         waiting: bool,
     },
 }
@@ -226,7 +230,7 @@ impl Slot {
                     let to = self.phase(state, WAKING);
                     self.state.compare_exchange(state, to, Ordering::Acquire, Ordering::Relaxed)
                 }
-                DETACHED => return self.reap(),
+                DETACHED => return self.reap(state, None),
                 _ => unreachable!("only the drainer leaves the phases in flight"),
             };
             match result {
@@ -238,7 +242,7 @@ impl Slot {
         let waker = self.waker.with_mut(|cell| unsafe { (*cell).take() });
         let before = self.state.swap(self.phase(state, COMPLETE), Ordering::AcqRel);
         if before & PHASE == DETACHED {
-            return self.reap();
+            return self.reap(before, waker);
         }
         waker.map_or(Finished::Unwatched, Finished::Wake)
     }
@@ -251,18 +255,18 @@ impl Slot {
 
     /// Takes what a detached operation owned and frees the slot, if it is not of a batch.
     #[cold]
-    fn reap(&self) -> Finished {
+    fn reap(&self, seen: u32, taken: Option<Waker>) -> Finished {
+        debug_assert_eq!(seen & PHASE, DETACHED);
         let state = self.state.load(Ordering::Acquire);
-        debug_assert_eq!(state & PHASE, DETACHED);
         // SAFETY: C3: DETACHED (acquired) says that the future is gone: both cells are the drainer's.
-        self.waker.with_mut(|cell| unsafe { *cell = None });
+        let waker = self.waker.with_mut(|cell| unsafe { (*cell).take() }).or(taken);
         // SAFETY: C3: as above.
         let held = self.held.with_mut(|cell| unsafe { (*cell).take() });
         let batch = self.previous().is_some();
         if !batch {
             self.free(state);
         }
-        Finished::Detached { held, batch }
+        Finished::Detached { held, waker, batch }
     }
 
     // The operation's future.
@@ -273,8 +277,9 @@ impl Slot {
         self.state.load(Ordering::Acquire) & PHASE == COMPLETE
     }
 
-    /// Asks to be woken when the result is there.
-    pub(super) fn register(&self, waker: &Waker) -> Registered {
+    /// Asks to be woken when the result is there. An earlier waker ends up in `replaced`, to be dropped without any
+    /// lock: it may be all that keeps another task.
+    pub(super) fn register(&self, waker: &Waker, replaced: &mut Option<Waker>) -> Registered {
         let mut state = self.state.load(Ordering::Acquire);
         let mut registered = Registered::Fresh;
         loop {
@@ -282,7 +287,10 @@ impl Slot {
                 SUBMITTED => {
                     // SAFETY: C2: while SUBMITTED the waker is the future's; the drainer looks only after
                     // it has seen WAITING, which is stored with release below.
-                    self.waker.with_mut(|cell| unsafe { *cell = Some(waker.clone()) });
+                    let before = self.waker.with_mut(|cell| unsafe { (*cell).replace(waker.clone()) });
+                    if before.is_some() {
+                        *replaced = before;
+                    }
                     let to = self.phase(state, WAITING);
                     match self.state.compare_exchange(state, to, Ordering::AcqRel, Ordering::Acquire) {
                         Ok(_) => return registered,
@@ -307,9 +315,12 @@ impl Slot {
                     return Registered::Imminent;
                 }
                 _ => {
-                    // SAFETY: C2: COMPLETE: the drainer is done with the waker.
+                    // SAFETY: C2: COMPLETE: the drainer is done with the waker. It is a clone of `waker`, if any.
                     self.waker.with_mut(|cell| unsafe { *cell = None });
-                    return Registered::Complete;
+                    return match registered {
+                        Registered::Again => Registered::Overtaken,
+                        _ => Registered::Complete,
+                    };
                 }
             }
         }
@@ -331,7 +342,7 @@ impl Slot {
         while state & PHASE != COMPLETE {
             let to = self.phase(state, DETACHED);
             match self.state.compare_exchange(state, to, Ordering::AcqRel, Ordering::Acquire) {
-                Ok(_) => return Detach::InFlight { waiting: state & PHASE == WAITING },
+                Ok(_) => return Detach::InFlight { waiting: matches!(state & PHASE, WAITING | WAKING) },
                 Err(now) => state = now,
             }
         }

@@ -346,7 +346,8 @@ impl WorkQueue {
                 inline: request.inline.map(SmallVec::from_slice),
                 to: request.to.map(|(handle, qpn, qkey)| (handle.clone(), qpn, qkey)),
             };
-            self.line_up(posting, queued);
+            self.line_up(&mut posting, queued);
+            self.announce(posting);
         }
         Ok(InFlight::new(self.clone(), self.wr_id(index, generation), buffer))
     }
@@ -442,8 +443,7 @@ impl WorkQueue {
                     inline: None,
                     to: None,
                 };
-                posting.queued.push_back(queued);
-                posting.waited += 1;
+                self.line_up(&mut posting, queued);
             }
             self.announce(posting);
         }
@@ -489,19 +489,24 @@ impl WorkQueue {
 
     /// Joins the line.
     #[cold]
-    fn line_up(&self, mut posting: MutexGuard<'_, Posting>, queued: Queued) {
+    fn line_up(&self, posting: &mut Posting, queued: Queued) {
         posting.queued.push_back(queued);
         posting.waited += 1;
-        self.announce(posting);
+        self.cq.now_waiting();
     }
 
-    /// Tells the drainer that somebody waits for room; if room came up meanwhile, uses it.
+    /// Tells the drainer that somebody waits for room, which need not be somebody who is polled; if room came up
+    /// meanwhile, uses it.
     fn announce(&self, mut posting: MutexGuard<'_, Posting>) {
         self.room.crowd();
         let mut woken = WakeList::new();
         self.post_queued(&mut posting, &mut woken);
+        let waits = !posting.queued.is_empty();
         drop(posting);
         woken.finish();
+        if waits {
+            self.cq.attend();
+        }
     }
 
     /// Posts those in line as far as there is room.
@@ -509,6 +514,7 @@ impl WorkQueue {
         while self.room.left(posting.posted as u32) > 0
             && let Some(next) = posting.queued.pop_front()
         {
+            self.cq.no_longer_waiting();
             let data = next.inline.as_ref().map_or(Data::Sges(&next.sges), |bytes| Data::Inline(bytes));
             let target = next.to.as_ref().map(|(handle, qpn, qkey)| handle.target(*qpn, *qkey));
             let wr_id = self.wr_id(next.index, next.generation);
@@ -586,11 +592,12 @@ impl WorkQueue {
                 self.cq.no_longer_waiting();
                 woken.wake(waker);
             }
-            Finished::Detached { held, batch } => {
+            Finished::Detached { held, waker, batch } => {
+                self.cq.no_longer_waiting();
                 if batch {
                     self.slots.release_chain(index);
                 }
-                woken.dispose(held);
+                woken.dispose(held, waker);
             }
         }
     }
@@ -613,6 +620,7 @@ impl WorkQueue {
 
     fn fail_queued(&self, posting: &mut Posting, kind: OpErrorKind, woken: &mut WakeList) {
         while let Some(next) = posting.queued.pop_front() {
+            self.cq.no_longer_waiting();
             self.settle(next.index, next.generation, Outcome::Err(kind), woken);
         }
         self.room.clear();

@@ -116,7 +116,7 @@ impl Payload<'_, '_> {
         match (self, to) {
             (Self::Segments([from]), [to]) => {
                 let len = from.len.min(to.len);
-                // SAFETY: both ranges are live registrations (invariant of Segment), `len` is within both.
+                // SAFETY: S1: both ranges are live registrations (invariant of Segment), `len` is within both.
                 unsafe { copy(from.pointer, from.shared, to.pointer, to.shared, len) }
             }
             _ => self.scatter_to(to),
@@ -143,7 +143,7 @@ impl Payload<'_, '_> {
                 for piece in *segments {
                     let at = out.len();
                     out.resize(at + piece.len, 0);
-                    // SAFETY: source as in the invariant of Segment; target was just made `piece.len` long.
+                    // SAFETY: S1: source as in the invariant of Segment; target was just made `piece.len` long.
                     unsafe { copy(piece.pointer, piece.shared, out[at..].as_mut_ptr(), false, piece.len) }
                 }
             }
@@ -166,7 +166,7 @@ impl<'a, 'k> Cursor<'a, 'k> {
     fn write(&mut self, mut from: *const u8, mut len: usize, shared: bool) {
         while let [first, rest @ ..] = self.to {
             let step = len.min(first.len - self.offset);
-            // SAFETY: `from` has `len` bytes left and `first` has `step` bytes from `offset`; both stay
+            // SAFETY: S2: `from` has `len` bytes left and `first` has `step` bytes from `offset`; both stay
             // registered or borrowed during the call.
             unsafe {
                 copy(from, shared, first.pointer.add(self.offset), first.shared, step);
@@ -209,7 +209,7 @@ pub(super) fn atomic(target: &Segment<'_>, op: AtomicOp) -> Option<u64> {
 /// nobody but with atomics; what is not is accessed by nobody at all (S1).
 #[inline]
 unsafe fn copy(from: *const u8, from_shared: bool, to: *mut u8, to_shared: bool, len: usize) {
-    // SAFETY: passed on from the caller.
+    // SAFETY: S2: passed on from the caller.
     unsafe {
         match (from_shared, to_shared) {
             (false, false) => std::ptr::copy(from, to, len),
@@ -227,7 +227,7 @@ unsafe fn copy(from: *const u8, from_shared: bool, to: *mut u8, to_shared: bool,
 /// As [`copy`].
 #[inline]
 unsafe fn store(from: *const u8, to: *mut u8, len: usize) {
-    // SAFETY: all offsets are below `len`; words are stored only where `to` is aligned, sources are read
+    // SAFETY: S2: all offsets are below `len`; words are stored only where `to` is aligned, sources are read
     // unaligned.
     unsafe {
         if len == 8 && to.cast::<u64>().is_aligned() {
@@ -254,7 +254,7 @@ unsafe fn store(from: *const u8, to: *mut u8, len: usize) {
 #[inline]
 unsafe fn load(from: *const u8, to: *mut u8, len: usize) {
     let from = from.cast_mut();
-    // SAFETY: as in `store`, with the sides exchanged.
+    // SAFETY: S2: as in `store`, with the sides exchanged.
     unsafe {
         split(from, len, |offset, word, _| {
             if word {
@@ -284,7 +284,7 @@ unsafe fn exchange(from: *const u8, to: *mut u8, len: usize) {
         return;
     }
     let alike = (from.addr() ^ to.addr()) & 7 == 0;
-    // SAFETY: as in `store`; the source of a word is aligned if `alike`, else it is read as bytes.
+    // SAFETY: S2: as in `store`; the source of a word is aligned if `alike`, else it is read as bytes.
     unsafe {
         split(to, len, |offset, word, last| {
             let order = if last { Ordering::Release } else { Ordering::Relaxed };

@@ -1,0 +1,544 @@
+//! Operations abandoned in every way and at every moment, and what must be true afterwards.
+//!
+//! Well over 100,000 operations are dropped, timed out, aborted, selected away, leaked or left to a queue pair that
+//! goes away. Whatever happens: buffers come back, no byte of a buffer changes once somebody else has it, work that
+//! was posted is done exactly once, and who still waits gets an answer.
+
+mod torture;
+
+use std::collections::VecDeque;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use fastrand::Rng;
+use tokio_rdma::software::Network;
+use tokio_rdma::{
+    Access, Batch, BufMut, CompletionQueue, ExposedRegion, Imm, Pool, QueuePair, RemoteRegion, SharedReceiveQueue,
+};
+use torture::{Flavour, LONG, Mode, Seed, bounded, connect, device, eventually, slow_network, soon, yields};
+
+/// Operations of each storm; there are 64 of them.
+const OPERATIONS: u64 = 1_800;
+/// Tasks that post them.
+const TASKS: u64 = 4;
+/// Bytes of a buffer.
+const SIZE: usize = 256;
+
+/// Layout of the exposed region: a word that all add to, words of each task, a pattern to read, room for each task.
+const COUNTER: u64 = 0;
+const WORDS: u64 = 64;
+const PATTERN: u64 = 256;
+const AREAS: u64 = PATTERN + 2 * SIZE as u64;
+const REGION: u64 = AREAS + TASKS * SIZE as u64;
+
+type Work = Pin<Box<dyn Future<Output = ()> + Send>>;
+
+fn pattern(at: usize) -> u8 {
+    (at * 31 + 7) as u8
+}
+
+/// Bytes that say themselves what they should be: a tag, then bytes that follow from it.
+fn stamp(buffer: &mut [u8], tag: u64) {
+    let mut rng = Rng::with_seed(tag);
+    for (at, byte) in buffer.iter_mut().enumerate() {
+        *byte = if at < 8 { tag.to_le_bytes()[at] } else { rng.u8(..) };
+    }
+}
+
+fn assert_stamped(what: &str, buffer: &[u8]) {
+    let Some(tag) = buffer.first_chunk() else { return };
+    let mut wanted = vec![0; buffer.len()];
+    stamp(&mut wanted, u64::from_le_bytes(*tag));
+    assert!(wanted == buffer, "{what}: foreign bytes in {buffer:?}");
+}
+
+/// One configuration with all that its tasks share.
+struct Storm {
+    client: QueuePair,
+    remote: RemoteRegion,
+    region: ExposedRegion,
+    pool: Pool,
+    /// FETCH_ADDs posted: each is done once, dropped or not.
+    added: AtomicU64,
+    /// Operations that consume a receive.
+    messages: AtomicU64,
+    /// Buffers that `forget` took out of the world.
+    leaked: AtomicU64,
+    posted: AtomicU64,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Setting {
+    mode: Mode,
+    flavour: Flavour,
+    depth: u32,
+    slow: bool,
+    shared: bool,
+}
+
+/// A poster of operations with the memory it watches.
+struct Poster {
+    storm: Arc<Storm>,
+    rng: Rng,
+    task: u64,
+    /// Buffers handed out again while abandoned operations may still be landing, and what is in them.
+    canaries: VecDeque<(BufMut, Vec<u8>)>,
+    /// Operations that will be awaited later, in another order.
+    pending: Vec<Work>,
+    word: u64,
+}
+
+impl Poster {
+    async fn run(mut self) {
+        for _ in 0..OPERATIONS / TASKS {
+            let Some((work, buffers)) = self.post() else {
+                // All buffers are in flight or watched.
+                self.release_canaries(0);
+                self.settle().await;
+                continue;
+            };
+            self.storm.posted.fetch_add(1, Ordering::Relaxed);
+            self.dispose(work, buffers).await;
+            self.watch();
+            if self.pending.len() > 6 {
+                let at = self.rng.usize(..self.pending.len());
+                soon("an operation put aside", self.pending.swap_remove(at)).await;
+            }
+        }
+        self.release_canaries(0);
+        for work in std::mem::take(&mut self.pending) {
+            soon("a surviving operation", work).await;
+        }
+    }
+
+    /// Awaits an operation: with it, all that were posted before it are done.
+    async fn settle(&mut self) {
+        for work in std::mem::take(&mut self.pending) {
+            soon("an operation put aside", work).await;
+        }
+        let word = self.storm.remote.slice(COUNTER..COUNTER + 8).unwrap();
+        soon("settling", self.storm.client.fetch_add(word, 0)).await.unwrap();
+    }
+
+    fn buffer(&mut self) -> Option<BufMut> {
+        let len = self.rng.usize(1..=SIZE);
+        let mut buffer = self.storm.pool.try_alloc(len).ok()?;
+        stamp(&mut buffer, self.rng.u64(..));
+        Some(buffer)
+    }
+
+    fn area(&self) -> RemoteRegion {
+        let start = AREAS + self.task * SIZE as u64;
+        self.storm.remote.slice(start..start + SIZE as u64).unwrap()
+    }
+
+    /// Posts a random operation; the work is to await and check it. With the number of pool buffers it owns.
+    fn post(&mut self) -> Option<(Work, u64)> {
+        let (storm, task) = (self.storm.clone(), self.task);
+        let qp = if self.rng.u8(..8) == 0 { storm.client.fenced() } else { storm.client.clone() };
+        let work: Work = match self.rng.u8(..16) {
+            0..=2 => {
+                let buffer = self.buffer()?;
+                storm.messages.fetch_add(1, Ordering::Relaxed);
+                let send = qp.send(buffer);
+                Box::pin(async move { assert_stamped("sent", &send.await.unwrap()) })
+            }
+            3 | 4 => {
+                // Watched from here while it is in flight.
+                let buffer = self.buffer()?.freeze();
+                let write = qp.write(buffer.clone(), self.area());
+                Box::pin(async move {
+                    assert_stamped("being written", &buffer);
+                    assert_stamped("written", &write.await.unwrap());
+                })
+            }
+            5..=8 => {
+                let mut buffer = self.buffer()?;
+                let (len, from) = (buffer.len() as u64, self.rng.usize(..SIZE));
+                buffer.fill(0xee);
+                let source = storm.remote.slice(PATTERN + from as u64..PATTERN + from as u64 + len).unwrap();
+                let read = qp.read(buffer, source);
+                Box::pin(async move {
+                    for (at, &byte) in read.await.unwrap().iter().enumerate() {
+                        assert_eq!(byte, pattern(from + at), "byte {at} read");
+                    }
+                })
+            }
+            9 => {
+                let buffer = self.buffer()?;
+                storm.messages.fetch_add(1, Ordering::Relaxed);
+                let write = qp.write_with_imm(buffer, self.area(), Imm(task as u32));
+                Box::pin(async move { assert_stamped("written with imm", &write.await.unwrap()) })
+            }
+            10 => {
+                let mut bytes = [0; 48];
+                stamp(&mut bytes, self.rng.u64(..));
+                storm.messages.fetch_add(1, Ordering::Relaxed);
+                let send = qp.send_inline(&bytes);
+                return Some((Box::pin(async move { send.await.unwrap() }), 0));
+            }
+            11 => {
+                let word = storm.remote.slice(COUNTER..COUNTER + 8).unwrap();
+                storm.added.fetch_add(1, Ordering::Relaxed);
+                let add = qp.fetch_add(word, 1);
+                return Some((Box::pin(async move { assert!(add.await.unwrap() < OPERATIONS) }), 0));
+            }
+            12 => {
+                // Of this task alone, and in order: it holds what the one before put there.
+                let at = WORDS + 8 * task;
+                let (before, after) = (self.word, self.rng.u64(..));
+                self.word = after;
+                let swap = qp.compare_swap(storm.remote.slice(at..at + 8).unwrap(), before, after);
+                return Some((Box::pin(async move { assert_eq!(swap.await.unwrap(), before) }), 0));
+            }
+            _ => return self.post_batch(&qp),
+        };
+        Some((work, 1))
+    }
+
+    fn post_batch(&mut self, qp: &QueuePair) -> Option<(Work, u64)> {
+        let mut batch = Batch::new();
+        let (len, mut reads) = (self.rng.u64(1..=4), Vec::new());
+        batch.signal_every(self.rng.u32(..3));
+        let buffers = (0..len).map(|_| self.buffer()).collect::<Option<Vec<_>>>()?;
+        for mut buffer in buffers {
+            if self.rng.bool() {
+                batch.write(buffer, self.area());
+                reads.push(None);
+            } else {
+                let from = self.rng.usize(..SIZE);
+                let end = PATTERN + (from + buffer.len()) as u64;
+                buffer.fill(0xee);
+                batch.read(buffer, self.storm.remote.slice(PATTERN + from as u64..end).unwrap());
+                reads.push(Some(from));
+            }
+        }
+        let posted = qp.post_batch(batch);
+        let work = Box::pin(async move {
+            let result = posted.await;
+            assert!(result.is_ok(), "{:?}", result.results());
+            for (buffer, read) in result.buffers().iter().zip(reads) {
+                match read {
+                    None => assert_stamped("written in a batch", buffer),
+                    Some(from) => assert!(buffer.iter().enumerate().all(|(at, &byte)| byte == pattern(from + at))),
+                }
+            }
+        });
+        Some((work, len))
+    }
+
+    /// Ends an operation in one of many ways.
+    async fn dispose(&mut self, mut work: Work, buffers: u64) {
+        match self.rng.u8(..24) {
+            0..=3 => drop(work),
+            4..=6 => {
+                // Polled once, so that a waker is there; then dropped.
+                std::future::poll_fn(|context| {
+                    let _ = work.as_mut().poll(context);
+                    std::task::Poll::Ready(())
+                })
+                .await;
+                yields(self.rng.u32(..3)).await;
+                drop(work);
+            }
+            7..=9 => {
+                let _ = tokio::time::timeout(Duration::from_nanos(self.rng.u64(..60_000)), work).await;
+            }
+            10..=12 => {
+                let turns = self.rng.u32(..6);
+                tokio::select! {
+                    biased;
+                    () = yields(turns) => {}
+                    () = work => {}
+                }
+            }
+            13..=15 => {
+                let task = tokio::spawn(work);
+                yields(self.rng.u32(..4)).await;
+                task.abort();
+                if let Err(error) = soon("an aborted task", task).await {
+                    assert!(error.is_cancelled(), "{error}");
+                }
+            }
+            16 => {
+                // Registered by one task, awaited by another, dropped by a third.
+                if tokio::time::timeout(Duration::ZERO, &mut work).await.is_ok() {
+                    return;
+                }
+                let moved = tokio::spawn(async move {
+                    let _ = tokio::time::timeout(Duration::from_micros(5), &mut work).await;
+                    work
+                });
+                let work = soon("the task that took it over", moved).await.unwrap();
+                drop(tokio::spawn(async move { drop(work) }));
+            }
+            17 if self.storm.leaked.load(Ordering::Relaxed) < 24 => {
+                // Keeps its buffers for ever, waker registered or not.
+                if self.rng.bool() && tokio::time::timeout(Duration::ZERO, &mut work).await.is_ok() {
+                    return;
+                }
+                self.storm.leaked.fetch_add(buffers, Ordering::Relaxed);
+                std::mem::forget(work);
+            }
+            17..=19 => self.pending.push(work),
+            _ => soon("an awaited operation", work).await,
+        }
+    }
+
+    /// Takes buffers that have just come back and looks later whether somebody still writes to them.
+    fn watch(&mut self) {
+        if self.rng.bool()
+            && let Ok(mut canary) = self.storm.pool.try_alloc(SIZE)
+        {
+            self.rng.fill(&mut canary);
+            let copy = canary.to_vec();
+            self.canaries.push_back((canary, copy));
+        }
+        let keep = self.rng.usize(4..12);
+        self.release_canaries(keep);
+    }
+
+    fn release_canaries(&mut self, keep: usize) {
+        while self.canaries.len() > keep {
+            if let Some((canary, copy)) = self.canaries.pop_front() {
+                assert!(canary[..] == copy[..], "an abandoned operation wrote into a buffer that somebody else owns");
+            }
+        }
+    }
+}
+
+/// Where receives come from.
+#[derive(Clone)]
+enum Receiver {
+    Own(QueuePair),
+    Shared(SharedReceiveQueue),
+}
+
+/// Posts receives late, some of them to be abandoned, until told to stop.
+async fn receive(receiver: Receiver, pool: Pool, mut rng: Rng, stop: Arc<AtomicBool>) -> u64 {
+    let mut posted: Vec<Work> = Vec::new();
+    let (mut abandoned, mut canaries) = (0, VecDeque::new());
+    while !stop.load(Ordering::Relaxed) {
+        let turns = if rng.u8(..4) == 0 { rng.u32(..40) } else { 1 };
+        yields(turns).await;
+        for _ in 0..rng.u32(..4) {
+            let Ok(buffer) = pool.try_alloc(SIZE) else { break };
+            let recv = match &receiver {
+                Receiver::Own(qp) => qp.recv(buffer),
+                Receiver::Shared(queue) => queue.recv(buffer),
+            };
+            let mut work: Work = Box::pin(async move {
+                // Flushed at the end.
+                if let Ok(received) = recv.await {
+                    assert_eq!(received.written, received.buffer.is_empty() && received.imm.is_some());
+                    assert_stamped("received", &received.buffer);
+                }
+            });
+            match rng.u8(..6) {
+                0 => {
+                    abandoned += 1;
+                    drop(work);
+                }
+                1 => {
+                    abandoned += 1;
+                    let _ = tokio::time::timeout(Duration::from_nanos(rng.u64(..30_000)), &mut work).await;
+                }
+                _ => posted.push(work),
+            }
+        }
+        if let Ok(mut canary) = pool.try_alloc(SIZE) {
+            rng.fill(&mut canary);
+            let copy = canary.to_vec();
+            canaries.push_back((canary, copy));
+        }
+        if canaries.len() > 6
+            && let Some((canary, copy)) = canaries.pop_front()
+        {
+            assert!(canary[..] == copy[..], "a message arrived in a buffer that somebody else owns");
+        }
+        // Wait a moment for the oldest; all of them if no buffer is left.
+        if posted.len() > 8 || pool.available() < 8 {
+            canaries.clear();
+            let oldest = posted.len().min(4);
+            for work in posted.drain(..oldest) {
+                // A timeout abandons it: the message that finds it is lost.
+                let _ = tokio::time::timeout(Duration::from_micros(200), work).await;
+            }
+        }
+    }
+    for (canary, copy) in canaries {
+        assert!(canary[..] == copy[..], "a message arrived in a buffer that somebody else owns");
+    }
+    for work in posted {
+        drop(work);
+    }
+    abandoned
+}
+
+async fn storm(setting: Setting, seed: u64) -> u64 {
+    let mut rng = Rng::with_seed(seed);
+    let network = if setting.slow { slow_network(seed) } else { Network::new() };
+    let (device, pd) = device(&network);
+    let queue = CompletionQueue::new(&device, setting.mode.make()).unwrap();
+    let elsewhere = CompletionQueue::new(&device, setting.mode.make()).unwrap();
+    let srq = setting.shared.then(|| SharedReceiveQueue::new(&pd, &elsewhere, setting.depth, 1).unwrap());
+    let client = QueuePair::builder(&pd, &queue).max_send_wr(setting.depth).build().unwrap();
+    let server = QueuePair::builder(&pd, &queue).max_recv_wr(setting.depth);
+    let server = match &srq {
+        Some(srq) => server.shared_receive_queue(srq).build().unwrap(),
+        None => server.receive_completions(&elsewhere).build().unwrap(),
+    };
+    connect(&client, &server);
+    let region = ExposedRegion::new(&pd, vec![0; REGION as usize], Access::REMOTE_ALL).unwrap();
+    let readable: Vec<u8> = (0..2 * SIZE).map(pattern).collect();
+    region.write(PATTERN as usize, &readable).unwrap();
+    let pool = Pool::new(&pd, SIZE, 160).unwrap();
+    let received = Pool::new(&pd, SIZE, 64).unwrap();
+
+    let storm = Arc::new(Storm {
+        client: client.clone(),
+        remote: region.grant(),
+        region,
+        pool: pool.clone(),
+        added: AtomicU64::new(0),
+        messages: AtomicU64::new(0),
+        leaked: AtomicU64::new(0),
+        posted: AtomicU64::new(0),
+    });
+    let stop = Arc::new(AtomicBool::new(false));
+    let receiver = srq.clone().map_or(Receiver::Own(server.clone()), Receiver::Shared);
+    let receiver = tokio::spawn(receive(receiver, received.clone(), rng.fork(), stop.clone()));
+    let posters: Vec<_> = (0..TASKS)
+        .map(|task| {
+            let poster = Poster {
+                storm: storm.clone(),
+                rng: rng.fork(),
+                task,
+                canaries: VecDeque::new(),
+                pending: Vec::new(),
+                word: 0,
+            };
+            tokio::spawn(poster.run())
+        })
+        .collect();
+    for poster in posters {
+        if let Err(error) = soon("a poster", poster).await {
+            std::panic::resume_unwind(error.into_panic());
+        }
+    }
+    // The last of all: when it is done, everything before it is.
+    let word = storm.remote.slice(COUNTER..COUNTER + 8).unwrap();
+    let added = soon("the last operation", client.fetch_add(word, 0)).await.unwrap();
+    stop.store(true, Ordering::Relaxed);
+    let abandoned = soon("the receiver", receiver).await.unwrap();
+
+    assert_eq!(added, storm.added.load(Ordering::Relaxed), "each FETCH_ADD is done once");
+    assert_eq!(storm.region.load(COUNTER as usize), Ok(added));
+    let counters = client.send_counters();
+    assert_eq!((counters.in_flight, counters.waiting, counters.failed), (0, 0, 0), "{counters:?}");
+    assert_eq!(queue.counters().waiting, 0, "nobody waits: {:?}", queue.counters());
+    let leaked = storm.leaked.load(Ordering::Relaxed) as usize;
+    // A busy-poll thread may be about to drop what it has just reaped.
+    eventually("buffers of sends come back", || pool.available() == pool.total() - leaked).await;
+    let area = &mut [0; SIZE];
+    storm.region.read(PATTERN as usize, area).unwrap();
+    assert!(area[..] == readable[..SIZE], "what is only read stays as it is");
+
+    drop(client);
+    soon("closing", server.close()).await;
+    let posted = storm.posted.load(Ordering::Relaxed) + abandoned;
+    drop((storm, srq));
+    assert_eq!(elsewhere.counters().waiting, 0, "nobody waits: {:?}", elsewhere.counters());
+    eventually("buffers of receives come back", || received.available() == received.total()).await;
+    posted
+}
+
+fn storms(mode: Mode) {
+    bounded("storms", 3 * LONG, move || {
+        let seed = Seed::new("--test cancel");
+        let (mut rng, mut operations) = (Rng::with_seed(seed.value), 0);
+        for flavour in Flavour::ALL {
+            for depth in [4, 128] {
+                for slow in [false, true] {
+                    for shared in [false, true] {
+                        let setting = Setting { mode, flavour, depth, slow, shared };
+                        println!("{setting:?}");
+                        let runtime = setting.flavour.runtime();
+                        operations += runtime.block_on(storm(setting, rng.u64(..)));
+                    }
+                }
+            }
+        }
+        // Four modes: 100,000 in all.
+        assert!(operations >= 25_000, "{operations} operations");
+    });
+}
+
+#[test]
+fn nothing_is_lost_or_overwritten_whatever_is_abandoned_in_event_mode() {
+    storms(Mode::Event);
+}
+
+#[test]
+fn nothing_is_lost_or_overwritten_whatever_is_abandoned_in_busy_poll_mode() {
+    storms(Mode::BusyPoll);
+}
+
+#[test]
+fn nothing_is_lost_or_overwritten_whatever_is_abandoned_in_cooperative_mode() {
+    storms(Mode::Cooperative);
+}
+
+#[test]
+fn nothing_is_lost_or_overwritten_whatever_is_abandoned_in_hybrid_mode() {
+    storms(Mode::Hybrid);
+}
+
+/// A connected pair on a network where nothing is done at once, with memory to write to.
+fn slow_pair(mode: Mode, depth: u32) -> (QueuePair, QueuePair, ExposedRegion, CompletionQueue) {
+    let (device, pd) = device(&slow_network(7));
+    let queue = CompletionQueue::new(&device, mode.make()).unwrap();
+    let new = || QueuePair::builder(&pd, &queue).max_send_wr(depth).build().unwrap();
+    let (a, b) = (new(), new());
+    connect(&a, &b);
+    let region = ExposedRegion::new(&pd, vec![0; 4096], Access::REMOTE_ALL).unwrap();
+    (a, b, region, queue)
+}
+
+/// Modes in which somebody watches while no operation waits.
+const WATCHED: [Mode; 3] = [Mode::Event, Mode::BusyPoll, Mode::Hybrid];
+
+#[test]
+fn an_abandoned_buffer_comes_back_though_nobody_waits_for_any_operation() {
+    for (mode, flavour) in WATCHED.into_iter().flat_map(|mode| Flavour::ALL.map(|flavour| (mode, flavour))) {
+        bounded("an abandoned buffer", 2 * LONG, move || {
+            flavour.runtime().block_on(async {
+                let (a, _b, region, queue) = slow_pair(mode, 16);
+                let pool = Pool::new(a.protection_domain(), 64, 1).unwrap();
+                for _ in 0..20 {
+                    drop(a.write(pool.try_alloc(64).unwrap(), region.grant()));
+                    soon("a buffer", pool.alloc(64)).await.unwrap();
+                }
+                eventually("the count", || queue.counters().waiting == 0).await;
+            });
+        });
+    }
+}
+
+#[test]
+fn abandoned_work_that_waits_for_room_is_done_though_nobody_waits_for_it() {
+    for (mode, flavour) in WATCHED.into_iter().flat_map(|mode| Flavour::ALL.map(|flavour| (mode, flavour))) {
+        bounded("abandoned work", 2 * LONG, move || {
+            flavour.runtime().block_on(async {
+                let (a, _b, region, _queue) = slow_pair(mode, 2);
+                for _ in 0..50 {
+                    drop(a.fetch_add(region.grant().slice(0..8).unwrap(), 1));
+                }
+                eventually("all of it", || region.load(0) == Ok(50)).await;
+            });
+        });
+    }
+}
