@@ -51,12 +51,14 @@ impl Setup {
                 let open = || Device::open(&name).unwrap_or_else(|error| panic!("{name}: {error}"));
                 Self { a: open(), b: open(), network: None }
             }
-            None => {
-                let network = Network::new();
-                let open = || Device::software_in(&network, "both").unwrap();
-                Self { a: open(), b: open(), network: Some(network) }
-            }
+            None => Self::in_network(&Network::new()),
         }
+    }
+
+    /// Both ends on the software device `both` of `network`.
+    pub(crate) fn in_network(network: &Network) -> Self {
+        let open = || Device::software_in(network, "both").unwrap();
+        Self { a: open(), b: open(), network: Some(network.clone()) }
     }
 
     /// Two software devices that can be killed and unplugged; `None`, loudly, elsewhere.
