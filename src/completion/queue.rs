@@ -294,6 +294,7 @@ impl CqShared {
     }
 
     /// Finishes the operations of completions `from..taken` of a batch; true if there may be more to take.
+    #[inline(never)]
     fn finish_batch(&self, state: &mut State, from: usize, taken: usize) -> bool {
         let State { completions, queues, woken, .. } = state;
         for wc in completions.iter().take(taken).skip(from) {
@@ -328,12 +329,17 @@ impl CqShared {
 
     /// Unlocks, then wakes who is to be woken.
     #[inline]
-    fn release(&self, mut state: MutexGuard<'_, State>) {
+    fn release(&self, state: MutexGuard<'_, State>) {
         if !state.woken.is_empty() {
-            let woken = std::mem::take(&mut state.woken);
-            drop(state);
-            woken.finish();
+            Self::release_and_wake(state);
         }
+    }
+
+    #[cold]
+    fn release_and_wake(mut state: MutexGuard<'_, State>) {
+        let woken = std::mem::take(&mut state.woken);
+        drop(state);
+        woken.finish();
     }
 
     /// Waits for the work request `id` of `queue`, which is in `slot`: looks once, then as the mode says.
@@ -341,7 +347,7 @@ impl CqShared {
     /// Gives the completion itself if it is the next one in the queue and a success: that is how an operation
     /// ends that was not waited for, and spares it the way through its slot, which is free again then. Otherwise
     /// the slot is complete.
-    #[inline(never)]
+    #[inline(always)]
     pub(super) fn wait(
         self: &Arc<Self>,
         queue: &WorkQueue,
