@@ -414,9 +414,19 @@ fn dead_completion_queue_ends_every_operation_on_it() {
             let intruder = End::on(&setup.a, &options, queue.verbs().clone(), recv_cq, None);
             let peer = End::new(&setup.b, &options);
             connect(&intruder, &peer, &options);
-            for id in 0..9 {
-                intruder.send(id, SendOp::Write(tokio_rdma::types::RemoteAddr::default()), &[]).unwrap();
-            }
+            // Until one is lost: a poller may take some meanwhile.
+            let write = |wr_id| SendWr {
+                wr_id: WrId(wr_id),
+                op: SendOp::Write(tokio_rdma::types::RemoteAddr::default()),
+                flags: SIGNALED,
+                data: Data::Sges(&[]),
+                target: None,
+            };
+            let list: Vec<_> = (0..16).map(|id| write(u64::MAX - id)).collect();
+            crate::common::eventually("overrun", || {
+                let _full_or_not = intruder.post(&list);
+                queue.verbs().poll(&mut []).is_err().then_some(())
+            });
             for receive in receives {
                 let error = within("a receive on a dead queue", receive).await.unwrap_err();
                 let dead = matches!(error.kind(), OpErrorKind::CompletionQueue(_))
