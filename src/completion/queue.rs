@@ -128,7 +128,7 @@ impl CompletionQueueBuilder {
     ///
     /// [`SetupError::Limit`] for a capacity of 0 or beyond the device's, [`SetupError::Verb`] if the provider refuses.
     pub fn build(self) -> Result<CompletionQueue, SetupError> {
-        let channel = if self.mode.parks() { Some(Channel::new(&self.device)?) } else { None };
+        let channel = if self.mode.arms() { Some(Channel::new(&self.device)?) } else { None };
         let cq = Cq::on_vector(&self.device, self.capacity, channel.as_ref(), self.vector, 0)?;
         let shared = Arc::new(CqShared {
             channel,
@@ -200,6 +200,9 @@ impl CqShared {
     /// Makes a work queue whose completions arrive here, and sets room aside for them.
     pub(crate) fn attach(self: &Arc<Self>, poster: Poster, limits: Limits) -> Result<Arc<WorkQueue>, SetupError> {
         let mut state = lock(&self.state);
+        if let Some(error) = state.failed {
+            return Err(error.into());
+        }
         let free = self.cq.capacity() - state.reserved;
         if limits.depth > free {
             return Err(SetupError::CompletionQueueFull { asked: limits.depth, free });
@@ -313,8 +316,12 @@ impl CqShared {
         for attached in state.queues.iter().flatten() {
             match attached.core.upgrade() {
                 Some(core) => woken.end(core, OpErrorKind::CompletionQueue(error)),
-                // A shared receive queue: nothing draws from it once its queue pairs are destroyed.
-                None => woken.abandon(attached.queue.clone(), OpErrorKind::CompletionQueue(error)),
+                // Nothing draws from it once its queue pairs are destroyed.
+                None if attached.queue.is_shared() => {
+                    woken.abandon(attached.queue.clone(), OpErrorKind::CompletionQueue(error));
+                }
+                // Its queue pair is being destroyed by somebody else, who ends what is in flight afterwards.
+                None => {}
             }
         }
     }
@@ -441,14 +448,14 @@ impl CqShared {
 
         let mut replaced = None;
         let pending = self.register(slot, context.waker(), &mut replaced);
-        if pending && self.mode.parks() {
+        if pending && self.mode.arms() {
             arm::before_park(&mut Draining { queue: self, state: &mut state });
         }
         self.release(state);
         if slot.is_complete() {
             return Poll::Ready(());
         }
-        if self.mode.parks() && !self.reactors.watch(self) {
+        if self.mode.arms() && !self.reactors.watch(self) {
             // No runtime, no reactor: the only way to be woken is to ask for it.
             context.waker().wake_by_ref();
         }
@@ -479,9 +486,9 @@ impl CqShared {
     }
 
     /// Makes sure that a completion is noticed though nobody may be waiting for one: an abandoned operation holds
-    /// buffers until then, and room that others wait for. Where nothing sleeps, somebody polls or nobody ever does.
+    /// buffers until then, and room that others wait for. A poller needs no telling.
     pub(super) fn attend(self: &Arc<Self>) {
-        if !self.mode.parks() {
+        if !self.mode.arms() {
             return;
         }
         let mut state = lock(&self.state);
@@ -504,6 +511,17 @@ impl CqShared {
     pub(super) fn on_event(&self) {
         let mut state = lock(&self.state);
         arm::on_event(&mut Draining { queue: self, state: &mut state });
+        self.release(state);
+    }
+
+    /// A reactor is gone: those who relied on it look again, and find another or do without.
+    #[cold]
+    pub(super) fn rouse(&self) {
+        let mut state = lock(&self.state);
+        let State { queues, woken, .. } = &mut *state;
+        for attached in queues.iter().flatten() {
+            attached.queue.rouse(woken);
+        }
         self.release(state);
     }
 
@@ -646,6 +664,7 @@ impl WakeList {
             core.shut_down(kind);
         }
         for (queue, kind) in self.abandons {
+            drop(queue.close());
             queue.cq().abandon(&queue, kind, false);
         }
     }

@@ -181,6 +181,10 @@ impl WorkQueue {
         Owner::of(WrId(self.label))
     }
 
+    pub(super) fn is_shared(&self) -> bool {
+        self.shared
+    }
+
     pub(crate) fn cq(&self) -> &Arc<CqShared> {
         &self.cq
     }
@@ -321,6 +325,11 @@ impl WorkQueue {
             return Err(Refusal::Error(OpErrorKind::Closed, buffer));
         }
         let direct = self.is_clear(&posting);
+        if self.limits.depth == 0 {
+            // There will never be room.
+            let nothing = LimitError { field: "work requests", asked: 1, allowed: 0 };
+            return Err(Refusal::Error(nothing.into(), buffer));
+        }
         if !direct && patience == Patience::Try {
             return Err(Refusal::Full(buffer));
         }
@@ -511,7 +520,8 @@ impl WorkQueue {
 
     /// Posts those in line as far as there is room.
     fn post_queued(&self, posting: &mut Posting, woken: &mut WakeList) {
-        while self.room.left(posting.posted as u32) > 0
+        while posting.poster.is_some()
+            && self.room.left(posting.posted as u32) > 0
             && let Some(next) = posting.queued.pop_front()
         {
             self.cq.no_longer_waiting();
@@ -602,40 +612,54 @@ impl WorkQueue {
         }
     }
 
-    /// Stops posting: what is in line fails, what is posted stays with the device.
-    pub(super) fn close(&self, kind: OpErrorKind, woken: &mut WakeList) -> Option<Poster> {
-        let mut posting = lock(&self.posting);
-        let poster = posting.poster.take();
-        self.fail_queued(&mut posting, kind, woken);
-        poster
+    /// Stops posting. What is posted stays with the device, and what is in line stays there: it may be the end of a
+    /// batch of which a part is posted, and a batch gives its buffers back when its last work request ends.
+    pub(super) fn close(&self) -> Option<Poster> {
+        lock(&self.posting).poster.take()
     }
 
     /// Ends a shared receive queue that nothing draws from any more.
     pub(crate) fn shut(self: &Arc<Self>, kind: OpErrorKind) {
-        let mut woken = WakeList::new();
-        drop(self.close(kind, &mut woken));
-        woken.finish();
+        drop(self.close());
         self.cq.abandon(self, kind, true);
-    }
-
-    fn fail_queued(&self, posting: &mut Posting, kind: OpErrorKind, woken: &mut WakeList) {
-        while let Some(next) = posting.queued.pop_front() {
-            self.cq.no_longer_waiting();
-            self.settle(next.index, next.generation, Outcome::Err(kind), woken);
-        }
-        self.room.clear();
     }
 
     /// Ends all that is in flight. The device must have forgotten it: the queue was destroyed or reset.
     pub(super) fn abandon(&self, kind: OpErrorKind, woken: &mut WakeList) {
         let mut posting = lock(&self.posting);
-        self.fail_queued(&mut posting, kind, woken);
+        while posting.queued.pop_front().is_some() {
+            self.cq.no_longer_waiting();
+        }
+        self.room.clear();
+        let mut chain = Vec::new();
         for (index, slot) in self.slots.iter() {
-            if let Some(generation) = slot.in_flight() {
+            // A batch ends with its last work request: those before it end first, wherever their slots are.
+            let mut next = Some((index, slot));
+            while let Some((index, slot)) = next
+                && let Some(generation) = slot.in_flight()
+            {
+                chain.push((index, generation));
+                next = slot.previous().map(|previous| (previous, self.slots.slot(previous)));
+            }
+            while let Some((index, generation)) = chain.pop() {
                 self.settle(index, generation, Outcome::Err(kind), woken);
             }
         }
         self.room.retire_through((posting.posted as u32).wrapping_sub(1));
+    }
+
+    /// Wakes all that wait, to look again.
+    pub(super) fn rouse(&self, woken: &mut WakeList) {
+        // Keeps out those who finish what was never posted.
+        let _posting = lock(&self.posting);
+        for (_, slot) in self.slots.iter() {
+            if let Some((waker, waits_no_more)) = slot.rouse() {
+                if waits_no_more {
+                    self.cq.no_longer_waiting();
+                }
+                woken.wake(waker);
+            }
+        }
     }
 
     pub(crate) fn counters(&self) -> WorkQueueCounters {
