@@ -448,11 +448,11 @@ fn queue_pair_can_be_connected_to_itself() {
         let region = ExposedRegion::new(&pd, HostMemory::zeroed(64).unwrap(), Access::REMOTE_ALL).unwrap();
         assert_eq!(within("atomic", qp.fetch_add(region.grant().slice(..8).unwrap(), 5)).await.unwrap(), 0);
         assert_eq!(region.load(0).unwrap(), 5);
-        // A failure ends both of its halves.
-        let bad = RemoteRegion::new(0, 8, Rkey(0));
+        // Its end is that of both halves.
         let receive = qp.recv(pool.try_alloc(8).unwrap());
-        let error = within("bad", qp.write(pool.try_alloc(8).unwrap(), bad)).await.unwrap_err();
-        assert_eq!(error.status(), Some(WcStatus::REM_ACCESS_ERR));
+        qp.modify(&QpAttr::to_state(QpState::Err)).unwrap();
+        let error = within("a send", qp.send(pool.try_alloc(8).unwrap())).await.unwrap_err();
+        assert_eq!(error.status(), Some(WcStatus::WR_FLUSH_ERR));
         assert_eq!(within("flush", receive).await.unwrap_err().status(), Some(WcStatus::WR_FLUSH_ERR));
     });
 }
