@@ -6,3 +6,6 @@ mod common;
 
 #[path = "conformance/mod.rs"]
 mod suite;
+
+/// Whether the software device exchanges encoded packets; here messages pass from memory to memory.
+const PACKETS: bool = false;

@@ -1,6 +1,7 @@
 //! Queue pair: made, connected, closed.
 
 use std::fmt;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use crate::completion::{CompletionQueue, Limits, QueuePairCore, Request, What, WorkQueue, WorkQueueCounters};
@@ -31,8 +32,8 @@ pub(super) struct Inner {
     transport: Transport,
     qpn: Qpn,
     caps: QpCaps,
-    /// Our first packet sequence number, drawn at random.
-    psn: Psn,
+    /// Our first packet sequence number, drawn at random, anew for each connection.
+    psn: AtomicU32,
     local: Local,
     /// Where results of atomics arrive; registered when first needed.
     words: OnceLock<Pool>,
@@ -40,6 +41,12 @@ pub(super) struct Inner {
     // Last, for they are needed while the core shuts down.
     _srq: Option<SharedReceiveQueue>,
     _queues: [CompletionQueue; 2],
+}
+
+impl Inner {
+    fn psn(&self) -> Psn {
+        Psn::new(self.psn.load(Ordering::Relaxed))
+    }
 }
 
 /// Our side of a connection.
@@ -103,14 +110,14 @@ impl QueuePair {
         &self.inner.pd
     }
 
-    /// What a peer needs to connect to it.
+    /// What a peer needs to connect to it. A change to RESET makes it another one: exchange it again.
     #[must_use]
     pub fn endpoint(&self) -> QueuePairEndpoint {
         let Local { gid, lid, link_layer, mtu, reads, .. } = self.inner.local;
         QueuePairEndpoint {
             transport: self.inner.transport,
             qpn: self.inner.qpn,
-            psn: self.inner.psn,
+            psn: self.inner.psn(),
             gid,
             lid,
             link_layer,
@@ -158,7 +165,7 @@ impl QueuePair {
             ..QpAttr::to_state(QpState::Rtr)
         })?;
         self.modify(&QpAttr {
-            sq_psn: Some(self.inner.psn),
+            sq_psn: Some(self.inner.psn()),
             timeout: reliable.then_some(options.timeout),
             retry_count: reliable.then_some(options.retry_count),
             rnr_retry: reliable.then_some(options.rnr_retry),
@@ -176,7 +183,7 @@ impl QueuePair {
     /// [`SetupError::Transition`] if it is ready already or not of datagrams.
     pub fn activate(&self) -> Result<(), SetupError> {
         self.modify(&QpAttr::to_state(QpState::Rtr))?;
-        self.modify(&QpAttr { sq_psn: Some(self.inner.psn), ..QpAttr::to_state(QpState::Rts) })
+        self.modify(&QpAttr { sq_psn: Some(self.inner.psn()), ..QpAttr::to_state(QpState::Rts) })
     }
 
     fn agree<T: fmt::Debug + PartialEq>(&self, what: &'static str, ours: T, theirs: T) -> Result<(), SetupError> {
@@ -194,7 +201,14 @@ impl QueuePair {
     /// [`SetupError::Transition`] with what is missing or not allowed, [`SetupError::Verb`] if the device refuses,
     /// [`SetupError::Closed`] after [`close`](Self::close).
     pub fn modify(&self, attr: &QpAttr) -> Result<(), SetupError> {
-        self.inner.core.modify(attr)
+        if attr.state != Some(QpState::Reset) {
+            return self.inner.core.modify(attr);
+        }
+        // Late packets of one connection must not pass for the first ones of the next.
+        let psn = random_psn()?;
+        self.inner.core.modify(attr)?;
+        self.inner.psn.store(psn.value(), Ordering::Relaxed);
+        Ok(())
     }
 
     /// Current state and all attributes that have been set, `ibv_query_qp(3)`.
@@ -438,7 +452,7 @@ impl QueuePairBuilder {
             transport,
             qpn,
             caps: granted,
-            psn: random_psn()?,
+            psn: AtomicU32::new(random_psn()?.value()),
             local,
             words: OnceLock::new(),
             span,

@@ -9,12 +9,12 @@ pub(crate) mod raw;
 use std::future::Future;
 use std::time::{Duration, Instant};
 
-use tokio_rdma::software::{DeviceControl, Network};
+use tokio_rdma::software::{DeviceControl, Faults, Network};
 use tokio_rdma::types::{Access, AsyncEvent, RemoteAddr, Sge};
 use tokio_rdma::{CompletionMode, Device, ExposedRegion, HostMemory, ProtectionDomain, RemoteRegion};
 
 /// Only a hang takes this long: it bounds a test and asserts nothing about speed.
-pub(crate) const HANG: Duration = Duration::from_secs(60);
+pub(crate) const HANG: Duration = Duration::from_secs(20);
 
 /// The result of `future`, or a panic if it hangs.
 pub(crate) async fn within<T>(what: &str, future: impl Future<Output = T>) -> T {
@@ -51,7 +51,7 @@ impl Setup {
                 let open = || Device::open(&name).unwrap_or_else(|error| panic!("{name}: {error}"));
                 Self { a: open(), b: open(), network: None }
             }
-            None => Self::in_network(&Network::new()),
+            None => Self::in_network(&network()),
         }
     }
 
@@ -67,7 +67,7 @@ impl Setup {
             skip(test, &format!("{name} cannot be made to fail"));
             return None;
         }
-        let network = Network::new();
+        let network = network();
         let open = |name| Device::software_in(&network, name).unwrap();
         let (a, b) = (open("a"), open("b"));
         let control = |name| network.control(name).unwrap();
@@ -79,6 +79,15 @@ impl Setup {
     pub(crate) fn is_software(&self) -> bool {
         self.network.is_some()
     }
+}
+
+/// A network of its own for a test.
+pub(crate) fn network() -> Network {
+    let network = Network::new();
+    if crate::PACKETS {
+        network.set_faults(Faults::none());
+    }
+    network
 }
 
 /// Name of the real device under test, if it is one.

@@ -6,7 +6,7 @@ use tokio_rdma::types::{
     WcStatus, WrId,
 };
 
-use crate::common::raw::{End, Options, connected, outcome};
+use crate::common::raw::{End, Options, connected, outcome, settle};
 use crate::common::{Memory, events};
 
 /// What the far end of a failed request sees.
@@ -509,6 +509,8 @@ fn unreliable_connection_drops_in_silence_what_it_cannot_serve() {
     a.send(4, SendOp::WriteWithImm(to.remote(0), Imm(1)), &[from.sge(0, 8)]).unwrap();
     let sent = [(1, WcStatus::SUCCESS), (2, WcStatus::SUCCESS), (3, WcStatus::SUCCESS), (4, WcStatus::SUCCESS)];
     assert_eq!(outcome(&a.sent(4)), sent);
+    settle(&a.device, &b.device);
+    assert_eq!(to.all(), vec![0; 5000]);
     // What comes after is served.
     b.recv(7, &[to.sge(0, 5000)]).unwrap();
     a.send(5, SendOp::Send, &[from.sge(0, 5000)]).unwrap();

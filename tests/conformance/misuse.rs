@@ -47,13 +47,17 @@ async fn more_work_than_the_queue_holds_waits_in_line(mode: &str) {
     let receives: Vec<_> = (0..20).map(|_| b.qp.recv(b.room(1))).collect();
     let counters = b.qp.receive_counters();
     assert_eq!(counters.posted + counters.waiting as u64, 20);
+    // Both ends are awaited at once: a cooperative queue goes on only while somebody waits for it.
+    let sends = tokio::spawn(async move {
+        for (at, send) in sends.into_iter().enumerate() {
+            assert_eq!(within("a send in line", send).await.unwrap()[..], [at as u8]);
+        }
+    });
     for (at, receive) in receives.into_iter().enumerate() {
         let received = within("a receive in line", receive).await.unwrap();
         assert_eq!(received.buffer[..], [at as u8], "first in, first out");
     }
-    for (at, send) in sends.into_iter().enumerate() {
-        assert_eq!(within("a send in line", send).await.unwrap()[..], [at as u8]);
-    }
+    within("all sends", sends).await.unwrap();
     let counters = a.qp.send_counters();
     assert_eq!((counters.posted, counters.waiting, counters.waited, counters.failed), (20, 0, 16, 0));
     // There is room again.
@@ -77,7 +81,13 @@ async fn region_dropped_in_flight_is_a_remote_access_error(mode: &str) {
         let write = a.qp.write(slice.slice(0..64).unwrap(), grant);
         let behind = a.qp.send(());
         // A slice in flight keeps its own region; the peer's is the peer's to drop.
-        let (region, slice) = if remote_end { (None, Some(slice)) } else { (Some(region), None) };
+        let kept = if remote_end {
+            drop(region);
+            slice
+        } else {
+            drop(slice);
+            region
+        };
         let receive = b.qp.recv(());
         within("the message", held).await.unwrap();
         within("the receive", receive).await.unwrap();
@@ -94,7 +104,7 @@ async fn region_dropped_in_flight_is_a_remote_access_error(mode: &str) {
             within("behind it", behind).await.unwrap();
             within("its receive", receive).await.unwrap();
         }
-        drop((region, slice));
+        drop(kept);
     }
 }
 
@@ -263,6 +273,26 @@ async fn short_receive_and_no_receive_have_their_statuses(mode: &str) {
 }
 
 #[test]
+fn line_moves_on_while_nobody_awaits_it() {
+    for mode in ["event", "busy_poll", "hybrid"] {
+        for threads in [1, 3] {
+            run(threads, mode, async {
+                let Pair { a, b, .. } = with_depth(mode, 4, ConnectOptions::default());
+                let kept: Vec<_> = (0..10_u8).map(|at| a.qp.send(a.buffer(&[at]))).collect();
+                (10..20_u8).for_each(|at| drop(a.qp.send(a.buffer(&[at]))));
+                for at in 0..20 {
+                    let received = within("receive", b.qp.recv(b.room(1))).await.unwrap();
+                    assert_eq!(received.buffer[..], [at]);
+                }
+                for send in kept {
+                    within("send", send).await.unwrap();
+                }
+            });
+        }
+    }
+}
+
+#[test]
 fn lengths_beyond_a_limit_name_field_asked_and_allowed() {
     run(1, "limits", async {
         let Pair { a, b, setup } = Pair::new(Transport::Rc, "event");
@@ -418,11 +448,11 @@ fn queue_pair_can_be_connected_to_itself() {
         let region = ExposedRegion::new(&pd, HostMemory::zeroed(64).unwrap(), Access::REMOTE_ALL).unwrap();
         assert_eq!(within("atomic", qp.fetch_add(region.grant().slice(..8).unwrap(), 5)).await.unwrap(), 0);
         assert_eq!(region.load(0).unwrap(), 5);
-        // A failure ends both of its halves.
-        let bad = RemoteRegion::new(0, 8, Rkey(0));
+        // Its end is that of both halves.
         let receive = qp.recv(pool.try_alloc(8).unwrap());
-        let error = within("bad", qp.write(pool.try_alloc(8).unwrap(), bad)).await.unwrap_err();
-        assert_eq!(error.status(), Some(WcStatus::REM_ACCESS_ERR));
+        qp.modify(&QpAttr::to_state(QpState::Err)).unwrap();
+        let error = within("a send", qp.send(pool.try_alloc(8).unwrap())).await.unwrap_err();
+        assert_eq!(error.status(), Some(WcStatus::WR_FLUSH_ERR));
         assert_eq!(within("flush", receive).await.unwrap_err().status(), Some(WcStatus::WR_FLUSH_ERR));
     });
 }
