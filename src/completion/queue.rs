@@ -134,6 +134,7 @@ impl CompletionQueueBuilder {
             channel,
             mode: self.mode,
             waiting: AtomicU32::new(0),
+            drivers: AtomicU32::new(0),
             spin: SpinBudget::new(),
             reactors: Reactors::new(),
             state: Mutex::new(State {
@@ -162,6 +163,8 @@ pub(crate) struct CqShared {
     mode: CompletionMode,
     /// Operations that registered a waker, were abandoned or stand in line for room, and are not finished.
     waiting: AtomicU32,
+    /// Futures that poll it for all.
+    drivers: AtomicU32,
     spin: SpinBudget,
     reactors: Reactors,
     state: Mutex<State>,
@@ -433,7 +436,7 @@ impl CqShared {
         state.run = 0;
 
         let spins = match &self.mode {
-            CompletionMode::Cooperative => true,
+            CompletionMode::Cooperative => self.drivers.load(Ordering::Relaxed) == 0,
             CompletionMode::Hybrid if self.spin.allows(*rounds) => true,
             CompletionMode::Hybrid => {
                 if *rounds > 0 {
@@ -454,6 +457,7 @@ impl CqShared {
 
         let mut replaced = None;
         let pending = self.register(slot, context.waker(), &mut replaced);
+        // Under a driver too, for it may be dropped, or not be polled for a while.
         if pending && self.mode.arms() {
             arm::before_park(&mut Draining { queue: self, state: &mut state });
         }
@@ -518,6 +522,16 @@ impl CqShared {
         let mut state = lock(&self.state);
         arm::on_event(&mut Draining { queue: self, state: &mut state });
         self.release(state);
+    }
+
+    /// Somebody polls for all from now on.
+    pub(super) fn begin_driving(&self) {
+        self.drivers.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Nobody does any more, perhaps: those who wait are woken by events until they look again.
+    pub(super) fn end_driving(&self) {
+        self.drivers.fetch_sub(1, Ordering::Relaxed);
     }
 
     /// A reactor is gone: those who relied on it look again, and find another or do without.
