@@ -69,7 +69,9 @@ async fn inline_send_can_reuse_its_bytes_at_once(mode: &str) {
         bytes.fill(7);
         let write = a.qp.write_inline(&bytes[..8], region.grant());
         bytes.fill(1);
-        (first.await.unwrap(), second.await.unwrap(), write.await.unwrap());
+        first.await.unwrap();
+        second.await.unwrap();
+        write.await.unwrap();
         message(&a, &b).await;
         let [first, second] = receives;
         assert_eq!(&first.await.unwrap().buffer[..], pattern(64, 2));
