@@ -134,6 +134,7 @@ impl CompletionQueueBuilder {
             channel,
             mode: self.mode,
             waiting: AtomicU32::new(0),
+            drivers: AtomicU32::new(0),
             spin: SpinBudget::new(),
             reactors: Reactors::new(),
             state: Mutex::new(State {
@@ -162,6 +163,8 @@ pub(crate) struct CqShared {
     mode: CompletionMode,
     /// Operations that registered a waker, were abandoned or stand in line for room, and are not finished.
     waiting: AtomicU32,
+    /// Futures that poll it for all.
+    drivers: AtomicU32,
     spin: SpinBudget,
     reactors: Reactors,
     state: Mutex<State>,
@@ -294,6 +297,7 @@ impl CqShared {
     }
 
     /// Finishes the operations of completions `from..taken` of a batch; true if there may be more to take.
+    #[inline(never)]
     fn finish_batch(&self, state: &mut State, from: usize, taken: usize) -> bool {
         let State { completions, queues, woken, .. } = state;
         for wc in completions.iter().take(taken).skip(from) {
@@ -328,12 +332,17 @@ impl CqShared {
 
     /// Unlocks, then wakes who is to be woken.
     #[inline]
-    fn release(&self, mut state: MutexGuard<'_, State>) {
+    fn release(&self, state: MutexGuard<'_, State>) {
         if !state.woken.is_empty() {
-            let woken = std::mem::take(&mut state.woken);
-            drop(state);
-            woken.finish();
+            Self::release_and_wake(state);
         }
+    }
+
+    #[cold]
+    fn release_and_wake(mut state: MutexGuard<'_, State>) {
+        let woken = std::mem::take(&mut state.woken);
+        drop(state);
+        woken.finish();
     }
 
     /// Waits for the work request `id` of `queue`, which is in `slot`: looks once, then as the mode says.
@@ -341,7 +350,7 @@ impl CqShared {
     /// Gives the completion itself if it is the next one in the queue and a success: that is how an operation
     /// ends that was not waited for, and spares it the way through its slot, which is free again then. Otherwise
     /// the slot is complete.
-    #[inline(never)]
+    #[inline(always)]
     pub(super) fn wait(
         self: &Arc<Self>,
         queue: &WorkQueue,
@@ -427,7 +436,7 @@ impl CqShared {
         state.run = 0;
 
         let spins = match &self.mode {
-            CompletionMode::Cooperative => true,
+            CompletionMode::Cooperative => self.drivers.load(Ordering::Relaxed) == 0,
             CompletionMode::Hybrid if self.spin.allows(*rounds) => true,
             CompletionMode::Hybrid => {
                 if *rounds > 0 {
@@ -448,6 +457,7 @@ impl CqShared {
 
         let mut replaced = None;
         let pending = self.register(slot, context.waker(), &mut replaced);
+        // Under a driver too, for it may be dropped, or not be polled for a while.
         if pending && self.mode.arms() {
             arm::before_park(&mut Draining { queue: self, state: &mut state });
         }
@@ -512,6 +522,16 @@ impl CqShared {
         let mut state = lock(&self.state);
         arm::on_event(&mut Draining { queue: self, state: &mut state });
         self.release(state);
+    }
+
+    /// Somebody polls for all from now on.
+    pub(super) fn begin_driving(&self) {
+        self.drivers.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Nobody does any more, perhaps: those who wait are woken by events until they look again.
+    pub(super) fn end_driving(&self) {
+        self.drivers.fetch_sub(1, Ordering::Relaxed);
     }
 
     /// A reactor is gone: those who relied on it look again, and find another or do without.

@@ -198,37 +198,38 @@ impl WorkQueue {
         WrId(self.label | u64::from(generation.value()) << INDEX_BITS | u64::from(index))
     }
 
-    /// Posts one work request, or lines it up if there is no room.
+    /// Posts one work request if that is simple: one buffer, nothing to complain about, room in the queue. Gives the
+    /// buffer back in any other case, which [`submit`](Self::submit) goes through with more care; nothing was posted then.
     #[inline(always)]
-    pub(crate) fn submit<B: Source>(
-        self: &Arc<Self>,
-        request: Request<'_>,
-        buffer: B,
-        patience: Patience,
-    ) -> Result<InFlight<B>, Refusal<B>> {
-        if request.inline.is_none()
-            && request.to.is_none()
-            && let Some((sge, pd)) = buffer.single()
-            && pd == self.limits.pd
-        {
-            let posted = match request.what {
-                What::Send(op) => self.send_now(op, request.flags, sge, request.room),
-                What::Receive => self.receive_now(sge),
-            };
-            if let Some(id) = posted {
-                return Ok(InFlight::new(self.clone(), id, buffer));
-            }
+    pub(crate) fn submit_now<B: Source>(self: &Arc<Self>, request: &Request<'_>, buffer: B) -> Result<InFlight<B>, B> {
+        match self.post_now(request, &buffer) {
+            Some(id) => Ok(InFlight::new(self.clone(), id, buffer)),
+            None => Err(buffer),
         }
-        self.submit_any(request, buffer, patience)
     }
 
-    /// The usual send: one buffer, nothing to complain about, room in the queue. `None` for any other, which is
-    /// gone through with more care; nothing was posted then.
-    #[inline(never)]
-    fn send_now(&self, op: SendOp, flags: SendFlags, sge: Sge, room: u64) -> Option<WrId> {
-        if sge.length == 0 || u64::from(sge.length) > room.min(self.limits.max_message) || self.limits.max_sge == 0 {
+    #[inline(always)]
+    fn post_now<B: Source>(&self, request: &Request<'_>, buffer: &B) -> Option<WrId> {
+        if request.inline.is_some() || request.to.is_some() {
             return None;
         }
+        let (sge, pd) = buffer.single()?;
+        if pd != self.limits.pd || sge.length == 0 || self.limits.max_sge == 0 {
+            return None;
+        }
+        match request.what {
+            What::Send(_) if u64::from(sge.length) > request.room.min(self.limits.max_message) => None,
+            What::Send(op) => {
+                let (flags, data) = (request.flags, Data::Sges(&[sge]));
+                self.send_now(&mut SendWr { wr_id: WrId(0), op, flags, data, target: None })
+            }
+            What::Receive => self.receive_now(sge),
+        }
+    }
+
+    /// Gives a send to the device if there is room.
+    #[inline(never)]
+    fn send_now(&self, wr: &mut SendWr<'_>) -> Option<WrId> {
         let mut posting = lock(&self.posting);
         let posting = &mut *posting;
         if !self.is_clear(posting) {
@@ -237,25 +238,21 @@ impl WorkQueue {
         let Some(Poster::Send(qp)) = &posting.poster else { return None };
         let (slot, index, generation) = self.slots.claim(&mut posting.cursor, NONE)?;
         slot.place(posting.posted as u32);
-        let wr_id = self.wr_id(index, generation);
+        wr.wr_id = self.wr_id(index, generation);
         // SAFETY: S1: the element names a buffer that the operation owns. It keeps it until the slot is COMPLETE,
         // or leaves it in the slot, which is emptied only when the device is done or the queue was destroyed.
-        let posted = unsafe { qp.post_send(&[SendWr { wr_id, op, flags, data: Data::Sges(&[sge]), target: None }]) };
-        if posted.is_err() {
+        if unsafe { qp.post_send(std::slice::from_ref(wr)) }.is_err() {
             slot.unclaim();
             return None;
         }
         posting.posted += 1;
-        trace_posted(wr_id, What::Send(op));
-        Some(wr_id)
+        trace_posted(wr.wr_id, What::Send(wr.op));
+        Some(wr.wr_id)
     }
 
-    /// The usual receive, as [`send_now`](Self::send_now).
+    /// Gives a receive to the device if there is room.
     #[inline(never)]
     fn receive_now(&self, sge: Sge) -> Option<WrId> {
-        if sge.length == 0 || self.limits.max_sge == 0 {
-            return None;
-        }
         let mut posting = lock(&self.posting);
         let posting = &mut *posting;
         if !self.is_clear(posting) {
@@ -288,8 +285,9 @@ impl WorkQueue {
         posting.queued.is_empty() && self.room.left(posting.posted as u32) > 0
     }
 
+    /// Posts one work request of any kind, or lines it up if there is no room.
     #[inline(never)]
-    fn submit_any<B: Source>(
+    pub(crate) fn submit<B: Source>(
         self: &Arc<Self>,
         request: Request<'_>,
         buffer: B,

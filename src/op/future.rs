@@ -55,6 +55,14 @@ impl<F: Finish> Operation<F> {
     /// Posts, or lines up behind those that wait for room.
     #[inline(always)]
     pub(super) fn post(queue: &Arc<WorkQueue>, request: Request<'_>, held: F::Held) -> Self {
+        match queue.submit_now(&request, held) {
+            Ok(in_flight) => Self { state: State::InFlight(in_flight) },
+            Err(held) => Self::post_any(queue, request, held),
+        }
+    }
+
+    #[inline(never)]
+    fn post_any(queue: &Arc<WorkQueue>, request: Request<'_>, held: F::Held) -> Self {
         match queue.submit(request, held, Patience::Queue) {
             Ok(in_flight) => Self { state: State::InFlight(in_flight) },
             Err(Refusal::Error(kind, held)) => Self::refused(kind, held),

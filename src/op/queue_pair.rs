@@ -8,6 +8,7 @@ use crate::completion::{CompletionQueue, Limits, QueuePairCore, Request, What, W
 use crate::error::{LimitError, OpErrorKind, SetupError};
 use crate::mem::RemoteRegion;
 use crate::op::SharedReceiveQueue;
+use crate::provider::dispatch::{ReceiveCounters, SendCounters};
 use crate::types::{
     Access, AckTimeout, AddressVector, Gid, LinkLayer, Mtu, PortNum, Psn, Qkey, QpAttr, QpCaps, QpState, Qpn, RnrTimer,
     SendFlags, SendOp, Transport,
@@ -205,7 +206,7 @@ impl QueuePair {
             return self.inner.core.modify(attr);
         }
         // Late packets of one connection must not pass for the first ones of the next.
-        let psn = random_psn()?;
+        let psn = self.inner.pd.device().random_psn()?;
         self.inner.core.modify(attr)?;
         self.inner.psn.store(psn.value(), Ordering::Relaxed);
         Ok(())
@@ -251,6 +252,12 @@ impl QueuePair {
     #[must_use]
     pub fn receive_counters(&self) -> WorkQueueCounters {
         self.inner.core.receive().map(|queue| queue.counters()).unwrap_or_default()
+    }
+
+    /// Packets, retries and refusals so far, if it is of a software device and not closed.
+    #[must_use]
+    pub fn software_counters(&self) -> Option<(SendCounters, ReceiveCounters)> {
+        self.inner.core.qp().ok()?.software_counters()
     }
 
     /// The same queue pair; what is posted through this handle waits for all READs and atomics posted before, as
@@ -452,7 +459,7 @@ impl QueuePairBuilder {
             transport,
             qpn,
             caps: granted,
-            psn: AtomicU32::new(random_psn()?.value()),
+            psn: AtomicU32::new(device.random_psn()?.value()),
             local,
             words: OnceLock::new(),
             span,
@@ -462,16 +469,6 @@ impl QueuePairBuilder {
         };
         Ok(QueuePair { inner: Arc::new(inner), flags: SendFlags::empty() })
     }
-}
-
-/// A first sequence number that nobody can guess.
-fn random_psn() -> Result<Psn, SetupError> {
-    let mut bytes = [0; 4];
-    getrandom::fill(&mut bytes).map_err(|error| {
-        let errno = error.raw_os_error().unwrap_or(crate::error::VerbError::EIO);
-        crate::error::VerbError::new("getrandom", errno)
-    })?;
-    Ok(Psn::new(u32::from_ne_bytes(bytes)))
 }
 
 /// What a peer needs to know to connect to a queue pair.

@@ -216,19 +216,13 @@ impl Context {
         inner.device.contexts.lock().push(Arc::downgrade(&inner));
         Ok(Self(inner))
     }
-
-    /// Network that the device is on.
-    pub(crate) fn network(&self) -> super::Network {
-        super::Network(Arc::clone(&self.0.device.network))
-    }
-
-    /// A number that peers cannot predict, for packet sequence numbers; from the seed in a simulation.
-    pub(crate) fn random(&self) -> Result<u64, VerbError> {
-        self.0.device.network.random()
-    }
 }
 
 impl contract::Context<Soft> for Context {
+    fn random(&self) -> Result<u64, VerbError> {
+        self.0.device.network.random()
+    }
+
     fn attr(&self) -> &DeviceAttr {
         &self.0.device.attr
     }

@@ -99,8 +99,6 @@ pub(super) enum Payload<'a, 'k> {
 }
 
 impl Payload<'_, '_> {
-    pub(super) const EMPTY: Self = Self::Bytes(&[]);
-
     /// Bytes.
     pub(super) fn len(&self) -> usize {
         match self {

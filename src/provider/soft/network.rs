@@ -18,9 +18,6 @@ use super::qp::QpInner;
 use super::scheduler::{Job, Scheduler};
 use super::wire::{Packet, WireError};
 
-/// Name of the software device of [`Network::global`].
-pub(crate) const DEFAULT_DEVICE: &str = "soft0";
-
 /// Network of software devices, all within this process.
 ///
 /// Devices of one network reach each other, those of different networks do not. On a network without

@@ -197,6 +197,8 @@ impl Requester {
             }
             self.rnr_left -= 1;
         }
+        // A peer that says so is there: what is lost while it is waited for does not add up.
+        self.retries_left = self.config.retry_count;
         self.wait = Wait::Rnr(timer);
         self.deadline = None;
     }

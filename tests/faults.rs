@@ -1,0 +1,32 @@
+//! Seeded campaigns: what the network may do to packets, and what queue pairs make of it.
+//!
+//! Every seed decides a whole run: faults, MTU, sequence numbers, queue depths, operations, sizes and the turns in
+//! which both sides act. The network is simulated, so a run happens the same each time, on any machine.
+//!
+//! ```text
+//! TOKIO_RDMA_SEEDS=20000 cargo test --test faults                         that many seeds, 1000 unless set
+//! TOKIO_RDMA_SEED=17 cargo test --test faults <test> -- --nocapture       one seed, told step by step
+//! ```
+
+#![allow(missing_docs)]
+
+#[path = "faults/awaited.rs"]
+mod awaited;
+#[path = "faults/campaign.rs"]
+mod campaign;
+#[path = "faults/chance.rs"]
+mod chance;
+#[path = "faults/links.rs"]
+mod links;
+#[path = "faults/memory.rs"]
+mod memory;
+#[path = "faults/model.rs"]
+mod model;
+#[path = "faults/real_time.rs"]
+mod real_time;
+#[path = "faults/reliable.rs"]
+mod reliable;
+#[path = "faults/setup.rs"]
+mod setup;
+#[path = "faults/unreliable.rs"]
+mod unreliable;

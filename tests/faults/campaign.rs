@@ -1,0 +1,124 @@
+//! Runs seeds, on two threads, and says how to run the one that failed again.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+/// Seeds of a campaign unless `TOKIO_RDMA_SEEDS` says otherwise.
+const SEEDS: u64 = 1000;
+const THREADS: usize = 2;
+
+fn number(name: &str) -> Option<u64> {
+    let text = std::env::var(name).ok()?;
+    Some(text.parse().unwrap_or_else(|_| panic!("{name}={text} is not a number")))
+}
+
+/// Runs `run(seed, verbose)` for each seed; `part` of the usual number. All results, in the order of the seeds;
+/// `None` if only one seed was asked for.
+pub fn seeds<R: Send>(test: &str, part: f64, run: impl Fn(u64, bool) -> R + Sync) -> Option<Vec<R>> {
+    if let Some(seed) = number("TOKIO_RDMA_SEED") {
+        // Another campaign of this process may have set it.
+        let _ = tracing::subscriber::set_global_default(Printer);
+        run(seed, true);
+        return None;
+    }
+    let start = Instant::now();
+    let count = (number("TOKIO_RDMA_SEEDS").unwrap_or(SEEDS) as f64 * part).ceil() as u64;
+    let (next, failed) = (AtomicU64::new(0), AtomicU64::new(0));
+    let results = Mutex::new(Vec::new());
+    std::thread::scope(|scope| {
+        for _ in 0..THREADS {
+            scope.spawn(|| {
+                // A few failures tell as much as thousands.
+                while failed.load(Ordering::Relaxed) < 3 {
+                    let seed = next.fetch_add(1, Ordering::Relaxed);
+                    if seed >= count {
+                        break;
+                    }
+                    match catch_unwind(AssertUnwindSafe(|| run(seed, false))) {
+                        Ok(result) => results.lock().unwrap().push((seed, result)),
+                        Err(_) => {
+                            failed.fetch_add(1, Ordering::Relaxed);
+                            eprintln!(
+                                "seed {seed} fails, to replay it: \
+                                 TOKIO_RDMA_SEED={seed} cargo test --test faults {test} -- --exact --nocapture"
+                            );
+                        }
+                    }
+                }
+            });
+        }
+    });
+    let failed = failed.into_inner();
+    assert!(failed == 0, "{failed} seeds of {test} failed, see above");
+    println!("{test}: {count} seeds in {:.1} s", start.elapsed().as_secs_f64());
+    let mut results = results.into_inner().unwrap();
+    results.sort_by_key(|&(seed, _)| seed);
+    Some(results.into_iter().map(|(_, result)| result).collect())
+}
+
+/// What happened, told if somebody listens, and boiled down to a number.
+#[derive(Debug)]
+pub struct Trace {
+    verbose: bool,
+    hash: u64,
+}
+
+impl Trace {
+    pub fn new(verbose: bool) -> Self {
+        // FNV-1a.
+        Self { verbose, hash: 0xcbf2_9ce4_8422_2325 }
+    }
+
+    pub fn add(&mut self, values: &[u64]) {
+        for byte in values.iter().flat_map(|value| value.to_le_bytes()) {
+            self.hash = (self.hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
+        }
+    }
+
+    pub fn say(&self, what: impl FnOnce() -> String) {
+        if self.verbose {
+            println!("{}", what());
+        }
+    }
+
+    pub fn hash(&self) -> u64 {
+        self.hash
+    }
+}
+
+/// Prints what the crate says about packets, for a seed that is run alone.
+struct Printer;
+
+struct Line(String);
+
+impl tracing::field::Visit for Line {
+    fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn std::fmt::Debug) {
+        self.0.push_str(&format!(" {}={value:?}", field.name()));
+    }
+}
+
+impl tracing::Subscriber for Printer {
+    fn enabled(&self, _metadata: &tracing::Metadata<'_>) -> bool {
+        true
+    }
+
+    fn new_span(&self, _span: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+
+    fn record(&self, _span: &tracing::span::Id, _values: &tracing::span::Record<'_>) {}
+
+    fn record_follows_from(&self, _span: &tracing::span::Id, _follows: &tracing::span::Id) {}
+
+    fn event(&self, event: &tracing::Event<'_>) {
+        let mut line = Line(String::from("   "));
+        event.record(&mut line);
+        println!("{}", line.0);
+    }
+
+    fn enter(&self, _span: &tracing::span::Id) {}
+
+    fn exit(&self, _span: &tracing::span::Id) {}
+}

@@ -1,0 +1,164 @@
+//! Devices and connected queue pairs, bare.
+
+use fastrand::Rng;
+use tokio_rdma::software::Network;
+use tokio_rdma::types::{
+    AckTimeout, AddressVector, Mtu, PortNum, Psn, Qkey, QpAttr, QpCaps, QpState, Qpn, RnrTimer, Transport,
+    WorkCompletion,
+};
+use tokio_rdma::verbs::{Cq, Qp, QpOptions, Srq};
+use tokio_rdma::{Access, Device, ProtectionDomain};
+
+pub const QKEY: Qkey = Qkey(0x1234);
+
+/// A device, and one completion queue for all of it.
+#[derive(Debug)]
+pub struct Side {
+    pub cq: Cq,
+    pub pd: ProtectionDomain,
+    pub device: Device,
+}
+
+impl Side {
+    pub fn new(network: &Network, name: &str) -> Self {
+        let device = Device::software_in(network, name).unwrap();
+        let pd = device.protection_domain().unwrap();
+        Self { cq: Cq::new(&device, 2048, None, 0).unwrap(), pd, device }
+    }
+
+    pub fn address(&self) -> AddressVector {
+        AddressVector::new(PortNum(1), 0, self.device.default_path().unwrap().1.gid)
+    }
+
+    pub fn queue_pair(&self, transport: Transport, srq: Option<&Srq>, caps: QpCaps) -> Qp {
+        Qp::new(&self.pd, &self.cq, &self.cq, srq, &QpOptions { transport, caps }).unwrap()
+    }
+
+    /// All completions that are there.
+    pub fn poll(&self) -> Vec<WorkCompletion> {
+        let mut out = [WorkCompletion::default(); 16];
+        let mut all = Vec::new();
+        loop {
+            let count = self.cq.poll(&mut out).unwrap();
+            all.extend_from_slice(&out[..count]);
+            if count < out.len() {
+                return all;
+            }
+        }
+    }
+}
+
+/// How one end of a connection is set up.
+#[derive(Debug, Clone, Copy)]
+pub struct Terms {
+    pub mtu: Mtu,
+    pub psn: Psn,
+    pub timeout: AckTimeout,
+    pub retry_count: u8,
+    pub rnr_retry: u8,
+    pub rnr_timer: RnrTimer,
+    pub rd_atomic: u8,
+    pub caps: QpCaps,
+}
+
+impl Terms {
+    /// Patient ones, for links that are tried on purpose.
+    pub fn usual() -> Self {
+        Self {
+            mtu: Mtu::Mtu1024,
+            psn: Psn::new(0xff_fff0),
+            timeout: AckTimeout::from_code(8),
+            retry_count: 7,
+            rnr_retry: 7,
+            rnr_timer: RnrTimer::from_code(5),
+            rd_atomic: 4,
+            caps: QpCaps { max_send_wr: 16, max_recv_wr: 16, max_send_sge: 4, max_recv_sge: 4, max_inline: 64 },
+        }
+    }
+
+    pub fn draw(random: &mut Rng, mtu: Mtu) -> Self {
+        // Mostly about to wrap.
+        let psn = if random.u8(..4) == 0 { random.u32(..) } else { 0x100_0000 - random.u32(0..200) };
+        Self {
+            mtu,
+            psn: Psn::new(psn),
+            timeout: AckTimeout::from_code(random.u8(5..9)),
+            retry_count: 7,
+            rnr_retry: 7,
+            rnr_timer: RnrTimer::from_code(random.u8(1..9)),
+            rd_atomic: random.u8(1..=16),
+            caps: QpCaps {
+                max_send_wr: random.u32(2..40),
+                max_recv_wr: random.u32(1..24),
+                max_send_sge: 4,
+                max_recv_sge: 4,
+                max_inline: 128,
+            },
+        }
+    }
+}
+
+/// Brings both ends of a connection to RTS.
+pub fn connect(ends: [(&Side, &Qp, &Terms); 2]) {
+    for (_, qp, _) in ends {
+        qp.modify(&QpAttr {
+            pkey_index: Some(0),
+            port: Some(PortNum(1)),
+            access: Some(Access::REMOTE_ALL),
+            ..QpAttr::to_state(QpState::Init)
+        })
+        .unwrap();
+    }
+    for (this, that) in [(ends[0], ends[1]), (ends[1], ends[0])] {
+        let ((_, qp, terms), (there, peer, theirs)) = (this, that);
+        let reliable = qp.transport() == Transport::Rc;
+        qp.modify(&QpAttr {
+            address: Some(there.address()),
+            path_mtu: Some(terms.mtu),
+            dest_qpn: Some(peer.qpn()),
+            rq_psn: Some(theirs.psn),
+            max_dest_rd_atomic: reliable.then_some(theirs.rd_atomic),
+            min_rnr_timer: reliable.then_some(terms.rnr_timer),
+            ..QpAttr::to_state(QpState::Rtr)
+        })
+        .unwrap();
+    }
+    for (_, qp, terms) in ends {
+        let reliable = qp.transport() == Transport::Rc;
+        qp.modify(&QpAttr {
+            sq_psn: Some(terms.psn),
+            timeout: reliable.then_some(terms.timeout),
+            retry_count: reliable.then_some(terms.retry_count),
+            rnr_retry: reliable.then_some(terms.rnr_retry),
+            max_rd_atomic: reliable.then_some(terms.rd_atomic),
+            ..QpAttr::to_state(QpState::Rts)
+        })
+        .unwrap();
+    }
+}
+
+/// Makes a datagram queue pair ready.
+pub fn activate(qp: &Qp, psn: Psn) {
+    qp.modify(&QpAttr {
+        pkey_index: Some(0),
+        port: Some(PortNum(1)),
+        qkey: Some(QKEY),
+        ..QpAttr::to_state(QpState::Init)
+    })
+    .unwrap();
+    qp.modify(&QpAttr::to_state(QpState::Rtr)).unwrap();
+    qp.modify(&QpAttr { sq_psn: Some(psn), ..QpAttr::to_state(QpState::Rts) }).unwrap();
+}
+
+/// Ends it: everything in it is flushed.
+pub fn end(qp: &Qp) {
+    qp.modify(&QpAttr::to_state(QpState::Err)).unwrap();
+}
+
+pub fn is(qp: &Qp, state: QpState) -> bool {
+    qp.query().unwrap().0 == state
+}
+
+pub fn number(qpn: Qpn) -> u64 {
+    qpn.0.into()
+}
