@@ -4,7 +4,7 @@ use tokio_rdma::types::{Qpn, Rkey, Transport, WcStatus};
 use tokio_rdma::{Batch, BufMut, Imm, LimitError, OpErrorKind, RemoteRegion, TryError};
 
 use crate::common::pair::{Pair, Shape, Side};
-use crate::common::{Setup, in_every_mode, pattern, within};
+use crate::common::{Setup, in_every_mode, pattern, transports, within};
 
 in_every_mode! {
     every_way_to_signal_gives_the_same_results,
@@ -27,7 +27,7 @@ async fn message(a: &Side, b: &Side) {
 }
 
 async fn every_way_to_signal_gives_the_same_results(mode: &str) {
-    for transport in [Transport::Rc, Transport::Uc] {
+    for transport in transports(&[Transport::Rc, Transport::Uc]) {
         let Pair { a, b, .. } = Pair::new(transport, mode);
         let region = b.region(32 * 500);
         let bytes = pattern(32 * 500, 1);
