@@ -7,5 +7,4 @@ mod common;
 #[path = "conformance/mod.rs"]
 mod suite;
 
-/// Whether the software device exchanges encoded packets; here messages pass from memory to memory.
-const PACKETS: bool = false;
+const WIRE: common::Wire = common::Wire::Memory;

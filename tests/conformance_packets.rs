@@ -5,5 +5,4 @@ mod common;
 #[path = "conformance/mod.rs"]
 mod suite;
 
-/// Whether the software device exchanges encoded packets.
-const PACKETS: bool = true;
+const WIRE: common::Wire = common::Wire::Packets;

@@ -7,10 +7,11 @@ pub(crate) mod pair;
 pub(crate) mod raw;
 
 use std::future::Future;
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::time::{Duration, Instant};
 
 use tokio_rdma::software::{DeviceControl, Faults, Network};
-use tokio_rdma::types::{Access, AsyncEvent, RemoteAddr, Sge};
+use tokio_rdma::types::{Access, AsyncEvent, RemoteAddr, Sge, Transport};
 use tokio_rdma::{CompletionMode, Device, ExposedRegion, HostMemory, ProtectionDomain, RemoteRegion};
 
 /// Only a hang takes this long: it bounds a test and asserts nothing about speed.
@@ -81,13 +82,44 @@ impl Setup {
     }
 }
 
+/// How messages travel between software devices; `WIRE` of each test binary says which.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(dead_code, reason = "each test binary has one")]
+pub(crate) enum Wire {
+    /// From memory to memory.
+    Memory,
+    /// As encoded packets.
+    Packets,
+    /// As encoded packets that are lost, repeated, overtaken and damaged.
+    Faults,
+}
+
 /// A network of its own for a test.
 pub(crate) fn network() -> Network {
-    let network = Network::new();
-    if crate::PACKETS {
-        network.set_faults(Faults::none());
+    match crate::WIRE {
+        Wire::Memory => Network::new(),
+        Wire::Packets => {
+            let network = Network::new();
+            network.set_faults(Faults::none());
+            network
+        }
+        Wire::Faults => {
+            let seed = match std::env::var("TOKIO_RDMA_SEED") {
+                Ok(seed) => seed.parse().unwrap(),
+                Err(_) => RandomState::new().build_hasher().finish(),
+            };
+            // Shown if the test fails.
+            eprintln!("faults: TOKIO_RDMA_SEED={seed}");
+            let faults = Faults::none().loss(0.02).duplicate(0.02).reorder(0.02).corrupt(0.01);
+            Network::with_faults(seed, faults.delay(Duration::ZERO..Duration::from_micros(50)))
+        }
     }
-    network
+}
+
+/// Those of `transports` that bring everything across the network there is.
+pub(crate) fn transports(transports: &[Transport]) -> impl Iterator<Item = Transport> + use<> {
+    let dependable = |&transport: &Transport| transport == Transport::Rc || crate::WIRE != Wire::Faults;
+    transports.iter().copied().filter(dependable).collect::<Vec<_>>().into_iter()
 }
 
 /// Name of the real device under test, if it is one.

@@ -55,7 +55,8 @@ fn fails_at_both_ends(
     a.send(0, SendOp::Send, &[]).unwrap();
     assert_eq!(outcome(&a.sent(1)), [(0, WcStatus::SUCCESS)]);
     assert_eq!(outcome(&b.received(1)), [(99, WcStatus::SUCCESS)]);
-    (events(&a.device), events(&b.device));
+    events(&a.device);
+    events(&b.device);
 
     case(&a, &b, &mut kept);
     let first = a.sent(1);
@@ -221,7 +222,8 @@ fn long_write_that_leaves_its_memory_changes_nothing() {
 
 #[test]
 fn queue_pair_without_the_right_makes_the_request_invalid() {
-    let ops: [(Access, fn(RemoteAddr) -> SendOp); 4] = [
+    type Op = fn(RemoteAddr) -> SendOp;
+    let ops: [(Access, Op); 4] = [
         (Access::REMOTE_WRITE, SendOp::Write),
         (Access::REMOTE_READ, SendOp::Read),
         (Access::REMOTE_ATOMIC, |remote| SendOp::FetchAdd { remote, add: 1 }),

@@ -32,7 +32,9 @@ fn everything(setup: Setup, mode: &str, transport: Transport) -> Things {
         things.push(Box::new(a.qp.read(a.room(64), grant)));
         things.push(Box::new(a.qp.fetch_add(grant.slice(..8).unwrap(), 1)));
         let mut batch = Batch::new();
-        (0..6).for_each(|_| drop(batch.write(a.room(8), grant)));
+        for _ in 0..6 {
+            batch.write(a.room(8), grant);
+        }
         things.push(Box::new(a.qp.post_batch(batch)));
         drop(a.qp.send(a.room(8)));
     }
