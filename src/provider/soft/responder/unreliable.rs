@@ -13,6 +13,10 @@ use super::{Piece, Receiver, Responder};
 /// Bytes before the data of a datagram.
 pub(super) const GRH: usize = 40;
 
+/// Packets up to this old are copies or latecomers (an unreliable connection detects unordered and
+/// duplicate packets, as IBTA compares the services). Farther behind, the peer has started anew.
+const RECENT: i32 = 1 << 16;
+
 impl Responder {
     pub(super) fn on_unreliable(
         &mut self,
@@ -29,7 +33,13 @@ impl Responder {
                 return;
             }
         };
-        if packet.psn != self.expected {
+        let distance = packet.psn.distance_from(self.expected);
+        if (-RECENT..0).contains(&distance) {
+            // Repeated or overtaken by the network: its message was delivered, or given up.
+            self.counters.duplicates += 1;
+            return;
+        }
+        if distance != 0 {
             // A gap loses the message; the next one that begins is the new start (IBTA 9.8.2.2).
             self.counters.out_of_sequence += 1;
             self.message = None;
