@@ -282,7 +282,7 @@ impl CqShared {
     }
 
     /// Takes one batch of completions; how many.
-    #[inline]
+    #[inline(always)]
     fn take_batch(&self, state: &mut State) -> usize {
         match self.cq.poll(&mut state.completions[..]) {
             Ok(taken) => {
@@ -331,7 +331,7 @@ impl CqShared {
     }
 
     /// Unlocks, then wakes who is to be woken.
-    #[inline]
+    #[inline(always)]
     fn release(&self, state: MutexGuard<'_, State>) {
         if !state.woken.is_empty() {
             Self::release_and_wake(state);

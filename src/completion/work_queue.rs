@@ -201,27 +201,29 @@ impl WorkQueue {
     /// Posts one work request if that is simple: one buffer, nothing to complain about, room in the queue. Gives the
     /// buffer back in any other case, which [`submit`](Self::submit) goes through with more care; nothing was posted then.
     #[inline(always)]
-    pub(crate) fn submit_now<B: Source>(self: &Arc<Self>, request: &Request<'_>, buffer: B) -> Result<InFlight<B>, B> {
-        match self.post_now(request, &buffer) {
+    pub(crate) fn submit_now<B: Source>(
+        self: &Arc<Self>,
+        what: What,
+        flags: SendFlags,
+        room: u64,
+        buffer: B,
+    ) -> Result<InFlight<B>, B> {
+        match self.post_now(what, flags, room, &buffer) {
             Some(id) => Ok(InFlight::new(self.clone(), id, buffer)),
             None => Err(buffer),
         }
     }
 
     #[inline(always)]
-    fn post_now<B: Source>(&self, request: &Request<'_>, buffer: &B) -> Option<WrId> {
-        if request.inline.is_some() || request.to.is_some() {
-            return None;
-        }
+    fn post_now<B: Source>(&self, what: What, flags: SendFlags, room: u64, buffer: &B) -> Option<WrId> {
         let (sge, pd) = buffer.single()?;
         if pd != self.limits.pd || sge.length == 0 || self.limits.max_sge == 0 {
             return None;
         }
-        match request.what {
-            What::Send(_) if u64::from(sge.length) > request.room.min(self.limits.max_message) => None,
+        match what {
+            What::Send(_) if u64::from(sge.length) > room.min(self.limits.max_message) => None,
             What::Send(op) => {
-                let (flags, data) = (request.flags, Data::Sges(&[sge]));
-                self.send_now(&mut SendWr { wr_id: WrId(0), op, flags, data, target: None })
+                self.send_now(&mut SendWr { wr_id: WrId(0), op, flags, data: Data::Sges(&[sge]), target: None })
             }
             What::Receive => self.receive_now(sge),
         }
@@ -539,7 +541,7 @@ impl WorkQueue {
 
     /// Ends a work request by its completion, a success, in the hands of the operation that waits for it: the
     /// caller is both the drainer and the future, so nothing is handed over.
-    #[inline]
+    #[inline(always)]
     pub(super) fn end_unwatched(&self, slot: &Slot, wc: &WorkCompletion, woken: &mut WakeList) {
         trace_completed(wc);
         let position = slot.position();
@@ -548,7 +550,7 @@ impl WorkQueue {
     }
 
     /// Room is free; who waits for it gets it. A completion stands for all unsignalled work before it.
-    #[inline]
+    #[inline(always)]
     fn retire(&self, position: u32, woken: &mut WakeList) {
         let crowded = if self.shared { self.room.retire_one() } else { self.room.retire_through(position) };
         if crowded {

@@ -69,7 +69,7 @@ impl QueuePair {
         let operation = self
             .prepare(&remote)
             .map_err(Some)
-            .map(|word| Operation::post(self.send_queue(), self.request(What::Send(op), room(&remote)), word));
+            .map(|word| Operation::post(self.send_queue(), What::Send(op), self.signaled(), room(&remote), word));
         Atomic { operation }
     }
 

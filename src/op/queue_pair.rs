@@ -234,7 +234,7 @@ impl QueuePair {
     pub async fn close(self) {
         if self.modify(&QpAttr::to_state(QpState::Err)).is_ok() {
             // In the error state work is taken and flushed, in order: this flush comes after all others.
-            let beacon = super::Send::post(self.send_queue(), self.request(What::Send(SendOp::Send), u64::MAX), ());
+            let beacon = super::Send::post_any(self.send_queue(), self.request(What::Send(SendOp::Send), u64::MAX), ());
             if let Err(error) = beacon.await {
                 tracing::debug!(%error, qpn = %self.qpn(), "drained");
             }
@@ -279,9 +279,14 @@ impl QueuePair {
         self.inner.core.send()
     }
 
+    /// Modifiers of a work request of its own.
     #[inline]
+    pub(super) fn signaled(&self) -> SendFlags {
+        self.flags | SendFlags::SIGNALED
+    }
+
     pub(super) fn request(&self, what: What, room: u64) -> Request<'static> {
-        Request { what, flags: self.flags | SendFlags::SIGNALED, inline: None, to: None, room }
+        Request { what, flags: self.signaled(), inline: None, to: None, room }
     }
 
     /// Why an operation does not exist on this transport.
