@@ -348,61 +348,62 @@ impl std::error::Error for OpErrorKind {
 ///
 /// Turning it into another error (`?` does) drops the buffers, which go back to where they came from.
 pub struct OpError<B> {
-    kind: OpErrorKind,
-    buffer: B,
+    // Boxed, so that the result of an operation is no larger than its buffer: it is moved with every success.
+    failure: Box<(OpErrorKind, B)>,
 }
 
 impl<B> OpError<B> {
-    pub(crate) const fn new(kind: OpErrorKind, buffer: B) -> Self {
-        Self { kind, buffer }
+    #[cold]
+    pub(crate) fn new(kind: OpErrorKind, buffer: B) -> Self {
+        Self { failure: Box::new((kind, buffer)) }
     }
 
     /// Why it failed.
     #[must_use]
-    pub const fn kind(&self) -> OpErrorKind {
-        self.kind
+    pub fn kind(&self) -> OpErrorKind {
+        self.failure.0
     }
 
     /// Status of the completion, if there was one.
     #[must_use]
-    pub const fn status(&self) -> Option<WcStatus> {
-        self.kind.status()
+    pub fn status(&self) -> Option<WcStatus> {
+        self.kind().status()
     }
 
     /// The buffers back. After a failure the content of a buffer that was to be filled is arbitrary.
     #[must_use]
     pub fn into_buffer(self) -> B {
-        self.buffer
+        self.failure.1
     }
 }
 
 impl<B> fmt::Debug for OpError<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("OpError").field(&self.kind).finish()
+        f.debug_tuple("OpError").field(&self.kind()).finish()
     }
 }
 
 impl<B> fmt::Display for OpError<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.kind.fmt(f)
+        self.kind().fmt(f)
     }
 }
 
 impl<B> std::error::Error for OpError<B> {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        std::error::Error::source(&self.kind)
+        std::error::Error::source(&self.failure.0)
     }
 }
 
 impl<B> From<OpError<B>> for OpErrorKind {
     fn from(error: OpError<B>) -> Self {
-        error.kind
+        error.kind()
     }
 }
 
 impl<B> From<OpError<B>> for io::Error {
     fn from(error: OpError<B>) -> Self {
-        Self::new(error.kind.io_kind(), error.kind)
+        Self::new(error.kind().io_kind(), error.kind())
     }
 }
 

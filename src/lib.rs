@@ -55,7 +55,7 @@ mod provider;
 mod sync;
 
 pub use completion::{
-    BusyPoller, CompletionMode, CompletionQueue, CompletionQueueBuilder, CompletionQueueCounters, DeviceEvents,
+    BusyPoller, CompletionMode, CompletionQueue, CompletionQueueBuilder, CompletionQueueCounters, DeviceEvents, Drive,
     WorkQueueCounters, events,
 };
 pub use error::{

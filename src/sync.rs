@@ -48,7 +48,7 @@ mod imp {
     pub(crate) use loom::sync::{Mutex, MutexGuard};
 
     pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-        mutex.lock().expect("no panic in a model")
+        mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
     pub(crate) fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {

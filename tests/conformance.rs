@@ -6,3 +6,5 @@ mod common;
 
 #[path = "conformance/mod.rs"]
 mod suite;
+
+const WIRE: common::Wire = common::Wire::Memory;

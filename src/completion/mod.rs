@@ -14,6 +14,7 @@
 mod arm;
 mod async_events;
 mod busy_poll;
+mod drive;
 mod in_flight;
 #[cfg(all(test, loom))]
 mod loom;
@@ -29,6 +30,7 @@ mod work_queue;
 
 pub use async_events::{DeviceEvents, events};
 pub use busy_poll::BusyPoller;
+pub use drive::Drive;
 pub(crate) use in_flight::{InFlight, InFlightBatch};
 pub use mode::CompletionMode;
 pub use queue::{CompletionQueue, CompletionQueueBuilder, CompletionQueueCounters};

@@ -15,7 +15,7 @@ pub enum CompletionMode {
     BusyPoll(BusyPoller),
     /// The task that waits polls, each time its runtime comes round to it, and asks to come round again.
     /// Meant for a current-thread runtime with a core of its own: no other thread is involved, and the
-    /// runtime never sleeps while an operation waits.
+    /// runtime never sleeps while an operation waits. Operations that nobody awaits any more are watched by events.
     Cooperative,
     /// As [`Cooperative`](Self::Cooperative) for a number of rounds that adapts to what they found, then as
     /// [`Event`](Self::Event).
@@ -23,9 +23,10 @@ pub enum CompletionMode {
 }
 
 impl CompletionMode {
-    /// True if waiting may end in arming and sleeping.
-    pub(super) fn parks(&self) -> bool {
-        matches!(self, Self::Event | Self::Hybrid)
+    /// True if the queue is armed when something sleeps that only a completion can wake: a task, or the buffers of
+    /// an abandoned operation.
+    pub(super) fn arms(&self) -> bool {
+        !matches!(self, Self::BusyPoll(_))
     }
 
     /// [`BusyPoll`](Self::BusyPoll) with a thread of its own, not pinned.

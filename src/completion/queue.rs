@@ -128,12 +128,13 @@ impl CompletionQueueBuilder {
     ///
     /// [`SetupError::Limit`] for a capacity of 0 or beyond the device's, [`SetupError::Verb`] if the provider refuses.
     pub fn build(self) -> Result<CompletionQueue, SetupError> {
-        let channel = if self.mode.parks() { Some(Channel::new(&self.device)?) } else { None };
+        let channel = if self.mode.arms() { Some(Channel::new(&self.device)?) } else { None };
         let cq = Cq::on_vector(&self.device, self.capacity, channel.as_ref(), self.vector, 0)?;
         let shared = Arc::new(CqShared {
             channel,
             mode: self.mode,
             waiting: AtomicU32::new(0),
+            drivers: AtomicU32::new(0),
             spin: SpinBudget::new(),
             reactors: Reactors::new(),
             state: Mutex::new(State {
@@ -162,6 +163,8 @@ pub(crate) struct CqShared {
     mode: CompletionMode,
     /// Operations that registered a waker, were abandoned or stand in line for room, and are not finished.
     waiting: AtomicU32,
+    /// Futures that poll it for all.
+    drivers: AtomicU32,
     spin: SpinBudget,
     reactors: Reactors,
     state: Mutex<State>,
@@ -200,6 +203,9 @@ impl CqShared {
     /// Makes a work queue whose completions arrive here, and sets room aside for them.
     pub(crate) fn attach(self: &Arc<Self>, poster: Poster, limits: Limits) -> Result<Arc<WorkQueue>, SetupError> {
         let mut state = lock(&self.state);
+        if let Some(error) = state.failed {
+            return Err(error.into());
+        }
         let free = self.cq.capacity() - state.reserved;
         if limits.depth > free {
             return Err(SetupError::CompletionQueueFull { asked: limits.depth, free });
@@ -276,7 +282,7 @@ impl CqShared {
     }
 
     /// Takes one batch of completions; how many.
-    #[inline]
+    #[inline(always)]
     fn take_batch(&self, state: &mut State) -> usize {
         match self.cq.poll(&mut state.completions[..]) {
             Ok(taken) => {
@@ -291,6 +297,7 @@ impl CqShared {
     }
 
     /// Finishes the operations of completions `from..taken` of a batch; true if there may be more to take.
+    #[inline(never)]
     fn finish_batch(&self, state: &mut State, from: usize, taken: usize) -> bool {
         let State { completions, queues, woken, .. } = state;
         for wc in completions.iter().take(taken).skip(from) {
@@ -313,20 +320,29 @@ impl CqShared {
         for attached in state.queues.iter().flatten() {
             match attached.core.upgrade() {
                 Some(core) => woken.end(core, OpErrorKind::CompletionQueue(error)),
-                // A shared receive queue: nothing draws from it once its queue pairs are destroyed.
-                None => woken.abandon(attached.queue.clone(), OpErrorKind::CompletionQueue(error)),
+                // Nothing draws from it once its queue pairs are destroyed.
+                None if attached.queue.is_shared() => {
+                    woken.abandon(attached.queue.clone(), OpErrorKind::CompletionQueue(error));
+                }
+                // Its queue pair is being destroyed by somebody else, who ends what is in flight afterwards.
+                None => {}
             }
         }
     }
 
     /// Unlocks, then wakes who is to be woken.
-    #[inline]
-    fn release(&self, mut state: MutexGuard<'_, State>) {
+    #[inline(always)]
+    fn release(&self, state: MutexGuard<'_, State>) {
         if !state.woken.is_empty() {
-            let woken = std::mem::take(&mut state.woken);
-            drop(state);
-            woken.finish();
+            Self::release_and_wake(state);
         }
+    }
+
+    #[cold]
+    fn release_and_wake(mut state: MutexGuard<'_, State>) {
+        let woken = std::mem::take(&mut state.woken);
+        drop(state);
+        woken.finish();
     }
 
     /// Waits for the work request `id` of `queue`, which is in `slot`: looks once, then as the mode says.
@@ -334,7 +350,7 @@ impl CqShared {
     /// Gives the completion itself if it is the next one in the queue and a success: that is how an operation
     /// ends that was not waited for, and spares it the way through its slot, which is free again then. Otherwise
     /// the slot is complete.
-    #[inline(never)]
+    #[inline(always)]
     pub(super) fn wait(
         self: &Arc<Self>,
         queue: &WorkQueue,
@@ -420,7 +436,7 @@ impl CqShared {
         state.run = 0;
 
         let spins = match &self.mode {
-            CompletionMode::Cooperative => true,
+            CompletionMode::Cooperative => self.drivers.load(Ordering::Relaxed) == 0,
             CompletionMode::Hybrid if self.spin.allows(*rounds) => true,
             CompletionMode::Hybrid => {
                 if *rounds > 0 {
@@ -441,14 +457,15 @@ impl CqShared {
 
         let mut replaced = None;
         let pending = self.register(slot, context.waker(), &mut replaced);
-        if pending && self.mode.parks() {
+        // Under a driver too, for it may be dropped, or not be polled for a while.
+        if pending && self.mode.arms() {
             arm::before_park(&mut Draining { queue: self, state: &mut state });
         }
         self.release(state);
         if slot.is_complete() {
             return Poll::Ready(());
         }
-        if self.mode.parks() && !self.reactors.watch(self) {
+        if self.mode.arms() && !self.reactors.watch(self) {
             // No runtime, no reactor: the only way to be woken is to ask for it.
             context.waker().wake_by_ref();
         }
@@ -479,9 +496,9 @@ impl CqShared {
     }
 
     /// Makes sure that a completion is noticed though nobody may be waiting for one: an abandoned operation holds
-    /// buffers until then, and room that others wait for. Where nothing sleeps, somebody polls or nobody ever does.
+    /// buffers until then, and room that others wait for. A poller needs no telling.
     pub(super) fn attend(self: &Arc<Self>) {
-        if !self.mode.parks() {
+        if !self.mode.arms() {
             return;
         }
         let mut state = lock(&self.state);
@@ -504,6 +521,27 @@ impl CqShared {
     pub(super) fn on_event(&self) {
         let mut state = lock(&self.state);
         arm::on_event(&mut Draining { queue: self, state: &mut state });
+        self.release(state);
+    }
+
+    /// Somebody polls for all from now on.
+    pub(super) fn begin_driving(&self) {
+        self.drivers.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Nobody does any more, perhaps: those who wait are woken by events until they look again.
+    pub(super) fn end_driving(&self) {
+        self.drivers.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// A reactor is gone: those who relied on it look again, and find another or do without.
+    #[cold]
+    pub(super) fn rouse(&self) {
+        let mut state = lock(&self.state);
+        let State { queues, woken, .. } = &mut *state;
+        for attached in queues.iter().flatten() {
+            attached.queue.rouse(woken);
+        }
         self.release(state);
     }
 
@@ -646,6 +684,7 @@ impl WakeList {
             core.shut_down(kind);
         }
         for (queue, kind) in self.abandons {
+            drop(queue.close());
             queue.cq().abandon(&queue, kind, false);
         }
     }

@@ -6,13 +6,16 @@
 //! Every runtime in which an operation waits watches the channel with a registration of its own. So it does
 //! not matter which of them is running: a waiting task's own runtime is, whenever that task could go on.
 
+use std::future::{Future, poll_fn};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::pin;
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Wake, Waker};
 
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::runtime::{self, Handle};
+use tokio::task::unconstrained;
 
 use super::queue::CqShared;
 use crate::verbs::Channel;
@@ -91,16 +94,20 @@ impl Reactor {
         let (Some(fd), Some(cq)) = (&self.fd, self.cq.upgrade()) else { return };
         let mut context = Context::from_waker(&self.waker);
         loop {
-            match fd.poll_read_ready(&mut context) {
+            // Not charged to the budget of the task that happens to be here: if that were spent, Tokio would ask to
+            // try again by waking the waker, which is us.
+            let ready = pin!(unconstrained(poll_fn(|context| fd.poll_read_ready(context))));
+            match ready.poll(&mut context) {
                 Poll::Ready(Ok(mut ready)) => {
                     cq.on_event();
                     // A new event meanwhile makes the descriptor ready anew, which this does not clear.
                     ready.clear_ready();
                 }
                 Poll::Ready(Err(_)) => {
-                    // The runtime shuts down, and its tasks with it; others watch by themselves.
+                    // The runtime shuts down, and its tasks with it; a thread that waits in its context does not.
                     tracing::debug!("runtime is gone, no longer watching for it");
                     cq.reactors().forget(self);
+                    cq.rouse();
                     return;
                 }
                 Poll::Pending => return,

@@ -247,6 +247,24 @@ impl Slot {
         waker.map_or(Finished::Unwatched, Finished::Wake)
     }
 
+    /// Takes the waker of a slot that waits, so that its task looks again. True with it if the slot does not wait any
+    /// more; it was abandoned just now if not.
+    #[cold]
+    pub(super) fn rouse(&self) -> Option<(Waker, bool)> {
+        let state = self.state.load(Ordering::Acquire);
+        let waking = self.phase(state, WAKING);
+        if state & PHASE != WAITING
+            || self.state.compare_exchange(state, waking, Ordering::Acquire, Ordering::Relaxed).is_err()
+        {
+            return None;
+        }
+        // SAFETY: C2: WAKING makes the waker the drainer's.
+        let waker = self.waker.with_mut(|cell| unsafe { (*cell).take() })?;
+        let submitted = self.phase(state, SUBMITTED);
+        let back = self.state.compare_exchange(waking, submitted, Ordering::Release, Ordering::Relaxed);
+        Some((waker, back.is_ok()))
+    }
+
     /// Ends the life: the result was looked at, or a batch of which it is a part was abandoned and is done.
     #[inline]
     pub(super) fn release(&self) {

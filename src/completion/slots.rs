@@ -4,8 +4,8 @@ use std::sync::OnceLock;
 
 use super::slot::{Generation, NONE, Slot};
 
-/// Slots of the first step, some 2 KiB; each further step doubles what there is.
-const FIRST: u32 = 16;
+/// Slots of the first step, 3 KiB; each further step doubles what there is.
+const FIRST: u32 = 32;
 const FIRST_BITS: u32 = FIRST.trailing_zeros();
 
 /// Slot numbers have 20 bits in a work request number.
@@ -35,7 +35,7 @@ impl Slots {
         Self { first: OnceLock::new(), steps: [const { OnceLock::new() }; STEPS] }
     }
 
-    /// Step and offset of a slot beyond the first step: 16..32, 32..64, 64..128, …
+    /// Step and offset of a slot beyond the first step: 32..64, 64..128, 128..256, …
     fn place(index: u32) -> (usize, usize) {
         let step = index.ilog2() - FIRST_BITS;
         (step as usize, (index - (FIRST << step)) as usize)

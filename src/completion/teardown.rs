@@ -7,7 +7,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::queue::{CqShared, WakeList};
+use super::queue::CqShared;
 use super::work_queue::{Limits, Poster, WorkQueue};
 use crate::error::{OpErrorKind, SetupError};
 use crate::types::{QpAttr, QpState};
@@ -79,9 +79,7 @@ impl QueuePairCore {
     pub(crate) fn shut_down(&self, kind: OpErrorKind) {
         let Some(qp) = self.qp.lock().take() else { return };
         let _span = tracing::debug_span!("shut_down", qpn = %qp.qpn()).entered();
-        let mut woken = WakeList::new();
-        let posters: Vec<_> = self.queues().map(|queue| queue.close(kind, &mut woken)).collect();
-        woken.finish();
+        let posters: [_; 2] = [self.send.close(), self.receive.as_ref().and_then(|queue| queue.close())];
         // Refused in RESET, where nothing is in flight, and by a device that is gone, which flushes nothing.
         if let Err(error) = qp.modify(&QpAttr::to_state(QpState::Err)) {
             tracing::debug!(%error, "not moved to the error state before it is destroyed");

@@ -181,6 +181,10 @@ impl WorkQueue {
         Owner::of(WrId(self.label))
     }
 
+    pub(super) fn is_shared(&self) -> bool {
+        self.shared
+    }
+
     pub(crate) fn cq(&self) -> &Arc<CqShared> {
         &self.cq
     }
@@ -194,37 +198,40 @@ impl WorkQueue {
         WrId(self.label | u64::from(generation.value()) << INDEX_BITS | u64::from(index))
     }
 
-    /// Posts one work request, or lines it up if there is no room.
+    /// Posts one work request if that is simple: one buffer, nothing to complain about, room in the queue. Gives the
+    /// buffer back in any other case, which [`submit`](Self::submit) goes through with more care; nothing was posted then.
     #[inline(always)]
-    pub(crate) fn submit<B: Source>(
+    pub(crate) fn submit_now<B: Source>(
         self: &Arc<Self>,
-        request: Request<'_>,
+        what: What,
+        flags: SendFlags,
+        room: u64,
         buffer: B,
-        patience: Patience,
-    ) -> Result<InFlight<B>, Refusal<B>> {
-        if request.inline.is_none()
-            && request.to.is_none()
-            && let Some((sge, pd)) = buffer.single()
-            && pd == self.limits.pd
-        {
-            let posted = match request.what {
-                What::Send(op) => self.send_now(op, request.flags, sge, request.room),
-                What::Receive => self.receive_now(sge),
-            };
-            if let Some(id) = posted {
-                return Ok(InFlight::new(self.clone(), id, buffer));
-            }
+    ) -> Result<InFlight<B>, B> {
+        match self.post_now(what, flags, room, &buffer) {
+            Some(id) => Ok(InFlight::new(self.clone(), id, buffer)),
+            None => Err(buffer),
         }
-        self.submit_any(request, buffer, patience)
     }
 
-    /// The usual send: one buffer, nothing to complain about, room in the queue. `None` for any other, which is
-    /// gone through with more care; nothing was posted then.
-    #[inline(never)]
-    fn send_now(&self, op: SendOp, flags: SendFlags, sge: Sge, room: u64) -> Option<WrId> {
-        if sge.length == 0 || u64::from(sge.length) > room.min(self.limits.max_message) || self.limits.max_sge == 0 {
+    #[inline(always)]
+    fn post_now<B: Source>(&self, what: What, flags: SendFlags, room: u64, buffer: &B) -> Option<WrId> {
+        let (sge, pd) = buffer.single()?;
+        if pd != self.limits.pd || sge.length == 0 || self.limits.max_sge == 0 {
             return None;
         }
+        match what {
+            What::Send(_) if u64::from(sge.length) > room.min(self.limits.max_message) => None,
+            What::Send(op) => {
+                self.send_now(&mut SendWr { wr_id: WrId(0), op, flags, data: Data::Sges(&[sge]), target: None })
+            }
+            What::Receive => self.receive_now(sge),
+        }
+    }
+
+    /// Gives a send to the device if there is room.
+    #[inline(never)]
+    fn send_now(&self, wr: &mut SendWr<'_>) -> Option<WrId> {
         let mut posting = lock(&self.posting);
         let posting = &mut *posting;
         if !self.is_clear(posting) {
@@ -233,25 +240,21 @@ impl WorkQueue {
         let Some(Poster::Send(qp)) = &posting.poster else { return None };
         let (slot, index, generation) = self.slots.claim(&mut posting.cursor, NONE)?;
         slot.place(posting.posted as u32);
-        let wr_id = self.wr_id(index, generation);
+        wr.wr_id = self.wr_id(index, generation);
         // SAFETY: S1: the element names a buffer that the operation owns. It keeps it until the slot is COMPLETE,
         // or leaves it in the slot, which is emptied only when the device is done or the queue was destroyed.
-        let posted = unsafe { qp.post_send(&[SendWr { wr_id, op, flags, data: Data::Sges(&[sge]), target: None }]) };
-        if posted.is_err() {
+        if unsafe { qp.post_send(std::slice::from_ref(wr)) }.is_err() {
             slot.unclaim();
             return None;
         }
         posting.posted += 1;
-        trace_posted(wr_id, What::Send(op));
-        Some(wr_id)
+        trace_posted(wr.wr_id, What::Send(wr.op));
+        Some(wr.wr_id)
     }
 
-    /// The usual receive, as [`send_now`](Self::send_now).
+    /// Gives a receive to the device if there is room.
     #[inline(never)]
     fn receive_now(&self, sge: Sge) -> Option<WrId> {
-        if sge.length == 0 || self.limits.max_sge == 0 {
-            return None;
-        }
         let mut posting = lock(&self.posting);
         let posting = &mut *posting;
         if !self.is_clear(posting) {
@@ -284,8 +287,9 @@ impl WorkQueue {
         posting.queued.is_empty() && self.room.left(posting.posted as u32) > 0
     }
 
+    /// Posts one work request of any kind, or lines it up if there is no room.
     #[inline(never)]
-    fn submit_any<B: Source>(
+    pub(crate) fn submit<B: Source>(
         self: &Arc<Self>,
         request: Request<'_>,
         buffer: B,
@@ -321,6 +325,11 @@ impl WorkQueue {
             return Err(Refusal::Error(OpErrorKind::Closed, buffer));
         }
         let direct = self.is_clear(&posting);
+        if self.limits.depth == 0 {
+            // There will never be room.
+            let nothing = LimitError { field: "work requests", asked: 1, allowed: 0 };
+            return Err(Refusal::Error(nothing.into(), buffer));
+        }
         if !direct && patience == Patience::Try {
             return Err(Refusal::Full(buffer));
         }
@@ -511,7 +520,8 @@ impl WorkQueue {
 
     /// Posts those in line as far as there is room.
     fn post_queued(&self, posting: &mut Posting, woken: &mut WakeList) {
-        while self.room.left(posting.posted as u32) > 0
+        while posting.poster.is_some()
+            && self.room.left(posting.posted as u32) > 0
             && let Some(next) = posting.queued.pop_front()
         {
             self.cq.no_longer_waiting();
@@ -531,7 +541,7 @@ impl WorkQueue {
 
     /// Ends a work request by its completion, a success, in the hands of the operation that waits for it: the
     /// caller is both the drainer and the future, so nothing is handed over.
-    #[inline]
+    #[inline(always)]
     pub(super) fn end_unwatched(&self, slot: &Slot, wc: &WorkCompletion, woken: &mut WakeList) {
         trace_completed(wc);
         let position = slot.position();
@@ -540,7 +550,7 @@ impl WorkQueue {
     }
 
     /// Room is free; who waits for it gets it. A completion stands for all unsignalled work before it.
-    #[inline]
+    #[inline(always)]
     fn retire(&self, position: u32, woken: &mut WakeList) {
         let crowded = if self.shared { self.room.retire_one() } else { self.room.retire_through(position) };
         if crowded {
@@ -602,40 +612,54 @@ impl WorkQueue {
         }
     }
 
-    /// Stops posting: what is in line fails, what is posted stays with the device.
-    pub(super) fn close(&self, kind: OpErrorKind, woken: &mut WakeList) -> Option<Poster> {
-        let mut posting = lock(&self.posting);
-        let poster = posting.poster.take();
-        self.fail_queued(&mut posting, kind, woken);
-        poster
+    /// Stops posting. What is posted stays with the device, and what is in line stays there: it may be the end of a
+    /// batch of which a part is posted, and a batch gives its buffers back when its last work request ends.
+    pub(super) fn close(&self) -> Option<Poster> {
+        lock(&self.posting).poster.take()
     }
 
     /// Ends a shared receive queue that nothing draws from any more.
     pub(crate) fn shut(self: &Arc<Self>, kind: OpErrorKind) {
-        let mut woken = WakeList::new();
-        drop(self.close(kind, &mut woken));
-        woken.finish();
+        drop(self.close());
         self.cq.abandon(self, kind, true);
-    }
-
-    fn fail_queued(&self, posting: &mut Posting, kind: OpErrorKind, woken: &mut WakeList) {
-        while let Some(next) = posting.queued.pop_front() {
-            self.cq.no_longer_waiting();
-            self.settle(next.index, next.generation, Outcome::Err(kind), woken);
-        }
-        self.room.clear();
     }
 
     /// Ends all that is in flight. The device must have forgotten it: the queue was destroyed or reset.
     pub(super) fn abandon(&self, kind: OpErrorKind, woken: &mut WakeList) {
         let mut posting = lock(&self.posting);
-        self.fail_queued(&mut posting, kind, woken);
+        while posting.queued.pop_front().is_some() {
+            self.cq.no_longer_waiting();
+        }
+        self.room.clear();
+        let mut chain = Vec::new();
         for (index, slot) in self.slots.iter() {
-            if let Some(generation) = slot.in_flight() {
+            // A batch ends with its last work request: those before it end first, wherever their slots are.
+            let mut next = Some((index, slot));
+            while let Some((index, slot)) = next
+                && let Some(generation) = slot.in_flight()
+            {
+                chain.push((index, generation));
+                next = slot.previous().map(|previous| (previous, self.slots.slot(previous)));
+            }
+            while let Some((index, generation)) = chain.pop() {
                 self.settle(index, generation, Outcome::Err(kind), woken);
             }
         }
         self.room.retire_through((posting.posted as u32).wrapping_sub(1));
+    }
+
+    /// Wakes all that wait, to look again.
+    pub(super) fn rouse(&self, woken: &mut WakeList) {
+        // Keeps out those who finish what was never posted.
+        let _posting = lock(&self.posting);
+        for (_, slot) in self.slots.iter() {
+            if let Some((waker, waits_no_more)) = slot.rouse() {
+                if waits_no_more {
+                    self.cq.no_longer_waiting();
+                }
+                woken.wake(waker);
+            }
+        }
     }
 
     pub(crate) fn counters(&self) -> WorkQueueCounters {

@@ -3,83 +3,116 @@
 //! A region that peers may write is read and written by relaxed atomic accesses, never through a
 //! reference: a torn value is possible, undefined behaviour is not. Words are 8 bytes on 8-byte
 //! boundaries; the bytes before the first and after the last whole word go one by one. Copies ascend,
-//! and the last store has release order, so that whoever sees the last byte sees all before it.
+//! and the last store has release order, so that whoever sees the last byte sees all before it. The layers
+//! above and the software device's copies share these functions.
 
 #![allow(unsafe_code)]
 
-use std::ptr;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering, fence};
 
-const WORD: usize = size_of::<u64>();
-
-/// Bytes of `len` before the first word boundary.
-fn head(addr: *const u8, len: usize) -> usize {
-    (addr.addr().wrapping_neg() & (WORD - 1)).min(len)
-}
-
-/// Copies from shared to private memory.
+/// Plain to shared.
 ///
 /// # Safety
 ///
-/// `src` is readable and `dst` writable for `len` bytes; `dst` is reached by nobody else, and `src` by
+/// `from` is valid for reads and `to` for writes of `len` bytes; nobody writes `from` meanwhile, and `to` is reached by
 /// atomic accesses only.
-pub(crate) unsafe fn load(src: *const u8, dst: *mut u8, len: usize) {
-    let mut at = 0;
-    let byte = |at: usize| {
-        // SAFETY: S2: `at < len`; the shared side is accessed atomically, the private one is ours.
-        unsafe { *dst.add(at) = AtomicU8::from_ptr(src.add(at).cast_mut()).load(Ordering::Relaxed) }
-    };
-    while at < head(src, len) {
-        byte(at);
-        at += 1;
-    }
-    while len - at >= WORD {
-        // SAFETY: S2: `at + 8 <= len` and `src + at` is on a word boundary; the private side may be unaligned.
-        unsafe {
-            let word = AtomicU64::from_ptr(src.add(at).cast_mut().cast()).load(Ordering::Relaxed);
-            ptr::write_unaligned(dst.add(at).cast(), word);
+#[inline]
+pub(crate) unsafe fn store(from: *const u8, to: *mut u8, len: usize) {
+    // SAFETY: S2: all offsets are below `len`; words are stored only where `to` is aligned, sources are read
+    // unaligned.
+    unsafe {
+        if len == 8 && to.cast::<u64>().is_aligned() {
+            AtomicU64::from_ptr(to.cast()).store(from.cast::<u64>().read_unaligned(), Ordering::Release);
+            return;
         }
-        at += WORD;
+        split(to, len, |offset, word, last| {
+            let order = if last { Ordering::Release } else { Ordering::Relaxed };
+            if word {
+                let value = from.add(offset).cast::<u64>().read_unaligned();
+                AtomicU64::from_ptr(to.add(offset).cast()).store(value, order);
+            } else {
+                AtomicU8::from_ptr(to.add(offset)).store(*from.add(offset), order);
+            }
+        });
     }
-    while at < len {
-        byte(at);
-        at += 1;
+}
+
+/// Shared to plain.
+///
+/// # Safety
+///
+/// `from` is valid for reads and `to` for writes of `len` bytes; `to` is reached by nobody else, and `from` by atomic
+/// accesses only.
+#[inline]
+pub(crate) unsafe fn load(from: *const u8, to: *mut u8, len: usize) {
+    let from = from.cast_mut();
+    // SAFETY: S2: as in `store`, with the sides exchanged.
+    unsafe {
+        split(from, len, |offset, word, _| {
+            if word {
+                let value = AtomicU64::from_ptr(from.add(offset).cast()).load(Ordering::Relaxed);
+                to.add(offset).cast::<u64>().write_unaligned(value);
+            } else {
+                *to.add(offset) = AtomicU8::from_ptr(from.add(offset)).load(Ordering::Relaxed);
+            }
+        });
     }
     // Whoever published the bytes with release order is seen from here on.
     fence(Ordering::Acquire);
 }
 
-/// Copies from private to shared memory.
+/// Shared to shared. Words only where both sides are aligned alike, else the source goes byte by byte:
+/// an aligned word around an odd byte could reach out of the registration.
 ///
 /// # Safety
 ///
-/// `src` is readable and `dst` writable for `len` bytes; nobody writes `src` meanwhile, and `dst` is
-/// reached by atomic accesses only.
-pub(crate) unsafe fn store(src: *const u8, dst: *mut u8, len: usize) {
-    let mut at = 0;
-    // Release order on the last store only: earlier ones need no order among themselves.
-    fence(Ordering::Release);
-    let byte = |at: usize| {
-        let order = if at + 1 == len { Ordering::Release } else { Ordering::Relaxed };
-        // SAFETY: S2: `at < len`; the shared side is accessed atomically, nobody writes the private one.
-        unsafe { AtomicU8::from_ptr(dst.add(at)).store(*src.add(at), order) }
-    };
-    while at < head(dst, len) {
-        byte(at);
-        at += 1;
-    }
-    while len - at >= WORD {
-        let order = if at + WORD == len { Ordering::Release } else { Ordering::Relaxed };
-        // SAFETY: S2: `at + 8 <= len` and `dst + at` is on a word boundary; the private side may be unaligned.
+/// `from` is valid for reads and `to` for writes of `len` bytes; both are reached by atomic accesses only.
+pub(crate) unsafe fn exchange(from: *const u8, to: *mut u8, len: usize) {
+    let from = from.cast_mut();
+    if len == 8 && (from.addr() | to.addr()) & 7 == 0 {
+        // SAFETY: S2: one aligned word on both sides, in range as the caller says, reached by atomic accesses only.
         unsafe {
-            let word = ptr::read_unaligned(src.add(at).cast());
-            AtomicU64::from_ptr(dst.add(at).cast()).store(word, order);
+            let value = AtomicU64::from_ptr(from.cast()).load(Ordering::Relaxed);
+            AtomicU64::from_ptr(to.cast()).store(value, Ordering::Release);
         }
-        at += WORD;
+        return;
     }
-    while at < len {
-        byte(at);
-        at += 1;
+    let alike = (from.addr() ^ to.addr()) & 7 == 0;
+    // SAFETY: S2: as in `store`; the source of a word is aligned if `alike`, else it is read as bytes.
+    unsafe {
+        split(to, len, |offset, word, last| {
+            let order = if last { Ordering::Release } else { Ordering::Relaxed };
+            let byte = |at: usize| AtomicU8::from_ptr(from.add(at)).load(Ordering::Relaxed);
+            if !word {
+                AtomicU8::from_ptr(to.add(offset)).store(byte(offset), order);
+                return;
+            }
+            let value = if alike {
+                AtomicU64::from_ptr(from.add(offset).cast()).load(Ordering::Relaxed)
+            } else {
+                u64::from_ne_bytes(std::array::from_fn(|at| byte(offset + at)))
+            };
+            AtomicU64::from_ptr(to.add(offset).cast()).store(value, order);
+        });
+    }
+}
+
+/// Calls `step(offset, is_word, is_last)` over `len` bytes in ascending order, words where `at` is
+/// aligned, bytes before and after.
+#[inline]
+fn split(at: *const u8, len: usize, mut step: impl FnMut(usize, bool, bool)) {
+    let head = (at.addr().wrapping_neg() & 7).min(len);
+    let words = (len - head) / 8;
+    let tail = head + words * 8;
+    for offset in 0..head {
+        step(offset, false, offset + 1 == len);
+    }
+    for word in 0..words {
+        let offset = head + word * 8;
+        step(offset, true, offset + 8 == len);
+    }
+    for offset in tail..len {
+        step(offset, false, offset + 1 == len);
     }
 }
 

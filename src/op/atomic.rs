@@ -69,7 +69,7 @@ impl QueuePair {
         let operation = self
             .prepare(&remote)
             .map_err(Some)
-            .map(|word| Operation::post(self.send_queue(), self.request(What::Send(op), room(&remote)), word));
+            .map(|word| Operation::post(self.send_queue(), What::Send(op), self.signaled(), room(&remote), word));
         Atomic { operation }
     }
 
@@ -87,7 +87,7 @@ impl QueuePair {
         if let Some(kind) = self.unsupported("an atomic", &[Transport::Rc]) {
             return Err(kind);
         }
-        if remote.len() != 8 || remote.addr() % 8 != 0 {
+        if remote.len() != 8 || !remote.addr().is_multiple_of(8) {
             return Err(OpErrorKind::Misaligned { addr: remote.addr(), len: remote.len() });
         }
         self.word().map_err(|error| match error {
@@ -114,7 +114,7 @@ impl Future for Atomic {
 
 /// Reads the original value out of the word it arrived in.
 #[derive(Debug)]
-pub struct Original(());
+pub(super) struct Original(());
 
 impl Finish for Original {
     type Held = BufMut;

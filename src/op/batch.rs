@@ -225,7 +225,6 @@ impl<B: Source> BatchResult<B> {
     }
 
     /// The outcome of each.
-    #[must_use]
     pub fn results(&self) -> &[Result<(), OpErrorKind>] {
         &self.batch.results
     }

@@ -6,9 +6,9 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use crate::completion::{InFlight, Patience, Refusal, Request, WorkQueue};
+use crate::completion::{InFlight, Patience, Refusal, Request, What, WorkQueue};
 use crate::error::{OpError, OpErrorKind, TryError};
-use crate::types::WorkCompletion;
+use crate::types::{SendFlags, WorkCompletion};
 use crate::verbs::Source;
 
 /// What an operation makes of its completion. Sealed.
@@ -52,9 +52,19 @@ enum State<H: std::marker::Send + 'static> {
 }
 
 impl<F: Finish> Operation<F> {
-    /// Posts, or lines up behind those that wait for room.
+    /// Posts a work request whose data are in `held`, or lines up behind those that wait for room. `room`: bytes at the
+    /// remote end, if it is memory.
     #[inline(always)]
-    pub(super) fn post(queue: &Arc<WorkQueue>, request: Request<'_>, held: F::Held) -> Self {
+    pub(super) fn post(queue: &Arc<WorkQueue>, what: What, flags: SendFlags, room: u64, held: F::Held) -> Self {
+        match queue.submit_now(what, flags, room, held) {
+            Ok(in_flight) => Self { state: State::InFlight(in_flight) },
+            Err(held) => Self::post_any(queue, Request { what, flags, inline: None, to: None, room }, held),
+        }
+    }
+
+    /// As [`post`](Self::post), of any kind.
+    #[inline(never)]
+    pub(super) fn post_any(queue: &Arc<WorkQueue>, request: Request<'_>, held: F::Held) -> Self {
         match queue.submit(request, held, Patience::Queue) {
             Ok(in_flight) => Self { state: State::InFlight(in_flight) },
             Err(Refusal::Error(kind, held)) => Self::refused(kind, held),

@@ -1,12 +1,14 @@
 //! Queue pair: made, connected, closed.
 
 use std::fmt;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use crate::completion::{CompletionQueue, Limits, QueuePairCore, Request, What, WorkQueue, WorkQueueCounters};
 use crate::error::{LimitError, OpErrorKind, SetupError};
 use crate::mem::RemoteRegion;
 use crate::op::SharedReceiveQueue;
+use crate::provider::dispatch::{ReceiveCounters, SendCounters};
 use crate::types::{
     Access, AckTimeout, AddressVector, Gid, LinkLayer, Mtu, PortNum, Psn, Qkey, QpAttr, QpCaps, QpState, Qpn, RnrTimer,
     SendFlags, SendOp, Transport,
@@ -31,8 +33,8 @@ pub(super) struct Inner {
     transport: Transport,
     qpn: Qpn,
     caps: QpCaps,
-    /// Our first packet sequence number, drawn at random.
-    psn: Psn,
+    /// Our first packet sequence number, drawn at random, anew for each connection.
+    psn: AtomicU32,
     local: Local,
     /// Where results of atomics arrive; registered when first needed.
     words: OnceLock<Pool>,
@@ -40,6 +42,12 @@ pub(super) struct Inner {
     // Last, for they are needed while the core shuts down.
     _srq: Option<SharedReceiveQueue>,
     _queues: [CompletionQueue; 2],
+}
+
+impl Inner {
+    fn psn(&self) -> Psn {
+        Psn::new(self.psn.load(Ordering::Relaxed))
+    }
 }
 
 /// Our side of a connection.
@@ -103,14 +111,14 @@ impl QueuePair {
         &self.inner.pd
     }
 
-    /// What a peer needs to connect to it.
+    /// What a peer needs to connect to it. A change to RESET makes it another one: exchange it again.
     #[must_use]
     pub fn endpoint(&self) -> QueuePairEndpoint {
         let Local { gid, lid, link_layer, mtu, reads, .. } = self.inner.local;
         QueuePairEndpoint {
             transport: self.inner.transport,
             qpn: self.inner.qpn,
-            psn: self.inner.psn,
+            psn: self.inner.psn(),
             gid,
             lid,
             link_layer,
@@ -158,7 +166,7 @@ impl QueuePair {
             ..QpAttr::to_state(QpState::Rtr)
         })?;
         self.modify(&QpAttr {
-            sq_psn: Some(self.inner.psn),
+            sq_psn: Some(self.inner.psn()),
             timeout: reliable.then_some(options.timeout),
             retry_count: reliable.then_some(options.retry_count),
             rnr_retry: reliable.then_some(options.rnr_retry),
@@ -176,7 +184,7 @@ impl QueuePair {
     /// [`SetupError::Transition`] if it is ready already or not of datagrams.
     pub fn activate(&self) -> Result<(), SetupError> {
         self.modify(&QpAttr::to_state(QpState::Rtr))?;
-        self.modify(&QpAttr { sq_psn: Some(self.inner.psn), ..QpAttr::to_state(QpState::Rts) })
+        self.modify(&QpAttr { sq_psn: Some(self.inner.psn()), ..QpAttr::to_state(QpState::Rts) })
     }
 
     fn agree<T: fmt::Debug + PartialEq>(&self, what: &'static str, ours: T, theirs: T) -> Result<(), SetupError> {
@@ -194,7 +202,14 @@ impl QueuePair {
     /// [`SetupError::Transition`] with what is missing or not allowed, [`SetupError::Verb`] if the device refuses,
     /// [`SetupError::Closed`] after [`close`](Self::close).
     pub fn modify(&self, attr: &QpAttr) -> Result<(), SetupError> {
-        self.inner.core.modify(attr)
+        if attr.state != Some(QpState::Reset) {
+            return self.inner.core.modify(attr);
+        }
+        // Late packets of one connection must not pass for the first ones of the next.
+        let psn = self.inner.pd.device().random_psn()?;
+        self.inner.core.modify(attr)?;
+        self.inner.psn.store(psn.value(), Ordering::Relaxed);
+        Ok(())
     }
 
     /// Current state and all attributes that have been set, `ibv_query_qp(3)`.
@@ -219,7 +234,7 @@ impl QueuePair {
     pub async fn close(self) {
         if self.modify(&QpAttr::to_state(QpState::Err)).is_ok() {
             // In the error state work is taken and flushed, in order: this flush comes after all others.
-            let beacon = super::Send::post(self.send_queue(), self.request(What::Send(SendOp::Send), u64::MAX), ());
+            let beacon = super::Send::post_any(self.send_queue(), self.request(What::Send(SendOp::Send), u64::MAX), ());
             if let Err(error) = beacon.await {
                 tracing::debug!(%error, qpn = %self.qpn(), "drained");
             }
@@ -237,6 +252,12 @@ impl QueuePair {
     #[must_use]
     pub fn receive_counters(&self) -> WorkQueueCounters {
         self.inner.core.receive().map(|queue| queue.counters()).unwrap_or_default()
+    }
+
+    /// Packets, retries and refusals so far, if it is of a software device and not closed.
+    #[must_use]
+    pub fn software_counters(&self) -> Option<(SendCounters, ReceiveCounters)> {
+        self.inner.core.qp().ok()?.software_counters()
     }
 
     /// The same queue pair; what is posted through this handle waits for all READs and atomics posted before, as
@@ -258,9 +279,14 @@ impl QueuePair {
         self.inner.core.send()
     }
 
+    /// Modifiers of a work request of its own.
     #[inline]
+    pub(super) fn signaled(&self) -> SendFlags {
+        self.flags | SendFlags::SIGNALED
+    }
+
     pub(super) fn request(&self, what: What, room: u64) -> Request<'static> {
-        Request { what, flags: self.flags | SendFlags::SIGNALED, inline: None, to: None, room }
+        Request { what, flags: self.signaled(), inline: None, to: None, room }
     }
 
     /// Why an operation does not exist on this transport.
@@ -438,7 +464,7 @@ impl QueuePairBuilder {
             transport,
             qpn,
             caps: granted,
-            psn: random_psn()?,
+            psn: AtomicU32::new(device.random_psn()?.value()),
             local,
             words: OnceLock::new(),
             span,
@@ -448,16 +474,6 @@ impl QueuePairBuilder {
         };
         Ok(QueuePair { inner: Arc::new(inner), flags: SendFlags::empty() })
     }
-}
-
-/// A first sequence number that nobody can guess.
-fn random_psn() -> Result<Psn, SetupError> {
-    let mut bytes = [0; 4];
-    getrandom::fill(&mut bytes).map_err(|error| {
-        let errno = error.raw_os_error().unwrap_or(crate::error::VerbError::EIO);
-        crate::error::VerbError::new("getrandom", errno)
-    })?;
-    Ok(Psn::new(u32::from_ne_bytes(bytes)))
 }
 
 /// What a peer needs to know to connect to a queue pair.

@@ -30,7 +30,7 @@ impl QueuePair {
             return Operation::refused(kind, buffer);
         }
         let op = SendOp::Read(remote.remote_addr());
-        Operation::post(self.send_queue(), self.request(What::Send(op), room(&remote)), buffer)
+        Operation::post(self.send_queue(), What::Send(op), self.signaled(), room(&remote), buffer)
     }
 
     /// As [`read`](Self::read), if there is room in the send queue.

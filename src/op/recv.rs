@@ -71,7 +71,7 @@ const REQUEST: Request<'static> =
 
 #[inline(always)]
 pub(super) fn recv<B: Target>(queue: &Arc<WorkQueue>, buffer: B) -> Recv<B> {
-    Operation::post(queue, REQUEST, buffer)
+    Operation::post(queue, What::Receive, SendFlags::empty(), u64::MAX, buffer)
 }
 
 #[inline]

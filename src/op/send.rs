@@ -45,7 +45,7 @@ impl QueuePair {
             return Operation::refused(kind, ());
         }
         let request = Request { inline: Some(bytes), ..self.request(What::Send(SendOp::Send), u64::MAX) };
-        Operation::post(self.send_queue(), request, ())
+        Operation::post_any(self.send_queue(), request, ())
     }
 
     /// As [`send`](Self::send), if there is room in the send queue.
@@ -66,7 +66,7 @@ impl QueuePair {
         if let Some(kind) = self.unsupported("SEND to a connected peer", CONNECTED) {
             return Operation::refused(kind, buffer);
         }
-        Operation::post(self.send_queue(), self.request(What::Send(op), u64::MAX), buffer)
+        Operation::post(self.send_queue(), What::Send(op), self.signaled(), u64::MAX, buffer)
     }
 
     /// Sends a datagram of at most the port's MTU to any datagram queue pair (UD).
@@ -113,7 +113,7 @@ impl QueuePair {
             return Operation::refused(crate::error::OpErrorKind::Foreign { what: "address handle" }, held);
         }
         let request = Request { to: Some((handle, qpn, qkey)), ..self.request(What::Send(op), u64::MAX) };
-        Operation::post(self.send_queue(), request, held)
+        Operation::post_any(self.send_queue(), request, held)
     }
 }
 

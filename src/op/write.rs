@@ -47,7 +47,7 @@ impl QueuePair {
         }
         let op = SendOp::Write(remote.remote_addr());
         let request = Request { inline: Some(bytes), ..self.request(What::Send(op), room(&remote)) };
-        Operation::post(self.send_queue(), request, ())
+        Operation::post_any(self.send_queue(), request, ())
     }
 
     /// As [`write`](Self::write), if there is room in the send queue.
@@ -69,6 +69,6 @@ impl QueuePair {
         if let Some(kind) = self.unsupported("WRITE", CONNECTED) {
             return Operation::refused(kind, buffer);
         }
-        Operation::post(self.send_queue(), self.request(What::Send(op), room(&remote)), buffer)
+        Operation::post(self.send_queue(), What::Send(op), self.signaled(), room(&remote), buffer)
     }
 }

@@ -35,6 +35,9 @@ pub(crate) trait Context<P: Provider>: Debug + Send + Sync {
     /// Limits and identity; constant while open.
     fn attr(&self) -> &DeviceAttr;
 
+    /// A number that peers cannot predict, for packet sequence numbers; in a simulation it comes from the seed.
+    fn random(&self) -> Result<u64, VerbError>;
+
     /// Current state of a port. EINVAL for a port the device does not have.
     fn port(&self, port: PortNum) -> Result<PortAttr, VerbError>;
 

@@ -11,6 +11,7 @@ use std::ptr::NonNull;
 
 use super::contract::{self, PostError, Provider, QpInit};
 use super::soft::Soft;
+pub(crate) use super::soft::{CqCounters, ReceiveCounters, SendCounters};
 use crate::error::VerbError;
 use crate::types::{
     Access, AddressVector, AsyncEvent, DeviceAttr, Lkey, PortAttr, PortNum, QpAttr, QpCaps, QpState, Qpn, RecvWr, Rkey,
@@ -56,6 +57,10 @@ macro_rules! each {
 }
 
 impl contract::Context<Any> for Context {
+    fn random(&self) -> Result<u64, VerbError> {
+        each!(self, inner => inner.random())
+    }
+
     fn attr(&self) -> &DeviceAttr {
         each!(self, inner => inner.attr())
     }
@@ -146,6 +151,15 @@ impl contract::Channel for Channel {
     }
 }
 
+impl Cq {
+    /// Counters of the software device.
+    pub(crate) fn software_counters(&self) -> Option<CqCounters> {
+        match self {
+            Self::Soft(inner) => Some(inner.counters()),
+        }
+    }
+}
+
 impl contract::Cq for Cq {
     fn id(&self) -> u64 {
         each!(self, inner => inner.id())
@@ -166,6 +180,15 @@ impl contract::Cq for Cq {
 
     fn ack(&self, events: u32) {
         each!(self, inner => inner.ack(events));
+    }
+}
+
+impl Qp {
+    /// Counters of the software device.
+    pub(crate) fn software_counters(&self) -> Option<(SendCounters, ReceiveCounters)> {
+        match self {
+            Self::Soft(inner) => Some(inner.counters()),
+        }
     }
 }
 

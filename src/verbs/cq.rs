@@ -7,6 +7,7 @@ use super::{Channel, Device};
 use crate::error::{LimitError, SetupError, VerbError};
 use crate::provider::contract::{Context as _, Cq as _};
 use crate::provider::dispatch;
+use crate::provider::dispatch::CqCounters;
 use crate::types::WorkCompletion;
 
 /// Bare completion queue, `ibv_create_cq(3)`; clones share it.
@@ -89,6 +90,12 @@ impl Cq {
     /// Acknowledges events taken from the channel, `ibv_ack_cq_events(3)`.
     pub fn acknowledge(&self, events: u32) {
         self.inner.raw.ack(events);
+    }
+
+    /// Completions, events and losses so far, if it is of a software device.
+    #[must_use]
+    pub fn software_counters(&self) -> Option<CqCounters> {
+        self.inner.raw.software_counters()
     }
 
     /// The channel its events go to.

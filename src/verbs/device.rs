@@ -9,7 +9,7 @@ use crate::error::{OpenError, SetupError, VerbError};
 use crate::provider::contract::Context as _;
 use crate::provider::dispatch::Context;
 use crate::provider::soft;
-use crate::types::{AsyncEvent, DeviceAttr, GidEntry, PortAttr, PortNum, PortState};
+use crate::types::{AsyncEvent, DeviceAttr, GidEntry, PortAttr, PortNum, PortState, Psn};
 
 /// An open device; clones share it.
 #[derive(Clone)]
@@ -137,6 +137,11 @@ impl Device {
     /// [`VerbError`] with ENODEV once the device is gone.
     pub fn next_event(&self) -> Result<Option<AsyncEvent>, VerbError> {
         self.context.next_event()
+    }
+
+    /// A first packet sequence number that nobody can guess.
+    pub(crate) fn random_psn(&self) -> Result<Psn, VerbError> {
+        Ok(Psn::new(self.context.random()? as u32))
     }
 
     pub(crate) fn context(&self) -> &Context {

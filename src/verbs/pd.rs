@@ -36,7 +36,7 @@ impl ProtectionDomain {
 
     /// Registers memory of yours for local use and gives it as a buffer.
     ///
-    /// The buffer takes part in operations as one of a [`Pool`] does. Dropping it ends the registration,
+    /// The buffer takes part in operations as one of a [`Pool`](super::Pool) does. Dropping it ends the registration,
     /// then frees the memory; [`BufMut::into_storage`] gives the memory back instead.
     ///
     /// # Errors

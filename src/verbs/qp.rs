@@ -10,6 +10,7 @@ use super::{Cq, ProtectionDomain, Srq};
 use crate::error::{LimitError, SetupError, VerbError};
 use crate::provider::contract::{self, Pd as _, Qp as _, QpInit};
 use crate::provider::dispatch;
+use crate::provider::dispatch::{ReceiveCounters, SendCounters};
 use crate::types::{QpAttr, QpCaps, QpState, Qpn, RecvWr, SendWr, TransitionError, Transport, check_transition};
 
 /// What a queue pair is made of.
@@ -149,6 +150,12 @@ impl Qp {
     /// [`VerbError`] as the provider gives it.
     pub fn query(&self) -> Result<(QpState, QpAttr), VerbError> {
         self.raw.query()
+    }
+
+    /// Packets, retries and refusals so far, if it is of a software device.
+    #[must_use]
+    pub fn software_counters(&self) -> Option<(SendCounters, ReceiveCounters)> {
+        self.raw.software_counters()
     }
 
     /// Posts a list with one doorbell, `ibv_post_send(3)`.

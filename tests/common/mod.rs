@@ -7,14 +7,15 @@ pub(crate) mod pair;
 pub(crate) mod raw;
 
 use std::future::Future;
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::time::{Duration, Instant};
 
-use tokio_rdma::software::{DeviceControl, Network};
-use tokio_rdma::types::{Access, AsyncEvent, RemoteAddr, Sge};
+use tokio_rdma::software::{DeviceControl, Faults, Network};
+use tokio_rdma::types::{Access, AsyncEvent, RemoteAddr, Sge, Transport};
 use tokio_rdma::{CompletionMode, Device, ExposedRegion, HostMemory, ProtectionDomain, RemoteRegion};
 
 /// Only a hang takes this long: it bounds a test and asserts nothing about speed.
-pub(crate) const HANG: Duration = Duration::from_secs(60);
+pub(crate) const HANG: Duration = Duration::from_secs(20);
 
 /// The result of `future`, or a panic if it hangs.
 pub(crate) async fn within<T>(what: &str, future: impl Future<Output = T>) -> T {
@@ -51,12 +52,14 @@ impl Setup {
                 let open = || Device::open(&name).unwrap_or_else(|error| panic!("{name}: {error}"));
                 Self { a: open(), b: open(), network: None }
             }
-            None => {
-                let network = Network::new();
-                let open = || Device::software_in(&network, "both").unwrap();
-                Self { a: open(), b: open(), network: Some(network) }
-            }
+            None => Self::in_network(&network()),
         }
+    }
+
+    /// Both ends on the software device `both` of `network`.
+    pub(crate) fn in_network(network: &Network) -> Self {
+        let open = || Device::software_in(network, "both").unwrap();
+        Self { a: open(), b: open(), network: Some(network.clone()) }
     }
 
     /// Two software devices that can be killed and unplugged; `None`, loudly, elsewhere.
@@ -65,7 +68,7 @@ impl Setup {
             skip(test, &format!("{name} cannot be made to fail"));
             return None;
         }
-        let network = Network::new();
+        let network = network();
         let open = |name| Device::software_in(&network, name).unwrap();
         let (a, b) = (open("a"), open("b"));
         let control = |name| network.control(name).unwrap();
@@ -77,6 +80,46 @@ impl Setup {
     pub(crate) fn is_software(&self) -> bool {
         self.network.is_some()
     }
+}
+
+/// How messages travel between software devices; `WIRE` of each test binary says which.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(dead_code, reason = "each test binary has one")]
+pub(crate) enum Wire {
+    /// From memory to memory.
+    Memory,
+    /// As encoded packets.
+    Packets,
+    /// As encoded packets that are lost, repeated, overtaken and damaged.
+    Faults,
+}
+
+/// A network of its own for a test.
+pub(crate) fn network() -> Network {
+    match crate::WIRE {
+        Wire::Memory => Network::new(),
+        Wire::Packets => {
+            let network = Network::new();
+            network.set_faults(Faults::none());
+            network
+        }
+        Wire::Faults => {
+            let seed = match std::env::var("TOKIO_RDMA_SEED") {
+                Ok(seed) => seed.parse().unwrap(),
+                Err(_) => RandomState::new().build_hasher().finish(),
+            };
+            // Shown if the test fails.
+            eprintln!("faults: TOKIO_RDMA_SEED={seed}");
+            let faults = Faults::none().loss(0.02).duplicate(0.02).reorder(0.02).corrupt(0.01);
+            Network::with_faults(seed, faults.delay(Duration::ZERO..Duration::from_micros(50)))
+        }
+    }
+}
+
+/// Those of `transports` that bring everything across the network there is.
+pub(crate) fn transports(transports: &[Transport]) -> impl Iterator<Item = Transport> + use<> {
+    let dependable = |&transport: &Transport| transport == Transport::Rc || crate::WIRE != Wire::Faults;
+    transports.iter().copied().filter(dependable).collect::<Vec<_>>().into_iter()
 }
 
 /// Name of the real device under test, if it is one.

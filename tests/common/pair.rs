@@ -1,12 +1,12 @@
 //! Two connected queue pairs with the operations of the crate.
 
-use tokio_rdma::types::{AddressVector, Mtu, PortNum, Qkey, QpState, Transport};
+use tokio_rdma::types::{AckTimeout, AddressVector, Mtu, PortNum, Qkey, QpState, Transport};
 use tokio_rdma::{
     AddressHandle, BufMut, CompletionMode, CompletionQueue, ConnectOptions, ExposedRegion, Pool, ProtectionDomain,
     QueuePair, QueuePairBuilder,
 };
 
-use super::Setup;
+use super::{Setup, Wire};
 
 /// Queue key of datagram queue pairs made here.
 pub(crate) const QKEY: Qkey = Qkey(0x1111_2222);
@@ -75,7 +75,11 @@ impl Shape<'_> {
             mode: super::mode(mode),
             mtu: Mtu::Mtu4096,
             buffer_size: 16384,
-            options: ConnectOptions::default(),
+            options: match crate::WIRE {
+                // Short, because it is waited for often.
+                Wire::Faults => ConnectOptions { timeout: AckTimeout::from_code(14), ..Default::default() },
+                _ => ConnectOptions::default(),
+            },
             build: &|builder| builder,
         }
     }

@@ -258,3 +258,14 @@ pub(crate) fn connected(options: &Options) -> (End, End, Setup) {
     connect(&a, &b, options);
     (a, b, setup)
 }
+
+/// Waits until what was sent from one device to another has arrived: packets between two ports stay in order, and
+/// unreliable transports do not say when.
+pub(crate) fn settle(from: &Device, to: &Device) {
+    let options = Options::default();
+    let (first, last) = (End::new(from, &options), End::new(to, &options));
+    connect(&first, &last, &options);
+    last.recv(0, &[]).unwrap();
+    first.send(0, SendOp::Send, &[]).unwrap();
+    assert_eq!(outcome(&first.sent(1)), [(0, WcStatus::SUCCESS)]);
+}

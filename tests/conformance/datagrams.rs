@@ -2,7 +2,7 @@
 
 use tokio_rdma::types::{Data, Qkey, QpState, Qpn, SendFlags, SendOp, SendWr, Transport, WcFlags, WcStatus, WrId};
 
-use crate::common::raw::{End, Options, QKEY, connected, outcome};
+use crate::common::raw::{End, Options, QKEY, connected, outcome, settle};
 use crate::common::{Memory, events};
 
 fn pair() -> (End, End, crate::common::Setup) {
@@ -28,6 +28,7 @@ fn wrong_key_or_number_is_sent_and_lost() {
     for (qpn, qkey) in [(qpn, Qkey(QKEY.0 + 1)), (qpn, Qkey(0)), (Qpn(qpn.0 ^ 1), QKEY), (a.qp.qpn(), Qkey(9))] {
         a.send_to(5, &b, qpn, qkey, &[from.sge(0, 8)]).unwrap();
         assert_eq!(outcome(&a.sent(1)), [(5, WcStatus::SUCCESS)]);
+        settle(&a.device, &b.device);
         assert_eq!(outcome(&b.received(0)), []);
     }
     next_is(&a, &b, &from, 1);
@@ -39,6 +40,7 @@ fn datagram_without_a_receive_is_lost() {
     let (from, to) = (a.memory(8), b.memory(64));
     a.send_to(5, &b, b.qp.qpn(), QKEY, &[from.sge(0, 8)]).unwrap();
     assert_eq!(outcome(&a.sent(1)), [(5, WcStatus::SUCCESS)]);
+    settle(&a.device, &b.device);
     b.recv(1, &[to.sge(0, 64)]).unwrap();
     assert_eq!(outcome(&b.received(0)), []);
     next_is(&a, &b, &from, 1);

@@ -6,7 +6,7 @@ use tokio_rdma::types::{
     WcStatus, WrId,
 };
 
-use crate::common::raw::{End, Options, connected, outcome};
+use crate::common::raw::{End, Options, connected, outcome, settle};
 use crate::common::{Memory, events};
 
 /// What the far end of a failed request sees.
@@ -55,7 +55,8 @@ fn fails_at_both_ends(
     a.send(0, SendOp::Send, &[]).unwrap();
     assert_eq!(outcome(&a.sent(1)), [(0, WcStatus::SUCCESS)]);
     assert_eq!(outcome(&b.received(1)), [(99, WcStatus::SUCCESS)]);
-    (events(&a.device), events(&b.device));
+    events(&a.device);
+    events(&b.device);
 
     case(&a, &b, &mut kept);
     let first = a.sent(1);
@@ -221,7 +222,8 @@ fn long_write_that_leaves_its_memory_changes_nothing() {
 
 #[test]
 fn queue_pair_without_the_right_makes_the_request_invalid() {
-    let ops: [(Access, fn(RemoteAddr) -> SendOp); 4] = [
+    type Op = fn(RemoteAddr) -> SendOp;
+    let ops: [(Access, Op); 4] = [
         (Access::REMOTE_WRITE, SendOp::Write),
         (Access::REMOTE_READ, SendOp::Read),
         (Access::REMOTE_ATOMIC, |remote| SendOp::FetchAdd { remote, add: 1 }),
@@ -509,6 +511,8 @@ fn unreliable_connection_drops_in_silence_what_it_cannot_serve() {
     a.send(4, SendOp::WriteWithImm(to.remote(0), Imm(1)), &[from.sge(0, 8)]).unwrap();
     let sent = [(1, WcStatus::SUCCESS), (2, WcStatus::SUCCESS), (3, WcStatus::SUCCESS), (4, WcStatus::SUCCESS)];
     assert_eq!(outcome(&a.sent(4)), sent);
+    settle(&a.device, &b.device);
+    assert_eq!(to.all(), vec![0; 5000]);
     // What comes after is served.
     b.recv(7, &[to.sge(0, 5000)]).unwrap();
     a.send(5, SendOp::Send, &[from.sge(0, 5000)]).unwrap();

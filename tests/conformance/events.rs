@@ -112,7 +112,7 @@ fn port_that_stays_down_exceeds_the_retries() {
 
 #[test]
 fn every_opening_of_a_device_hears_of_its_port_and_its_end() {
-    let network = tokio_rdma::software::Network::new();
+    let network = crate::common::network();
     let open = || Device::software_in(&network, "x").unwrap();
     let (first, second) = (open(), open());
     let control = network.control("x").unwrap();

@@ -1,1 +1,458 @@
-//! Soon.
+//! Bad use of the crate: the right status or a typed error, the buffers back, and never a hang.
+
+use tokio_rdma::types::{AckTimeout, Mtu, QpAttr, QpState, Rkey, Transport, WcStatus};
+use tokio_rdma::verbs::{Qp, QpOptions};
+use tokio_rdma::{
+    Access, CompletionQueue, ConnectOptions, ExposedRegion, HostMemory, LimitError, OpErrorKind, Pool, PoolError,
+    QueuePair, QueuePairBuilder, RemoteRegion, SetupError, SharedReceiveQueue, TryError,
+};
+
+use crate::common::pair::{Pair, QKEY, Shape, connect};
+use crate::common::raw::Options;
+use crate::common::{Setup, in_every_mode, mode as mode_of, pattern, run, within};
+
+in_every_mode! {
+    more_work_than_the_queue_holds_waits_in_line,
+    region_dropped_in_flight_is_a_remote_access_error,
+    failures_bring_the_buffers_home,
+    dropped_queue_pair_ends_what_is_in_flight,
+    closed_queue_pair_ends_what_is_in_flight_and_answers_closed,
+    reset_under_operations_ends_them,
+    state_that_takes_no_sends_refuses_them,
+    short_receive_and_no_receive_have_their_statuses,
+}
+
+fn with_depth(mode: &str, depth: u32, options: ConnectOptions) -> Pair {
+    let build = move |builder: QueuePairBuilder| builder.max_send_wr(depth).max_recv_wr(depth);
+    Pair::shaped(Setup::new(), &Shape { build: &build, options, ..Shape::new(Transport::Rc, mode) })
+}
+
+async fn more_work_than_the_queue_holds_waits_in_line(mode: &str) {
+    let Pair { a, b, .. } = with_depth(mode, 4, ConnectOptions::default());
+    let sends: Vec<_> = (0..20_u8).map(|at| a.qp.send(a.buffer(&[at]))).collect();
+    let counters = a.qp.send_counters();
+    assert_eq!((counters.in_flight, counters.waiting), (4, 16), "no receive is posted, so none is done");
+    match a.qp.try_send(a.buffer(b"mine")) {
+        Err(TryError::Full(buffer)) => assert_eq!(&buffer[..], b"mine"),
+        other => panic!("{other:?}"),
+    }
+    let region = b.region(8);
+    let full = a.qp.try_write(a.buffer(b"mine"), region.grant()).unwrap_err();
+    assert!(full.is_full());
+    assert_eq!(&full.into_buffer()[..], b"mine");
+    assert!(a.qp.try_read(a.room(8), region.grant()).unwrap_err().is_full());
+    assert!(a.qp.try_fetch_add(region.grant(), 1).unwrap_err().is_full());
+    assert!(a.qp.try_compare_swap(region.grant(), 0, 1).unwrap_err().is_full());
+
+    let receives: Vec<_> = (0..20).map(|_| b.qp.recv(b.room(1))).collect();
+    let counters = b.qp.receive_counters();
+    assert_eq!(counters.posted + counters.waiting as u64, 20);
+    // Both ends are awaited at once: a cooperative queue goes on only while somebody waits for it.
+    let sends = tokio::spawn(async move {
+        for (at, send) in sends.into_iter().enumerate() {
+            assert_eq!(within("a send in line", send).await.unwrap()[..], [at as u8]);
+        }
+    });
+    for (at, receive) in receives.into_iter().enumerate() {
+        let received = within("a receive in line", receive).await.unwrap();
+        assert_eq!(received.buffer[..], [at as u8], "first in, first out");
+    }
+    within("all sends", sends).await.unwrap();
+    let counters = a.qp.send_counters();
+    assert_eq!((counters.posted, counters.waiting, counters.waited, counters.failed), (20, 0, 16, 0));
+    // There is room again.
+    let receive = b.qp.try_recv(b.room(1)).unwrap();
+    a.qp.try_send(a.buffer(b"x")).unwrap().await.unwrap();
+    assert_eq!(&receive.await.unwrap().buffer[..], b"x");
+    let receives: Vec<_> = (0..4).map(|_| b.qp.try_recv(b.room(1)).unwrap()).collect();
+    let full = b.qp.try_recv(b.room(7)).unwrap_err();
+    assert_eq!((full.is_full(), full.into_buffer().len()), (true, 7));
+    drop(receives);
+}
+
+async fn region_dropped_in_flight_is_a_remote_access_error(mode: &str) {
+    for remote_end in [true, false] {
+        let Pair { a, b, .. } = Pair::new(Transport::Rc, mode);
+        let region = b.region(64);
+        let slice = a.region(64);
+        let grant = region.grant();
+        // Held up by a message that finds no receive.
+        let held = a.qp.send(());
+        let write = a.qp.write(slice.slice(0..64).unwrap(), grant);
+        let behind = a.qp.send(());
+        // A slice in flight keeps its own region; the peer's is the peer's to drop.
+        let kept = if remote_end {
+            drop(region);
+            slice
+        } else {
+            drop(slice);
+            region
+        };
+        let receive = b.qp.recv(());
+        within("the message", held).await.unwrap();
+        within("the receive", receive).await.unwrap();
+        if remote_end {
+            let error = within("the write", write).await;
+            // It may have overtaken the drop only if it was started before, which the message held up.
+            let status = error.as_ref().map(drop).map_err(|error| error.status());
+            assert_eq!(status, Err(Some(WcStatus::REM_ACCESS_ERR)));
+            let flushed = within("behind it", behind).await.unwrap_err();
+            assert_eq!(flushed.status(), Some(WcStatus::WR_FLUSH_ERR));
+        } else {
+            assert_eq!(within("the write", write).await.unwrap().len(), 64);
+            let receive = b.qp.recv(());
+            within("behind it", behind).await.unwrap();
+            within("its receive", receive).await.unwrap();
+        }
+        drop(kept);
+    }
+}
+
+async fn failures_bring_the_buffers_home(mode: &str) {
+    let Pair { a, b, .. } = Pair::new(Transport::Rc, mode);
+    let bad = RemoteRegion::new(b.region(64).grant().addr(), 64, Rkey(0));
+    let receives = [a.qp.recv(a.room(3)), a.qp.recv(a.room(4))];
+    let list = vec![a.buffer(b"a"), a.buffer(b"bc")];
+    let failed = a.qp.write(list, bad);
+    let flushed = a.qp.send(a.buffer(b"sent"));
+    let error = within("write", failed).await.unwrap_err();
+    assert_eq!(error.status(), Some(WcStatus::REM_ACCESS_ERR));
+    let buffers = error.into_buffer();
+    assert_eq!((&buffers[0][..], &buffers[1][..]), (&b"a"[..], &b"bc"[..]));
+    let error = within("send", flushed).await.unwrap_err();
+    assert_eq!(error.status(), Some(WcStatus::WR_FLUSH_ERR));
+    assert_eq!(&error.into_buffer()[..], b"sent");
+    for (receive, len) in receives.into_iter().zip([3, 4]) {
+        let error = within("receive", receive).await.unwrap_err();
+        assert_eq!((error.status(), error.into_buffer().len()), (Some(WcStatus::WR_FLUSH_ERR), len));
+    }
+    // What is posted now is flushed at once.
+    let late = within("late", a.qp.read(a.room(8), bad)).await.unwrap_err();
+    assert_eq!(late.status(), Some(WcStatus::WR_FLUSH_ERR));
+    assert_eq!(within("late", a.qp.fetch_add(bad.slice(..8).unwrap(), 1)).await.unwrap_err().status(), late.status());
+    assert_eq!(a.state(), QpState::Err);
+    let counters = a.qp.send_counters();
+    assert_eq!((counters.failed, counters.flushed, counters.in_flight), (4, 3, 0));
+}
+
+fn ended(kind: OpErrorKind) -> bool {
+    kind == OpErrorKind::Closed || kind.status() == Some(WcStatus::WR_FLUSH_ERR)
+}
+
+async fn dropped_queue_pair_ends_what_is_in_flight(mode: &str) {
+    let Pair { a, b, .. } = with_depth(mode, 2, ConnectOptions::default());
+    let (a_qp, pool) = (a.qp, a.pool);
+    let buffer = || pool.copy_from(b"12345678").unwrap();
+    // In flight and in line.
+    let sends: Vec<_> = (0..5).map(|_| a_qp.send(buffer())).collect();
+    let receives: Vec<_> = (0..5).map(|_| a_qp.recv(buffer())).collect();
+    let detached = a_qp.recv(buffer());
+    drop(detached);
+    drop(a_qp);
+    for send in sends {
+        let error = within("send", send).await.unwrap_err();
+        assert!(ended(error.kind()), "{error}");
+        assert_eq!(&error.into_buffer()[..], b"12345678");
+    }
+    for receive in receives {
+        let error = within("receive", receive).await.unwrap_err();
+        assert!(ended(error.kind()), "{error}");
+        assert_eq!(error.into_buffer().len(), 8);
+    }
+    assert_eq!(pool.available(), pool.total(), "also the abandoned one's buffer");
+    assert_eq!(a.queue.counters().reserved, 0);
+    drop(b);
+}
+
+async fn closed_queue_pair_ends_what_is_in_flight_and_answers_closed(mode: &str) {
+    let Pair { a, b, .. } = with_depth(mode, 2, ConnectOptions::default());
+    let sends: Vec<_> = (0..5).map(|_| a.qp.send(a.room(8))).collect();
+    let receives: Vec<_> = (0..5).map(|_| a.qp.recv(a.room(8))).collect();
+    let clone = a.qp.clone();
+    within("close", a.qp.clone().close()).await;
+    for send in sends {
+        let error = within("send", send).await.unwrap_err();
+        assert!(ended(error.kind()), "{error}");
+    }
+    for receive in receives {
+        let error = within("receive", receive).await.unwrap_err();
+        assert!(ended(error.kind()), "{error}");
+    }
+    let error = within("late send", clone.send(a.room(8))).await.unwrap_err();
+    assert_eq!((error.kind(), error.into_buffer().len()), (OpErrorKind::Closed, 8));
+    let error = within("late receive", clone.recv(a.room(8))).await.unwrap_err();
+    assert_eq!((error.kind(), error.into_buffer().len()), (OpErrorKind::Closed, 8));
+    assert_eq!(clone.query().unwrap_err(), SetupError::Closed);
+    assert_eq!(clone.modify(&QpAttr::to_state(QpState::Reset)).unwrap_err(), SetupError::Closed);
+    assert_eq!(clone.connect(&b.qp.endpoint()).unwrap_err(), SetupError::Closed);
+    within("close twice", clone.close()).await;
+    assert_eq!(a.pool.available(), a.pool.total());
+}
+
+async fn reset_under_operations_ends_them(mode: &str) {
+    let Pair { a, b, .. } = with_depth(mode, 2, ConnectOptions::default());
+    let sends: Vec<_> = (0..5).map(|_| a.qp.send(a.room(8))).collect();
+    let receives: Vec<_> = (0..5).map(|_| a.qp.recv(a.room(8))).collect();
+    a.qp.modify(&QpAttr::to_state(QpState::Reset)).unwrap();
+    for send in sends {
+        assert_eq!(within("send", send).await.unwrap_err().kind(), OpErrorKind::Closed);
+    }
+    for receive in receives {
+        assert_eq!(within("receive", receive).await.unwrap_err().kind(), OpErrorKind::Closed);
+    }
+    assert_eq!(a.pool.available(), a.pool.total());
+    // It can be connected again, and holds as much as before.
+    b.qp.modify(&QpAttr::to_state(QpState::Reset)).unwrap();
+    for qp in [&a.qp, &b.qp] {
+        let init = QpAttr {
+            pkey_index: Some(0),
+            port: Some(tokio_rdma::types::PortNum(1)),
+            access: Some(Access::REMOTE_ALL),
+            ..QpAttr::to_state(QpState::Init)
+        };
+        qp.modify(&init).unwrap();
+    }
+    connect(&a.qp, &b.qp, Mtu::Mtu4096, &ConnectOptions::default());
+    let receives: Vec<_> = (0..5).map(|_| b.qp.recv(b.room(8))).collect();
+    let sends: Vec<_> = (0..5_u8).map(|at| a.qp.send(a.buffer(&[at; 8]))).collect();
+    for (at, (send, receive)) in sends.into_iter().zip(receives).enumerate() {
+        within("send again", send).await.unwrap();
+        assert_eq!(&within("receive again", receive).await.unwrap().buffer[..], [at as u8; 8]);
+    }
+}
+
+async fn state_that_takes_no_sends_refuses_them(mode: &str) {
+    let setup = Setup::new();
+    let pd = setup.a.protection_domain().unwrap();
+    let queue = CompletionQueue::new(&setup.a, mode_of(mode)).unwrap();
+    let qp = QueuePair::new(&pd, &queue).unwrap();
+    let pool = Pool::new(&pd, 64, 4).unwrap();
+    let refused = |kind: OpErrorKind| match kind {
+        OpErrorKind::Post(error) => assert_eq!(error.errno, 22),
+        other => panic!("{other}"),
+    };
+    // INIT.
+    let error = within("send", qp.send(pool.try_alloc(8).unwrap())).await.unwrap_err();
+    refused(error.kind());
+    assert_eq!(error.into_buffer().len(), 8);
+    let mut batch = tokio_rdma::Batch::new();
+    batch.send(pool.try_alloc(8).unwrap()).send(pool.try_alloc(8).unwrap());
+    let result = within("batch", qp.post_batch(batch)).await;
+    result.results().iter().for_each(|result| refused(result.unwrap_err()));
+    drop(result);
+    let receive = qp.recv(pool.try_alloc(8).unwrap());
+    // RESET.
+    qp.modify(&QpAttr::to_state(QpState::Reset)).unwrap();
+    assert_eq!(within("receive", receive).await.unwrap_err().kind(), OpErrorKind::Closed);
+    refused(within("receive", qp.recv(pool.try_alloc(8).unwrap())).await.unwrap_err().kind());
+    let refusal = qp.try_recv(pool.try_alloc(8).unwrap()).unwrap_err();
+    assert!(!refusal.is_full());
+    assert_eq!(refusal.into_buffer().len(), 8);
+    assert_eq!(pool.available(), 4);
+    within("close", qp.close()).await;
+}
+
+async fn short_receive_and_no_receive_have_their_statuses(mode: &str) {
+    let Pair { a, b, .. } = Pair::new(Transport::Rc, mode);
+    let receive = b.qp.recv(b.room(4));
+    let error = within("send", a.qp.send(a.room(5))).await.unwrap_err();
+    assert_eq!(error.status(), Some(WcStatus::REM_INV_REQ_ERR));
+    let error = within("receive", receive).await.unwrap_err();
+    assert_eq!((error.status(), error.into_buffer().len()), (Some(WcStatus::LOC_LEN_ERR), 4));
+
+    let Pair { a, b, .. } = with_depth(mode, 4, ConnectOptions { rnr_retry: 1, ..Default::default() });
+    let error = within("send", a.qp.send(())).await.unwrap_err();
+    assert_eq!(error.status(), Some(WcStatus::RNR_RETRY_EXC_ERR));
+    assert_eq!(b.state(), QpState::Rts);
+
+    let options = ConnectOptions { timeout: AckTimeout::from_code(4), retry_count: 1, ..Default::default() };
+    let Pair { a, b, .. } = with_depth(mode, 4, options);
+    drop(b);
+    let error = within("send", a.qp.send(())).await.unwrap_err();
+    assert_eq!(error.status(), Some(WcStatus::RETRY_EXC_ERR));
+}
+
+#[test]
+fn line_moves_on_while_nobody_awaits_it() {
+    for mode in ["event", "busy_poll", "hybrid"] {
+        for threads in [1, 3] {
+            run(threads, mode, async {
+                let Pair { a, b, .. } = with_depth(mode, 4, ConnectOptions::default());
+                let kept: Vec<_> = (0..10_u8).map(|at| a.qp.send(a.buffer(&[at]))).collect();
+                (10..20_u8).for_each(|at| drop(a.qp.send(a.buffer(&[at]))));
+                for at in 0..20 {
+                    let received = within("receive", b.qp.recv(b.room(1))).await.unwrap();
+                    assert_eq!(received.buffer[..], [at]);
+                }
+                for send in kept {
+                    within("send", send).await.unwrap();
+                }
+            });
+        }
+    }
+}
+
+#[test]
+fn lengths_beyond_a_limit_name_field_asked_and_allowed() {
+    run(1, "limits", async {
+        let Pair { a, b, setup } = Pair::new(Transport::Rc, "event");
+        let region = b.region(8);
+        let limit = |field, asked, allowed| OpErrorKind::Limit(LimitError { field, asked, allowed });
+        let max_inline = a.qp.caps().max_inline as usize;
+        let error = a.qp.send_inline(&vec![0; max_inline + 1]).await.unwrap_err();
+        assert_eq!(error.kind(), limit("inline bytes", max_inline as u64 + 1, max_inline as u64));
+        let room = "bytes for the remote region";
+        let error = a.qp.write(a.room(9), region.grant()).await.unwrap_err();
+        assert_eq!(error.kind(), limit(room, 9, 8));
+        assert_eq!(error.into_buffer().len(), 9);
+        assert_eq!(
+            a.qp.write_with_imm(a.room(9), region.grant(), tokio_rdma::Imm(0)).await.unwrap_err().kind(),
+            limit(room, 9, 8)
+        );
+        assert_eq!(a.qp.write_inline(&[0; 9], region.grant()).await.unwrap_err().kind(), limit(room, 9, 8));
+        assert_eq!(a.qp.read(a.room(9), region.grant()).await.unwrap_err().kind(), limit(room, 9, 8));
+        match a.qp.try_write(a.room(9), region.grant()) {
+            Err(TryError::Refused(error)) => assert_eq!(error.kind(), limit(room, 9, 8)),
+            other => panic!("{other:?}"),
+        }
+        let pool = LimitError { field: "buffer bytes", asked: 16385, allowed: 16384 };
+        match a.pool.try_alloc(16385) {
+            Err(PoolError::TooLong(error)) => assert_eq!(error, pool),
+            other => panic!("{other:?}"),
+        }
+        assert_eq!(a.qp.send_counters().posted, 0, "nothing reached the device");
+        assert_eq!(a.state(), QpState::Rts);
+
+        // Sizes of objects.
+        let attr = setup.a.attr();
+        type Build = fn(QueuePairBuilder, u32) -> QueuePairBuilder;
+        let cases: [(&str, u32, Build); 4] = [
+            ("max_send_wr", attr.max_qp_wr, QueuePairBuilder::max_send_wr),
+            ("max_recv_wr", attr.max_qp_wr, QueuePairBuilder::max_recv_wr),
+            ("max_send_sge", attr.max_sge, QueuePairBuilder::max_sge),
+            ("max_inline", attr.max_inline, QueuePairBuilder::max_inline),
+        ];
+        for (field, most, build) in cases {
+            let error = build(QueuePair::builder(&a.pd, &a.queue), most + 1).build().unwrap_err();
+            let allowed = u64::from(most);
+            assert_eq!(error, SetupError::Limit(LimitError { field, asked: allowed + 1, allowed }));
+        }
+        let (reserved, capacity) = (a.queue.counters().reserved, a.queue.counters().capacity);
+        let error = QueuePair::builder(&a.pd, &a.queue).max_send_wr(capacity).max_recv_wr(1).build().unwrap_err();
+        let SetupError::CompletionQueueFull { asked, free } = error else { panic!("{error:?}") };
+        assert!(asked > free && free == capacity - reserved, "{error}");
+        assert_eq!(a.queue.counters().reserved, reserved, "nothing stays set aside");
+    });
+}
+
+#[test]
+fn atomic_on_anything_but_an_aligned_word_is_refused_here() {
+    run(1, "misaligned", async {
+        let Pair { a, b, .. } = Pair::new(Transport::Rc, "event");
+        let grant = b.region(64).grant();
+        for range in [0..4, 0..16, 4..12, 1..9, 8..8] {
+            let remote = grant.slice(range).unwrap();
+            let expected = OpErrorKind::Misaligned { addr: remote.addr(), len: remote.len() };
+            assert_eq!(a.qp.fetch_add(remote, 1).await.unwrap_err().kind(), expected);
+            assert_eq!(a.qp.compare_swap(remote, 0, 1).await.unwrap_err().kind(), expected);
+        }
+        assert_eq!(a.qp.send_counters().posted, 0);
+    });
+}
+
+#[test]
+fn strangers_are_named() {
+    run(1, "foreign", async {
+        let Pair { a, b, setup } = Pair::new(Transport::Rc, "event");
+        let other = setup.a.protection_domain().unwrap();
+        let foreign = |what| OpErrorKind::Foreign { what };
+        let buffer = || other.register(vec![0; 8]).unwrap();
+        let region = b.region(8);
+        assert_eq!(a.qp.send(buffer()).await.unwrap_err().kind(), foreign("buffer"));
+        assert_eq!(a.qp.recv(buffer()).await.unwrap_err().kind(), foreign("buffer"));
+        assert_eq!(a.qp.write(buffer(), region.grant()).await.unwrap_err().kind(), foreign("buffer"));
+        assert_eq!(a.qp.read(buffer(), region.grant()).await.unwrap_err().kind(), foreign("buffer"));
+        // One among friends.
+        let mixed = vec![a.room(8), buffer(), a.room(8)];
+        let error = a.qp.send(mixed).await.unwrap_err();
+        assert_eq!((error.kind(), error.into_buffer().len()), (foreign("buffer"), 3));
+        let exposed = ExposedRegion::new(&other, HostMemory::zeroed(8).unwrap(), Access::REMOTE_ALL).unwrap();
+        assert_eq!(a.qp.send(exposed.slice(0..8).unwrap()).await.unwrap_err().kind(), foreign("buffer"));
+        assert_eq!(a.qp.send_counters().posted, 0);
+
+        let Pair { a, b, setup } = Pair::new(Transport::Ud, "event");
+        let other = setup.a.protection_domain().unwrap();
+        let address = *a.route_to(&b).address();
+        let route = other.address_handle(&address).unwrap();
+        let error = a.qp.send_to(a.room(8), &route, b.qp.qpn(), QKEY).await.unwrap_err();
+        assert_eq!((error.kind(), error.into_buffer().len()), (foreign("address handle"), 8));
+
+        let stranger = |what| SetupError::Foreign { what };
+        let far = CompletionQueue::new(&setup.b, mode_of("event")).unwrap();
+        assert_eq!(QueuePair::new(&a.pd, &far).unwrap_err(), stranger("completion queue"));
+        let mixed = QueuePair::builder(&a.pd, &a.queue).receive_completions(&far).build();
+        assert_eq!(mixed.unwrap_err(), stranger("completion queue"));
+        assert_eq!(SharedReceiveQueue::new(&a.pd, &far, 4, 1).unwrap_err(), stranger("completion queue"));
+        let srq = SharedReceiveQueue::new(&other, &a.queue, 4, 1).unwrap();
+        let mixed = QueuePair::builder(&a.pd, &a.queue).shared_receive_queue(&srq).build();
+        assert_eq!(mixed.unwrap_err(), stranger("shared receive queue"));
+        let options = QpOptions { transport: Transport::Rc, caps: Options::default().caps };
+        let bare = Qp::new(&a.pd, a.queue.verbs(), far.verbs(), None, &options);
+        assert_eq!(bare.unwrap_err(), stranger("completion queue"));
+    });
+}
+
+#[test]
+fn connections_that_cannot_be_are_refused_with_the_reason() {
+    let setup = Setup::new();
+    let pd = setup.a.protection_domain().unwrap();
+    let queue = CompletionQueue::new(&setup.a, mode_of("cooperative")).unwrap();
+    let make =
+        |transport| QueuePair::builder(&pd, &queue).max_send_wr(4).max_recv_wr(4).transport(transport).build().unwrap();
+    let (rc, uc, ud) = (make(Transport::Rc), make(Transport::Uc), make(Transport::Ud));
+    let error = rc.connect(&uc.endpoint()).unwrap_err();
+    let expected = SetupError::Mismatch { what: "transport", ours: "Rc".to_owned(), theirs: "Uc".to_owned() };
+    assert_eq!(error, expected);
+    assert!(matches!(rc.activate().unwrap_err(), SetupError::Transition(_)), "it needs a peer");
+    assert!(matches!(ud.connect(&ud.endpoint()).unwrap_err(), SetupError::Transition(_)), "it has none");
+    for (field, options) in [
+        ("retry_count", ConnectOptions { retry_count: 8, ..Default::default() }),
+        ("rnr_retry", ConnectOptions { rnr_retry: 8, ..Default::default() }),
+    ] {
+        let error = rc.connect_with(&rc.endpoint(), &options).unwrap_err();
+        assert_eq!(error, SetupError::Limit(LimitError { field, asked: 8, allowed: 7 }));
+    }
+    for qp in [&rc, &uc, &ud] {
+        assert_eq!(qp.query().unwrap().0, QpState::Init, "nothing has changed");
+    }
+    let peer = make(Transport::Rc);
+    rc.connect(&peer.endpoint()).unwrap();
+    assert!(matches!(rc.connect(&peer.endpoint()).unwrap_err(), SetupError::Transition(_)), "twice");
+    assert_eq!(rc.query().unwrap().0, QpState::Rts);
+    ud.activate().unwrap();
+    assert!(matches!(ud.activate().unwrap_err(), SetupError::Transition(_)), "twice");
+}
+
+#[test]
+fn queue_pair_can_be_connected_to_itself() {
+    run(1, "itself", async {
+        let setup = Setup::new();
+        let pd = setup.a.protection_domain().unwrap();
+        let queue = CompletionQueue::new(&setup.a, mode_of("event")).unwrap();
+        let qp = QueuePair::new(&pd, &queue).unwrap();
+        qp.connect(&qp.endpoint()).unwrap();
+        let pool = Pool::new(&pd, 8192, 4).unwrap();
+        let receive = qp.recv(pool.try_alloc(8192).unwrap());
+        within("send", qp.send(pool.copy_from(&pattern(8192, 3)).unwrap())).await.unwrap();
+        assert_eq!(&within("receive", receive).await.unwrap().buffer[..], pattern(8192, 3));
+        let region = ExposedRegion::new(&pd, HostMemory::zeroed(64).unwrap(), Access::REMOTE_ALL).unwrap();
+        assert_eq!(within("atomic", qp.fetch_add(region.grant().slice(..8).unwrap(), 5)).await.unwrap(), 0);
+        assert_eq!(region.load(0).unwrap(), 5);
+        // Its end is that of both halves.
+        let receive = qp.recv(pool.try_alloc(8).unwrap());
+        qp.modify(&QpAttr::to_state(QpState::Err)).unwrap();
+        let error = within("a send", qp.send(pool.try_alloc(8).unwrap())).await.unwrap_err();
+        assert_eq!(error.status(), Some(WcStatus::WR_FLUSH_ERR));
+        assert_eq!(within("flush", receive).await.unwrap_err().status(), Some(WcStatus::WR_FLUSH_ERR));
+    });
+}

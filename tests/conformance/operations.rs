@@ -4,7 +4,7 @@ use tokio_rdma::types::{Mtu, QpState, Qpn, Transport, WcFlags};
 use tokio_rdma::{Buf, BufMut, Imm, LimitError, OpErrorKind, SharedReceiveQueue};
 
 use crate::common::pair::{Pair, QKEY, Shape, Side, connect};
-use crate::common::{Setup, in_every_mode, pattern, within};
+use crate::common::{Setup, in_every_mode, pattern, transports, within};
 
 const CONNECTED: [Transport; 2] = [Transport::Rc, Transport::Uc];
 const ALL: [Transport; 3] = [Transport::Rc, Transport::Uc, Transport::Ud];
@@ -22,12 +22,13 @@ in_every_mode! {
     datagram_arrives_behind_its_header,
     shared_receives_serve_many_queue_pairs,
     fenced_write_waits_for_the_read_before,
+    solicited_handle_sends_the_same,
     many_operations_at_once_complete_in_order,
     lengths_around_packets_arrive_whole,
 }
 
 async fn send_fills_the_next_receive(mode: &str) {
-    for transport in CONNECTED {
+    for transport in transports(&CONNECTED) {
         let Pair { a, b, .. } = Pair::new(transport, mode);
         let receives = [b.qp.recv(b.room(100)), b.qp.recv(b.room(100))];
         for (len, receive) in [33, 100].into_iter().zip(receives) {
@@ -47,7 +48,7 @@ async fn send_fills_the_next_receive(mode: &str) {
 }
 
 async fn send_with_imm_delivers_both(mode: &str) {
-    for transport in CONNECTED {
+    for transport in transports(&CONNECTED) {
         let Pair { a, b, .. } = Pair::new(transport, mode);
         let receive = b.qp.recv(b.room(16));
         a.qp.send_with_imm(a.buffer(b"data"), Imm(0x0102_0304)).await.unwrap();
@@ -58,7 +59,7 @@ async fn send_with_imm_delivers_both(mode: &str) {
 }
 
 async fn inline_send_can_reuse_its_bytes_at_once(mode: &str) {
-    for transport in CONNECTED {
+    for transport in transports(&CONNECTED) {
         let Pair { a, b, .. } = Pair::new(transport, mode);
         let region = b.region(64);
         let receives = [b.qp.recv(b.room(64)), b.qp.recv(b.room(64))];
@@ -69,7 +70,10 @@ async fn inline_send_can_reuse_its_bytes_at_once(mode: &str) {
         bytes.fill(7);
         let write = a.qp.write_inline(&bytes[..8], region.grant());
         bytes.fill(1);
-        (first.await.unwrap(), second.await.unwrap(), write.await.unwrap());
+        first.await.unwrap();
+        second.await.unwrap();
+        write.await.unwrap();
+        message(&a, &b).await;
         let [first, second] = receives;
         assert_eq!(&first.await.unwrap().buffer[..], pattern(64, 2));
         assert_eq!(&second.await.unwrap().buffer[..], [0]);
@@ -78,7 +82,7 @@ async fn inline_send_can_reuse_its_bytes_at_once(mode: &str) {
 }
 
 async fn write_reaches_exactly_its_range(mode: &str) {
-    for transport in CONNECTED {
+    for transport in transports(&CONNECTED) {
         let Pair { a, b, .. } = Pair::new(transport, mode);
         let region = b.region(8192);
         // Both unaligned.
@@ -95,7 +99,7 @@ async fn write_reaches_exactly_its_range(mode: &str) {
 }
 
 async fn write_with_imm_consumes_a_receive_and_reports_its_length(mode: &str) {
-    for transport in CONNECTED {
+    for transport in transports(&CONNECTED) {
         let Pair { a, b, .. } = Pair::new(transport, mode);
         let region = b.region(8192);
         let (first, second) = (b.qp.recv(b.room(4)), b.qp.recv(()));
@@ -121,7 +125,7 @@ async fn read_fills_the_whole_buffer(mode: &str) {
         let buffer = a.qp.read(a.room(len as usize), remote).await.unwrap();
         assert_eq!(&buffer[..], &pattern(8192, 5)[offset as usize..][..len as usize]);
     }
-    for transport in [Transport::Uc, Transport::Ud] {
+    for transport in transports(&[Transport::Uc, Transport::Ud]) {
         let Pair { a, b, .. } = Pair::new(transport, mode);
         let error = a.qp.read(a.room(8), b.region(8).grant()).await.unwrap_err();
         assert_eq!(error.kind(), OpErrorKind::Unsupported { what: "READ" });
@@ -142,7 +146,7 @@ async fn atomics_give_the_value_before(mode: &str) {
     assert_eq!(a.qp.fetch_add(word, 3).await.unwrap(), u64::MAX);
     assert_eq!(region.load(16).unwrap(), 2, "addition wraps");
     assert_eq!((region.load(8).unwrap(), region.load(24).unwrap()), (0, 0));
-    for transport in [Transport::Uc, Transport::Ud] {
+    for transport in transports(&[Transport::Uc, Transport::Ud]) {
         let Pair { a, b, .. } = Pair::new(transport, mode);
         let word = b.region(8).grant();
         let unsupported = OpErrorKind::Unsupported { what: "an atomic" };
@@ -152,7 +156,7 @@ async fn atomics_give_the_value_before(mode: &str) {
 }
 
 async fn lists_scatter_and_gather_in_order(mode: &str) {
-    for transport in CONNECTED {
+    for transport in transports(&CONNECTED) {
         let Pair { a, b, .. } = Pair::new(transport, mode);
         let bytes = pattern(6000, 6);
         let pieces =
@@ -187,7 +191,7 @@ async fn lists_scatter_and_gather_in_order(mode: &str) {
 }
 
 async fn zero_length_is_a_message_too(mode: &str) {
-    for transport in CONNECTED {
+    for transport in transports(&CONNECTED) {
         let Pair { a, b, .. } = Pair::new(transport, mode);
         let region = b.region(8);
         let receives = [b.qp.recv(b.room(8)), b.qp.recv(b.room(8)), b.qp.recv(b.room(8))];
@@ -214,6 +218,10 @@ async fn zero_length_is_a_message_too(mode: &str) {
 }
 
 async fn datagram_arrives_behind_its_header(mode: &str) {
+    if transports(&[Transport::Ud]).next().is_none() {
+        // Datagrams are lost on such a network, as they should be.
+        return;
+    }
     let Pair { a, b, .. } = Pair::new(Transport::Ud, mode);
     let route = a.route_to(&b);
     for (len, imm) in [(0, None), (1, Some(Imm(5))), (4095, None), (4096, Some(Imm(6)))] {
@@ -238,7 +246,7 @@ async fn datagram_arrives_behind_its_header(mode: &str) {
     assert_eq!(a.qp.send_inline(b"x").await.unwrap_err().kind(), connected);
     let write = a.qp.write((), b.region(8).grant()).await.unwrap_err();
     assert_eq!(write.kind(), OpErrorKind::Unsupported { what: "WRITE" });
-    for transport in CONNECTED {
+    for transport in transports(&CONNECTED) {
         let Pair { a, b, .. } = Pair::new(transport, mode);
         let error = a.qp.send_to((), &a.route_to(&b), Qpn(7), QKEY).await.unwrap_err();
         assert_eq!(error.kind(), OpErrorKind::Unsupported { what: "a datagram" });
@@ -246,7 +254,7 @@ async fn datagram_arrives_behind_its_header(mode: &str) {
 }
 
 async fn shared_receives_serve_many_queue_pairs(mode: &str) {
-    for transport in ALL {
+    for transport in transports(&ALL) {
         let setup = Setup::new();
         let shape = Shape::new(transport, mode);
         let pd = setup.b.protection_domain().unwrap();
@@ -308,6 +316,20 @@ async fn fenced_write_waits_for_the_read_before(mode: &str) {
     assert_eq!(contents(&region, 0, 8192), vec![0; 8192]);
 }
 
+async fn solicited_handle_sends_the_same(mode: &str) {
+    for transport in transports(&CONNECTED) {
+        let Pair { a, b, .. } = Pair::new(transport, mode);
+        let receives = [b.qp.recv(b.room(8)), b.qp.recv(b.room(8))];
+        let solicited = a.qp.solicited();
+        assert_eq!(solicited.qpn(), a.qp.qpn(), "another handle of the same");
+        solicited.send(a.buffer(b"first")).await.unwrap();
+        solicited.fenced().send(a.buffer(b"second")).await.unwrap();
+        for (receive, bytes) in receives.into_iter().zip([&b"first"[..], b"second"]) {
+            assert_eq!(&receive.await.unwrap().buffer[..], bytes);
+        }
+    }
+}
+
 async fn many_operations_at_once_complete_in_order(mode: &str) {
     let Pair { a, b, .. } = Pair::new(Transport::Rc, mode);
     // More than the queues hold: those that find no room line up.
@@ -324,7 +346,7 @@ async fn many_operations_at_once_complete_in_order(mode: &str) {
 }
 
 async fn lengths_around_packets_arrive_whole(mode: &str) {
-    for transport in CONNECTED {
+    for transport in transports(&CONNECTED) {
         for mtu in Mtu::ALL {
             let packet = mtu.bytes();
             let shape = Shape { mtu, buffer_size: 1 << 20, ..Shape::new(transport, mode) };

@@ -4,7 +4,7 @@ use tokio_rdma::types::{AsyncEvent, QpState, RecvWr, SendOp, SrqCaps, Transport,
 use tokio_rdma::verbs::{Cq, Srq};
 use tokio_rdma::{LimitError, SetupError};
 
-use crate::common::raw::{End, Options, connect, outcome, poll, post_shared};
+use crate::common::raw::{End, Options, connect, outcome, poll, post_shared, settle};
 use crate::common::{Memory, Setup, events, eventually};
 
 /// Receivers on one shared queue, each with its sender. Fields drop in this order.
@@ -32,9 +32,14 @@ fn fan(width: usize, max_wr: u32, options: &Options) -> Fan {
     Fan { pairs, srq, recv_cq, setup }
 }
 
+/// One message that has arrived when this returns.
 fn send(end: &End, id: u64) {
     end.send(id, SendOp::Send, &[]).unwrap();
     assert_eq!(outcome(&end.sent(1)), [(id, WcStatus::SUCCESS)]);
+    if end.qp.transport() != Transport::Rc {
+        // Both ends of these pairs are on one device.
+        settle(&end.device, &end.device);
+    }
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use tokio_rdma::types::{AsyncEvent, Data, QpAttr, QpState, SendFlags, SendOp, Transport, WcStatus};
 
-use crate::common::raw::{End, Options, connect, connected, init, outcome, poll, rts};
+use crate::common::raw::{End, Options, connect, connected, init, outcome, poll, rts, settle};
 use crate::common::{Memory, Setup, events, eventually};
 
 const ALL: [Transport; 3] = [Transport::Rc, Transport::Uc, Transport::Ud];
@@ -46,6 +46,7 @@ fn init_refuses_sends_and_keeps_receives() {
             // What arrives is dropped: the receive is not for it.
             send(&b, &a, 3).unwrap();
             assert_eq!(outcome(&b.sent(1)), [(3, WcStatus::SUCCESS)]);
+            settle(&setup.b, &setup.a);
             assert_eq!(outcome(&a.received(0)), []);
         }
         a.rtr(&options, &b);
@@ -123,6 +124,7 @@ fn sqd_holds_sends_back_and_receives_on() {
         send(&b, &a, 6).unwrap();
         assert_eq!(outcome(&a.received(1)), [(5, WcStatus::SUCCESS)], "receives go on");
         assert_eq!(outcome(&b.sent(1)), [(6, WcStatus::SUCCESS)]);
+        settle(&setup.a, &setup.b);
         assert_eq!((outcome(&a.sent(0)), outcome(&b.received(0))), (vec![], vec![]), "sends do not start");
         assert_eq!(a.state(), QpState::Sqd);
         a.to(QpState::Rts);

@@ -5,11 +5,12 @@
 
 use tokio_rdma::SetupError;
 use tokio_rdma::types::{
-    Access, AckTimeout, Mtu, PortNum, Psn, Qkey, QpAttr, QpState, Qpn, RnrTimer, TransitionError, Transport,
+    Access, AckTimeout, Lkey, Mtu, PortNum, Psn, Qkey, QpAttr, QpState, Qpn, RnrTimer, SendOp, Sge, TransitionError,
+    Transport, WcStatus,
 };
 
 use crate::common::Setup;
-use crate::common::raw::{End, Options, init, rtr, rts};
+use crate::common::raw::{End, Options, QKEY, init, outcome, rtr, rts};
 
 /// Attributes by the short names of the tables below.
 const NAMES: [&str; 17] = [
@@ -43,11 +44,16 @@ const TABLE: &str = "
     RC Sqd   Sqd  |                                       | port av timeout retry rnr rd destrd access pkey minrnr
     UC Sqd   Sqd  |                                       | av access pkey
     UD Sqd   Sqd  |                                       | pkey qkey
+    UC Sqe   Rts  |                                       | cur access
+    UD Sqe   Rts  |                                       | cur qkey
 ";
 
-/// States that a program can take a queue pair to. SQE is entered by a device only, when a send of an unreliable
-/// transport fails locally.
-const REACHABLE: [QpState; 6] = [QpState::Reset, QpState::Init, QpState::Rtr, QpState::Rts, QpState::Sqd, QpState::Err];
+/// States that a queue pair can be in. SQE is never asked for: a device enters it when a send of an unreliable
+/// transport fails at its own end. A reliable connection has none.
+fn states(transport: Transport) -> impl Iterator<Item = QpState> {
+    QpState::ALL.into_iter().filter(move |&state| state != QpState::Sqe || transport != Transport::Rc)
+}
+
 const TRANSPORTS: [(Transport, &str); 3] = [(Transport::Rc, "RC"), (Transport::Uc, "UC"), (Transport::Ud, "UD")];
 
 /// Required and optional attributes of a transition, or `None` if there is none.
@@ -112,7 +118,7 @@ fn end_in(setup: &Setup, transport: Transport, state: QpState, peer: &End) -> En
         QpState::Rts => &[QpState::Init, QpState::Rtr, QpState::Rts],
         QpState::Sqd => &[QpState::Init, QpState::Rtr, QpState::Rts, QpState::Sqd],
         QpState::Err => &[QpState::Init, QpState::Err],
-        QpState::Sqe => panic!("cannot be entered"),
+        QpState::Sqe => &[QpState::Init, QpState::Rtr, QpState::Rts],
     };
     for step in way {
         let attr = match step {
@@ -122,6 +128,14 @@ fn end_in(setup: &Setup, transport: Transport, state: QpState, peer: &End) -> En
             other => QpAttr::to_state(*other),
         };
         end.qp.modify(&attr).unwrap();
+    }
+    if state == QpState::Sqe {
+        let nowhere = [Sge { addr: 8, length: 8, lkey: Lkey(0) }];
+        match transport {
+            Transport::Ud => end.send_to(1, peer, peer.qp.qpn(), QKEY, &nowhere).unwrap(),
+            _ => end.send(1, SendOp::Send, &nowhere).unwrap(),
+        }
+        assert_eq!(outcome(&end.sent(1)), [(1, WcStatus::LOC_PROT_ERR)]);
     }
     assert_eq!(end.state(), state);
     end
@@ -141,7 +155,7 @@ fn every_pair_of_states_is_legal_or_refused_as_the_standard_says() {
     for (transport, name) in TRANSPORTS {
         let peer = End::new(&setup.b, &Options::of(transport));
         let (mut legal, mut illegal) = (0, 0);
-        for from in REACHABLE {
+        for from in states(transport) {
             for to in QpState::ALL {
                 let end = end_in(&setup, transport, from, &peer);
                 let what = format!("{name} {from:?} to {to:?}");
@@ -165,8 +179,8 @@ fn every_pair_of_states_is_legal_or_refused_as_the_standard_says() {
                 }
             }
         }
-        // 6 to RESET, 5 to ERR, and the 8 of the table, of 42.
-        assert_eq!((legal, illegal), (19, 23), "{name}");
+        // RC: 6 to RESET, 5 to ERR and the 8 of the table, of 6 times 7. UC and UD: 7, 6 and 9, of 7 times 7.
+        assert_eq!((legal, illegal), if transport == Transport::Rc { (19, 23) } else { (22, 27) }, "{name}");
     }
 }
 
@@ -176,8 +190,8 @@ fn each_missing_attribute_is_refused_by_name() {
     let mut cases = 0;
     for (transport, name) in TRANSPORTS {
         let peer = End::new(&setup.b, &Options::of(transport));
-        for from in REACHABLE {
-            for to in REACHABLE {
+        for from in states(transport) {
+            for to in QpState::ALL {
                 let Some((required, _)) = row(name, from, to) else { continue };
                 let end = end_in(&setup, transport, from, &peer);
                 for missing in &required {
@@ -204,8 +218,8 @@ fn each_superfluous_attribute_is_refused_by_name() {
     let mut cases = 0;
     for (transport, name) in TRANSPORTS {
         let peer = End::new(&setup.b, &Options::of(transport));
-        for from in REACHABLE {
-            for to in REACHABLE {
+        for from in states(transport) {
+            for to in QpState::ALL {
                 let Some((required, optional)) = row(name, from, to) else { continue };
                 let end = end_in(&setup, transport, from, &peer);
                 for extra in NAMES {
@@ -225,9 +239,8 @@ fn each_superfluous_attribute_is_refused_by_name() {
             }
         }
     }
-    // 17 attributes for each of 19 transitions and 3 transports, but for those that are required (26) or optional
-    // (25 + 15 + 14).
-    assert_eq!(cases, 17 * 19 * 3 - 26 - 54);
+    // 17 attributes for each legal transition, but for those that are required (26) or optional (25 + 17 + 16).
+    assert_eq!(cases, 17 * (19 + 22 + 22) - 26 - 58);
 }
 
 #[test]
@@ -235,8 +248,8 @@ fn each_optional_attribute_is_taken_and_kept() {
     let setup = Setup::new();
     for (transport, name) in TRANSPORTS {
         let peer = End::new(&setup.b, &Options::of(transport));
-        for from in REACHABLE {
-            for to in REACHABLE {
+        for from in states(transport) {
+            for to in QpState::ALL {
                 let Some((required, optional)) = row(name, from, to) else { continue };
                 for extra in optional {
                     let what = format!("{name} {from:?} to {to:?} with {extra}");
@@ -280,7 +293,10 @@ fn wrong_idea_of_the_current_state_is_refused() {
     let setup = Setup::new();
     for (transport, name) in TRANSPORTS {
         let peer = End::new(&setup.b, &Options::of(transport));
-        for actual in [QpState::Rts, QpState::Sqd] {
+        for actual in [QpState::Rts, QpState::Sqd, QpState::Sqe] {
+            if actual == QpState::Sqe && transport == Transport::Rc {
+                continue;
+            }
             let end = end_in(&setup, transport, actual, &peer);
             for claimed in QpState::ALL.into_iter().filter(|&state| state != actual) {
                 let attr = QpAttr { current_state: Some(claimed), ..QpAttr::to_state(QpState::Rts) };
@@ -323,7 +339,7 @@ fn reset_forgets_every_attribute() {
     let setup = Setup::new();
     for (transport, _) in TRANSPORTS {
         let peer = End::new(&setup.b, &Options::of(transport));
-        for from in REACHABLE {
+        for from in states(transport) {
             let end = end_in(&setup, transport, from, &peer);
             end.to(QpState::Reset);
             assert_eq!(end.qp.query().unwrap(), (QpState::Reset, QpAttr::to_state(QpState::Reset)));

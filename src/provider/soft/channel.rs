@@ -4,13 +4,13 @@ use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex};
+
+use parking_lot::Mutex;
 
 use crate::error::VerbError;
 use crate::provider::contract;
-
-use super::lock;
 
 /// Queue whose descriptor is readable exactly while something is in it.
 ///
@@ -33,7 +33,7 @@ impl<T> Mailbox<T> {
     }
 
     pub(super) fn push(&self, event: T) {
-        let mut queue = lock(&self.queue);
+        let mut queue = self.queue.lock();
         if queue.is_empty() {
             self.signal();
         }
@@ -41,7 +41,7 @@ impl<T> Mailbox<T> {
     }
 
     pub(super) fn pop(&self) -> Option<T> {
-        let mut queue = lock(&self.queue);
+        let mut queue = self.queue.lock();
         let event = queue.pop_front()?;
         if queue.is_empty() {
             self.unsignal();
@@ -51,7 +51,7 @@ impl<T> Mailbox<T> {
 
     /// Removes the events that `keep` refuses.
     pub(super) fn retain(&self, keep: impl FnMut(&T) -> bool) {
-        let mut queue = lock(&self.queue);
+        let mut queue = self.queue.lock();
         let before = queue.len();
         queue.retain(keep);
         if before > 0 && queue.is_empty() {

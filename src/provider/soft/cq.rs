@@ -1,8 +1,10 @@
 //! Completion queue: a ring with room for as many entries as asked, a one-shot arm, and overrun.
 
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+
+use parking_lot::Mutex;
 
 use crate::error::VerbError;
 use crate::provider::contract;
@@ -10,7 +12,6 @@ use crate::types::{AsyncEvent, Qpn, WorkCompletion};
 
 use super::channel::{Channel, Subscriber};
 use super::device::ContextInner;
-use super::lock;
 use super::ring::Ring;
 use super::srq::SrqInner;
 
@@ -118,7 +119,7 @@ impl CqInner {
         completion: &WorkCompletion,
         solicited: bool,
     ) -> Result<(), Overrun> {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         let state = &mut *state;
         if state.overrun || state.entries.len() >= self.capacity as usize {
             state.counters.lost += 1;
@@ -152,7 +153,7 @@ impl CqInner {
     /// Reserves the place of a queue pair; its index is the `owner` of completions.
     pub(super) fn attach(&self, qpn: Qpn, polled: &Arc<Polled>, srq: Option<&Arc<SrqInner>>) -> u32 {
         let attached = Attached { qpn, polled: Arc::clone(polled), srq: srq.cloned() };
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if let Some(index) = state.vacant.pop() {
             state.attached[index as usize] = Some(attached);
             index
@@ -164,7 +165,7 @@ impl CqInner {
 
     /// Removes the completions of a queue pair, as mlx5 does when it is destroyed or reset.
     pub(super) fn purge(&self, owner: u32) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         let state = &mut *state;
         let shared = state.attached.get(owner as usize).and_then(Option::as_ref).and_then(|it| it.srq.as_ref());
         state.entries.retain(|entry| {
@@ -181,7 +182,7 @@ impl CqInner {
     /// Ends what [`attach`](Self::attach) began.
     pub(super) fn detach(&self, owner: u32) {
         self.purge(owner);
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if state.attached.get_mut(owner as usize).and_then(Option::take).is_some() {
             state.vacant.push(owner);
         }
@@ -189,7 +190,7 @@ impl CqInner {
 
     /// Queue pairs that complete here, in the order of their numbers.
     pub(super) fn queue_pairs(&self) -> Vec<Qpn> {
-        let mut all: Vec<_> = lock(&self.state).attached.iter().flatten().map(|it| it.qpn).collect();
+        let mut all: Vec<_> = self.state.lock().attached.iter().flatten().map(|it| it.qpn).collect();
         all.sort_unstable();
         all.dedup();
         all
@@ -239,7 +240,7 @@ impl Cq {
 
     /// What has happened so far.
     pub(crate) fn counters(&self) -> CqCounters {
-        lock(&self.0.state).counters
+        self.0.state.lock().counters
     }
 }
 
@@ -257,7 +258,7 @@ impl contract::Cq for Cq {
         if self.0.waiting.load(Ordering::Acquire) == 0 {
             return Ok(0);
         }
-        let mut state = lock(&self.0.state);
+        let mut state = self.0.state.lock();
         let state = &mut *state;
         if state.overrun {
             return Err(VerbError::new("ibv_poll_cq", VerbError::EIO));
@@ -287,7 +288,7 @@ impl contract::Cq for Cq {
 
     fn arm(&self, solicited_only: bool) -> Result<(), VerbError> {
         let wanted = if solicited_only { Arm::Solicited } else { Arm::Next };
-        let mut state = lock(&self.0.state);
+        let mut state = self.0.state.lock();
         // An arm for any completion is not weakened by one for solicited completions.
         state.arm = state.arm.max(wanted);
         Ok(())

@@ -8,7 +8,9 @@ use std::fmt;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
+use std::sync::{Arc, Weak};
+
+use parking_lot::{Mutex, RwLock};
 
 use crate::error::VerbError;
 use crate::provider::contract::{self, QpInit};
@@ -22,7 +24,6 @@ use super::cq::Cq;
 use super::deferred::Deferred;
 use super::dma::Memory;
 use super::keys::{Keys, MAX_REGISTRATIONS};
-use super::lock;
 use super::network::NetworkInner;
 use super::qp::{Qp, QpInner};
 use super::requester::MAX_MESSAGE;
@@ -128,12 +129,12 @@ impl DeviceInner {
     }
 
     pub(super) fn queue_pair(&self, qpn: Qpn) -> Option<Arc<QpInner>> {
-        self.queue_pairs.read().unwrap_or_else(PoisonError::into_inner).get(&qpn)?.upgrade()
+        self.queue_pairs.read().get(&qpn)?.upgrade()
     }
 
     /// Makes a queue pair under a number that is not in use and that peers cannot predict.
     pub(super) fn add_queue_pair(&self, make: impl FnOnce(Qpn) -> Arc<QpInner>) -> Result<Arc<QpInner>, VerbError> {
-        let mut table = self.queue_pairs.write().unwrap_or_else(PoisonError::into_inner);
+        let mut table = self.queue_pairs.write();
         if table.len() >= self.attr.max_qp as usize {
             return Err(VerbError::new("ibv_create_qp", VerbError::ENOMEM));
         }
@@ -149,11 +150,11 @@ impl DeviceInner {
     }
 
     pub(super) fn remove_queue_pair(&self, qpn: Qpn) {
-        self.queue_pairs.write().unwrap_or_else(PoisonError::into_inner).remove(&qpn);
+        self.queue_pairs.write().remove(&qpn);
     }
 
     fn announce(&self, event: AsyncEvent) {
-        lock(&self.contexts).retain(|context| context.upgrade().map(|context| context.event(event)).is_some());
+        self.contexts.lock().retain(|context| context.upgrade().map(|context| context.event(event)).is_some());
     }
 
     pub(super) fn kill(&self) {
@@ -164,7 +165,7 @@ impl DeviceInner {
         self.linked.store(false, Ordering::Relaxed);
         self.announce(AsyncEvent::DeviceFatal);
         let mut all: Vec<_> = {
-            let table = self.queue_pairs.read().unwrap_or_else(PoisonError::into_inner);
+            let table = self.queue_pairs.read();
             table.values().filter_map(Weak::upgrade).collect()
         };
         // In a fixed order, for reproducible simulations.
@@ -212,22 +213,16 @@ impl Context {
         device.alive("ibv_open_device")?;
         let events = Mailbox::new().map_err(|error| os_error("ibv_open_device", &error))?;
         let inner = Arc::new(ContextInner { device, events });
-        lock(&inner.device.contexts).push(Arc::downgrade(&inner));
+        inner.device.contexts.lock().push(Arc::downgrade(&inner));
         Ok(Self(inner))
-    }
-
-    /// Network that the device is on.
-    pub(crate) fn network(&self) -> super::Network {
-        super::Network(Arc::clone(&self.0.device.network))
-    }
-
-    /// A number that peers cannot predict, for packet sequence numbers; from the seed in a simulation.
-    pub(crate) fn random(&self) -> Result<u64, VerbError> {
-        self.0.device.network.random()
     }
 }
 
 impl contract::Context<Soft> for Context {
+    fn random(&self) -> Result<u64, VerbError> {
+        self.0.device.network.random()
+    }
+
     fn attr(&self) -> &DeviceAttr {
         &self.0.device.attr
     }

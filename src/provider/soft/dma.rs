@@ -10,12 +10,13 @@
 
 #![allow(unsafe_code)]
 
-use std::sync::atomic::{AtomicPtr, AtomicU8, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 
 use smallvec::SmallVec;
 
 use super::keys::Use;
 use super::wire::AtomicOp;
+use crate::mem::shared;
 
 /// Piece of registered memory that stays registered while this lives.
 ///
@@ -99,8 +100,6 @@ pub(super) enum Payload<'a, 'k> {
 }
 
 impl Payload<'_, '_> {
-    pub(super) const EMPTY: Self = Self::Bytes(&[]);
-
     /// Bytes.
     pub(super) fn len(&self) -> usize {
         match self {
@@ -213,112 +212,10 @@ unsafe fn copy(from: *const u8, from_shared: bool, to: *mut u8, to_shared: bool,
     unsafe {
         match (from_shared, to_shared) {
             (false, false) => std::ptr::copy(from, to, len),
-            (false, true) => store(from, to, len),
-            (true, false) => load(from, to, len),
-            (true, true) => exchange(from, to, len),
+            (false, true) => shared::store(from, to, len),
+            (true, false) => shared::load(from, to, len),
+            (true, true) => shared::exchange(from, to, len),
         }
-    }
-}
-
-/// Plain to shared.
-///
-/// # Safety
-///
-/// As [`copy`].
-#[inline]
-unsafe fn store(from: *const u8, to: *mut u8, len: usize) {
-    // SAFETY: S2: all offsets are below `len`; words are stored only where `to` is aligned, sources are read
-    // unaligned.
-    unsafe {
-        if len == 8 && to.cast::<u64>().is_aligned() {
-            AtomicU64::from_ptr(to.cast()).store(from.cast::<u64>().read_unaligned(), Ordering::Release);
-            return;
-        }
-        split(to, len, |offset, word, last| {
-            let order = if last { Ordering::Release } else { Ordering::Relaxed };
-            if word {
-                let value = from.add(offset).cast::<u64>().read_unaligned();
-                AtomicU64::from_ptr(to.add(offset).cast()).store(value, order);
-            } else {
-                AtomicU8::from_ptr(to.add(offset)).store(*from.add(offset), order);
-            }
-        });
-    }
-}
-
-/// Shared to plain.
-///
-/// # Safety
-///
-/// As [`copy`].
-#[inline]
-unsafe fn load(from: *const u8, to: *mut u8, len: usize) {
-    let from = from.cast_mut();
-    // SAFETY: S2: as in `store`, with the sides exchanged.
-    unsafe {
-        split(from, len, |offset, word, _| {
-            if word {
-                let value = AtomicU64::from_ptr(from.add(offset).cast()).load(Ordering::Relaxed);
-                to.add(offset).cast::<u64>().write_unaligned(value);
-            } else {
-                *to.add(offset) = AtomicU8::from_ptr(from.add(offset)).load(Ordering::Relaxed);
-            }
-        });
-    }
-}
-
-/// Shared to shared. Words only where both sides are aligned alike, else the source goes byte by byte:
-/// an aligned word around an odd byte could reach out of the registration.
-///
-/// # Safety
-///
-/// As [`copy`].
-unsafe fn exchange(from: *const u8, to: *mut u8, len: usize) {
-    let from = from.cast_mut();
-    if len == 8 && (from.addr() | to.addr()) & 7 == 0 {
-        // SAFETY: one aligned word on both sides, as the caller says.
-        unsafe {
-            let value = AtomicU64::from_ptr(from.cast()).load(Ordering::Relaxed);
-            AtomicU64::from_ptr(to.cast()).store(value, Ordering::Release);
-        }
-        return;
-    }
-    let alike = (from.addr() ^ to.addr()) & 7 == 0;
-    // SAFETY: S2: as in `store`; the source of a word is aligned if `alike`, else it is read as bytes.
-    unsafe {
-        split(to, len, |offset, word, last| {
-            let order = if last { Ordering::Release } else { Ordering::Relaxed };
-            let byte = |at: usize| AtomicU8::from_ptr(from.add(at)).load(Ordering::Relaxed);
-            if !word {
-                AtomicU8::from_ptr(to.add(offset)).store(byte(offset), order);
-                return;
-            }
-            let value = if alike {
-                AtomicU64::from_ptr(from.add(offset).cast()).load(Ordering::Relaxed)
-            } else {
-                u64::from_ne_bytes(std::array::from_fn(|at| byte(offset + at)))
-            };
-            AtomicU64::from_ptr(to.add(offset).cast()).store(value, order);
-        });
-    }
-}
-
-/// Calls `step(offset, is_word, is_last)` over `len` bytes in ascending order, words where `at` is
-/// aligned, bytes before and after.
-#[inline]
-fn split(at: *const u8, len: usize, mut step: impl FnMut(usize, bool, bool)) {
-    let head = (at.addr().wrapping_neg() & 7).min(len);
-    let words = (len - head) / 8;
-    let tail = head + words * 8;
-    for offset in 0..head {
-        step(offset, false, offset + 1 == len);
-    }
-    for word in 0..words {
-        let offset = head + word * 8;
-        step(offset, true, offset + 8 == len);
-    }
-    for offset in tail..len {
-        step(offset, false, offset + 1 == len);
     }
 }
 

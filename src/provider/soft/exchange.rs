@@ -11,7 +11,6 @@ use crate::types::{Access, Data, Gid, Transport};
 
 use super::deferred::Deferred;
 use super::dma::{Gather, Payload};
-use super::lock;
 use super::qp::{QpInner, ReceiveSide, ReceiverHalf, SendSide, Sender};
 use super::requester::{Destination, Outgoing, Requester, Source};
 use super::scheduler::Job;
@@ -68,7 +67,7 @@ impl QpInner {
         self.find_peer(sender);
         let Sender { machine, peer, .. } = sender;
         let Some(peer) = peer else { return self.pump_lost(machine, deferred) };
-        let mut receiver = lock(&peer.receiver);
+        let mut receiver = peer.receiver.lock();
         let here = self.device();
         let there = peer.device();
         if peer.is_destroyed() || !here.is_linked() || !there.is_linked() {
@@ -127,7 +126,7 @@ impl QpInner {
         mut budget: Budget,
         deferred: &Deferred,
     ) -> bool {
-        let mut receiver = lock(&peer.receiver);
+        let mut receiver = peer.receiver.lock();
         let responder = &mut receiver.machine;
         let here = self.device();
         let there = peer.device();
@@ -200,7 +199,7 @@ impl QpInner {
             let payload = payload_of(&sender.machine, &outgoing, &gather);
             if let Some(peer) = &sender.peer {
                 let there = peer.device();
-                let mut receiver = lock(&peer.receiver);
+                let mut receiver = peer.receiver.lock();
                 if !peer.is_destroyed() && here.is_linked() && there.is_linked() {
                     let mut peer_out = ReceiveSide { qp: peer, deferred };
                     receiver.machine.on_request(&outgoing.packet, here.gid, &payload, &there.keys, &mut peer_out);
@@ -266,13 +265,13 @@ impl QpInner {
         let payload = Payload::Bytes(payload);
         let keys = &self.device().keys;
         if packet.body.is_response() {
-            let mut sender = lock(&self.sender);
+            let mut sender = self.sender.lock();
             if source == sender.peer_at.gid {
                 sender.machine.on_response(packet, &payload, keys, &mut SendSide { qp: self, deferred: &deferred });
                 self.pump(&mut sender, &deferred);
             }
         } else {
-            let mut receiver = lock(&self.receiver);
+            let mut receiver = self.receiver.lock();
             if !self.is_destroyed() {
                 let mut out = ReceiveSide { qp: self, deferred: &deferred };
                 receiver.machine.on_request(packet, source, &payload, keys, &mut out);
@@ -309,7 +308,7 @@ impl QpInner {
     pub(super) fn on_reply_turn(self: &Arc<Self>) {
         let deferred = Deferred::new();
         {
-            let mut receiver = lock(&self.receiver);
+            let mut receiver = self.receiver.lock();
             receiver.replying = false;
             self.reply(&mut receiver, &deferred);
         }
@@ -320,7 +319,7 @@ impl QpInner {
     pub(super) fn on_continue(self: &Arc<Self>) {
         let deferred = Deferred::new();
         {
-            let mut sender = lock(&self.sender);
+            let mut sender = self.sender.lock();
             sender.continuing = false;
             self.pump(&mut sender, &deferred);
         }
@@ -331,7 +330,7 @@ impl QpInner {
     pub(super) fn on_timer(self: &Arc<Self>) {
         let deferred = Deferred::new();
         {
-            let mut sender = lock(&self.sender);
+            let mut sender = self.sender.lock();
             sender.scheduled = None;
             let now = self.device().network.scheduler.now();
             sender.machine.on_timer(now, &mut SendSide { qp: self, deferred: &deferred });

@@ -10,13 +10,14 @@
 
 use std::collections::VecDeque;
 use std::fmt;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Mutex, OnceLock};
+
+use parking_lot::Mutex;
 
 use crate::types::{Access, Sge};
 
 use super::dma::{Gather, Memory, Region, Segment};
-use super::lock;
 
 /// Most registrations of a device.
 pub(super) const MAX_REGISTRATIONS: u32 = 1 << INDEX_BITS;
@@ -113,7 +114,7 @@ impl Keys {
     /// Registers memory; its key, or `None` if the table is full.
     pub(super) fn insert(&self, memory: Memory, access: Access, pd: u32, random: u64) -> Option<u32> {
         let index = {
-            let mut free = lock(&self.free);
+            let mut free = self.free.lock();
             // A fresh slot is cheaper than a short cycle of one slot's keys.
             if free.returned.len() < 256 && free.fresh < MAX_REGISTRATIONS {
                 free.fresh += 1;
@@ -161,7 +162,7 @@ impl Keys {
                 std::thread::yield_now();
             }
         }
-        lock(&self.free).returned.push_back(self.unmix(key) & INDEX_MASK);
+        self.free.lock().returned.push_back(self.unmix(key) & INDEX_MASK);
     }
 
     /// `addr..addr + len` by `key`, if it is registered in `pd` with all of `need`.

@@ -46,8 +46,6 @@ mod wire;
 #[allow(unsafe_code)]
 mod tests;
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
-
 pub(crate) use channel::Channel;
 pub(crate) use cq::Cq;
 pub use cq::CqCounters;
@@ -74,10 +72,4 @@ impl contract::Provider for Soft {
     type Qp = Qp;
     type Srq = Srq;
     type Ah = Ah;
-}
-
-/// Locks even if a thread panicked while it held the lock: the machines change their state only after
-/// their checks, so there is nothing half-done to protect from.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

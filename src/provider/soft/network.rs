@@ -4,7 +4,9 @@ use std::collections::HashMap;
 use std::fmt;
 use std::net::Ipv4Addr;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, Weak};
+use std::sync::{Arc, OnceLock, Weak};
+
+use parking_lot::{Mutex, RwLock};
 use std::time::Duration;
 
 use crate::error::VerbError;
@@ -12,13 +14,9 @@ use crate::types::{Gid, Qpn};
 
 use super::device::{Context, DeviceInner};
 use super::faults::{Faults, Link, LinkCounters};
-use super::lock;
 use super::qp::QpInner;
 use super::scheduler::{Job, Scheduler};
 use super::wire::{Packet, WireError};
-
-/// Name of the software device of [`Network::global`].
-pub(crate) const DEFAULT_DEVICE: &str = "soft0";
 
 /// Network of software devices, all within this process.
 ///
@@ -105,7 +103,7 @@ impl Network {
 
     /// Opens the device `name`, and makes it if it does not exist.
     pub(crate) fn open(&self, name: &str) -> Result<Context, VerbError> {
-        let mut names = lock(&self.0.names);
+        let mut names = self.0.names.lock();
         let next = names.len();
         let known = names.entry(name.to_owned()).or_insert_with(|| Known { gid: address(next), device: Weak::new() });
         let device = match known.device.upgrade() {
@@ -113,7 +111,7 @@ impl Network {
             None => {
                 let device = DeviceInner::new(name, known.gid, Arc::clone(&self.0))?;
                 known.device = Arc::downgrade(&device);
-                let mut by_gid = self.0.by_gid.write().unwrap_or_else(PoisonError::into_inner);
+                let mut by_gid = self.0.by_gid.write();
                 by_gid.insert(known.gid, Arc::downgrade(&device));
                 device
             }
@@ -125,26 +123,26 @@ impl Network {
     /// Control over the device `name`; `None` if nobody has it open.
     #[must_use]
     pub fn control(&self, name: &str) -> Option<DeviceControl> {
-        lock(&self.0.names).get(name)?.device.upgrade().map(DeviceControl)
+        self.0.names.lock().get(name)?.device.upgrade().map(DeviceControl)
     }
 
     /// Changes the fault model. From then on packets are encoded, also where the network was made
     /// without faults.
     pub fn set_faults(&self, faults: Faults) {
-        lock(&self.0.link).faults = faults;
+        self.0.link.lock().faults = faults;
         self.0.queued.store(true, Ordering::Release);
     }
 
     /// Changes the probability of loss only; see [`set_faults`](Self::set_faults).
     pub fn set_loss(&self, probability: f64) {
-        lock(&self.0.link).faults.loss = probability;
+        self.0.link.lock().faults.loss = probability;
         self.0.queued.store(true, Ordering::Release);
     }
 
     /// What has happened to packets. A network without faults has none.
     #[must_use]
     pub fn counters(&self) -> LinkCounters {
-        lock(&self.0.link).counters
+        self.0.link.lock().counters
     }
 
     /// Time since the network was made; virtual where that is simulated.
@@ -196,7 +194,7 @@ impl NetworkInner {
     }
 
     pub(super) fn device(&self, gid: Gid) -> Option<Arc<DeviceInner>> {
-        self.by_gid.read().unwrap_or_else(PoisonError::into_inner).get(&gid)?.upgrade()
+        self.by_gid.read().get(&gid)?.upgrade()
     }
 
     pub(super) fn queue_pair(&self, gid: Gid, qpn: Qpn) -> Option<Arc<QpInner>> {
@@ -206,7 +204,7 @@ impl NetworkInner {
     /// A number that peers cannot predict; from the seed where the network is simulated.
     pub(super) fn random(&self) -> Result<u64, VerbError> {
         match &self.random {
-            Some(seeded) => Ok(lock(seeded).u64(..)),
+            Some(seeded) => Ok(seeded.lock().u64(..)),
             None => getrandom::u64()
                 .map_err(|error| VerbError::new("getrandom", error.raw_os_error().unwrap_or(VerbError::EIO))),
         }
@@ -215,7 +213,7 @@ impl NetworkInner {
     /// Puts an encoded packet on the way.
     pub(super) fn transmit(self: &Arc<Self>, route: (Gid, Gid), mut image: Vec<u8>) {
         let now = self.scheduler.now();
-        let [first, second] = lock(&self.link).send(now, route, &mut image);
+        let [first, second] = self.link.lock().send(now, route, &mut image);
         if let Some(at) = second {
             let copy = Delivery { network: Arc::downgrade(self), route, image: image.clone() };
             self.scheduler.schedule(at, Job::Deliver(Box::new(copy)));
@@ -243,7 +241,7 @@ impl Delivery {
             Err(error) => {
                 tracing::trace!(?error, %source, "packet dropped");
                 if error == WireError::Checksum {
-                    lock(&network.link).counters.rejected += 1;
+                    network.link.lock().counters.rejected += 1;
                 }
                 return;
             }

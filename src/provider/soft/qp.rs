@@ -4,8 +4,10 @@
 #![allow(unsafe_code)]
 
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+
+use parking_lot::Mutex;
 
 use crate::error::VerbError;
 use crate::provider::contract::{self, PostError, QpInit};
@@ -18,7 +20,6 @@ use super::Soft;
 use super::cq::{CqInner, Frees, Polled};
 use super::deferred::Deferred;
 use super::device::{ContextInner, DeviceInner, PORT};
-use super::lock;
 use super::requester::{Destination, Requester, SendCompletions, SendConfig, SendCounters};
 use super::responder::{ReceiveConfig, ReceiveCounters, ReceiveWqe, Receiver, Responder};
 use super::srq::SrqInner;
@@ -238,8 +239,8 @@ impl QpInner {
     /// reset since `generation`.
     pub(super) fn fail(self: &Arc<Self>, generation: Option<u64>, event: Option<AsyncEvent>, deferred: &Deferred) {
         {
-            let mut sender = lock(&self.sender);
-            let mut receiver = lock(&self.receiver);
+            let mut sender = self.sender.lock();
+            let mut receiver = self.receiver.lock();
             if generation.is_some_and(|then| then != self.generation())
                 || self.is_destroyed()
                 || sender.machine.state() == QpState::Reset
@@ -289,8 +290,8 @@ impl QpInner {
 
     /// What it has sent and received so far.
     pub(super) fn counters(&self) -> (SendCounters, ReceiveCounters) {
-        let sent = lock(&self.sender).machine.counters;
-        (sent, lock(&self.receiver).machine.counters)
+        let sent = self.sender.lock().machine.counters;
+        (sent, self.receiver.lock().machine.counters)
     }
 
     /// What is wrong with a send work request, if anything; its length if nothing.
@@ -363,8 +364,8 @@ impl contract::Qp for Qp {
     }
 
     fn query(&self) -> Result<(QpState, QpAttr), VerbError> {
-        let sender = lock(&self.0.sender);
-        let receiver = lock(&self.0.receiver);
+        let sender = self.0.sender.lock();
+        let receiver = self.0.receiver.lock();
         let state = state_of(&sender, &receiver);
         Ok((state, QpAttr { state: Some(state), ..sender.attr }))
     }
@@ -374,7 +375,7 @@ impl contract::Qp for Qp {
         let deferred = Deferred::new();
         let mut result = Ok(());
         {
-            let mut sender = lock(&qp.sender);
+            let mut sender = qp.sender.lock();
             if matches!(sender.machine.state(), QpState::Reset | QpState::Init | QpState::Rtr) {
                 result = refuse("ibv_post_send", 0, VerbError::EINVAL);
             } else {
@@ -402,7 +403,7 @@ impl contract::Qp for Qp {
         let deferred = Deferred::new();
         let mut result = Ok(());
         {
-            let mut receiver = lock(&qp.receiver);
+            let mut receiver = qp.receiver.lock();
             for (posted, wr) in list.iter().enumerate() {
                 let malformed = receiver.machine.state() == QpState::Reset
                     || qp.srq.is_some()
@@ -438,8 +439,8 @@ fn state_of(sender: &Sender, receiver: &ReceiverHalf) -> QpState {
 impl QpInner {
     fn modify(self: &Arc<Self>, attr: &QpAttr, deferred: &Deferred) -> Result<(), VerbError> {
         let invalid = VerbError::new("ibv_modify_qp", VerbError::EINVAL);
-        let mut sender_guard = lock(&self.sender);
-        let mut receiver_guard = lock(&self.receiver);
+        let mut sender_guard = self.sender.lock();
+        let mut receiver_guard = self.receiver.lock();
         let (sender, receiver) = (&mut *sender_guard, &mut *receiver_guard);
         let from = state_of(sender, receiver);
         let to = attr.state.unwrap_or(from);
@@ -570,8 +571,8 @@ impl Drop for Qp {
         qp.device().remove_queue_pair(qp.qpn);
         let deferred = Deferred::new();
         let peer = {
-            let mut sender = lock(&qp.sender);
-            let mut receiver = lock(&qp.receiver);
+            let mut sender = qp.sender.lock();
+            let mut receiver = qp.receiver.lock();
             let peer = sender.peer.take();
             qp.reset(&mut sender, &mut receiver, &deferred);
             qp.destroyed.store(true, Ordering::Relaxed);

@@ -7,10 +7,11 @@
 use std::cmp::Ordering as Compare;
 use std::collections::BinaryHeap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use super::lock;
+use parking_lot::{Condvar, Mutex, MutexGuard};
+
 use super::network::Delivery;
 use super::qp::QpInner;
 
@@ -128,7 +129,7 @@ impl Scheduler {
 
     /// Does `job` at time `at`, or as soon after as possible.
     pub(super) fn schedule(self: &Arc<Self>, at: u64, job: Job) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if state.stopped {
             return;
         }
@@ -155,7 +156,7 @@ impl Scheduler {
     /// Ends the thread and forgets what was to come.
     pub(super) fn stop(&self) {
         let forgotten = {
-            let mut state = lock(&self.state);
+            let mut state = self.state.lock();
             state.stopped = true;
             std::mem::take(&mut state.heap)
         };
@@ -165,11 +166,11 @@ impl Scheduler {
 
     /// True if nothing is to come.
     pub(super) fn is_idle(&self) -> bool {
-        lock(&self.state).heap.is_empty()
+        self.state.lock().heap.is_empty()
     }
 
     fn work(&self) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         while !state.stopped {
             let now = self.now();
             let wait = match state.heap.peek() {
@@ -177,21 +178,17 @@ impl Scheduler {
                 Some(first) => Some(first.at - now),
                 None => Some(u64::MAX),
             };
-            state = match wait {
+            match wait {
                 None => {
-                    let job = state.heap.pop();
-                    drop(state);
-                    if let Some(entry) = job {
-                        entry.job.run();
+                    if let Some(entry) = state.heap.pop() {
+                        MutexGuard::unlocked(&mut state, || entry.job.run());
                     }
-                    lock(&self.state)
                 }
-                Some(u64::MAX) => self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+                Some(u64::MAX) => self.changed.wait(&mut state),
                 Some(nanoseconds) => {
-                    let waited = self.changed.wait_timeout(state, Duration::from_nanos(nanoseconds));
-                    waited.unwrap_or_else(PoisonError::into_inner).0
+                    self.changed.wait_for(&mut state, Duration::from_nanos(nanoseconds));
                 }
-            };
+            }
         }
     }
 
@@ -200,7 +197,7 @@ impl Scheduler {
     pub(super) fn step(&self, limit: u64) -> bool {
         let Clock::Virtual(clock) = &self.clock else { return false };
         let entry = {
-            let mut state = lock(&self.state);
+            let mut state = self.state.lock();
             if state.heap.peek().is_none_or(|first| first.at > limit) {
                 return false;
             }

@@ -3,15 +3,16 @@
 // Implements an `unsafe fn` of the contract; holds no unsafe block.
 #![allow(unsafe_code)]
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex};
+
+use parking_lot::Mutex;
 
 use crate::error::VerbError;
 use crate::provider::contract::{self, PostError};
 use crate::types::{AsyncEvent, RecvWr, SrqCaps};
 
 use super::device::ContextInner;
-use super::lock;
 use super::responder::ReceiveWqe;
 use super::ring::Ring;
 
@@ -36,7 +37,7 @@ pub(super) struct SrqInner {
 impl SrqInner {
     /// Takes the oldest receive; false if there is none.
     pub(super) fn take(&self, into: &mut ReceiveWqe) -> bool {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         let Some(front) = state.queue.front_mut() else { return false };
         std::mem::swap(front, into);
         state.queue.pop();
@@ -93,16 +94,16 @@ impl contract::Srq for Srq {
         if limit > self.0.caps.max_wr {
             return Err(VerbError::new("ibv_modify_srq", VerbError::EINVAL));
         }
-        lock(&self.0.state).limit = limit;
+        self.0.state.lock().limit = limit;
         Ok(())
     }
 
     fn limit(&self) -> Result<u32, VerbError> {
-        Ok(lock(&self.0.state).limit)
+        Ok(self.0.state.lock().limit)
     }
 
     unsafe fn post_recv(&self, list: &[RecvWr<'_>]) -> Result<(), PostError> {
-        let mut state = lock(&self.0.state);
+        let mut state = self.0.state.lock();
         for (posted, wr) in list.iter().enumerate() {
             let refuse = |errno| Err(PostError { posted, error: VerbError::new("ibv_post_srq_recv", errno) });
             if wr.sges.len() > self.0.caps.max_sge as usize {
@@ -121,7 +122,7 @@ impl contract::Srq for Srq {
 
 impl Drop for Srq {
     fn drop(&mut self) {
-        let mut state = lock(&self.0.state);
+        let mut state = self.0.state.lock();
         state.queue.clear();
     }
 }

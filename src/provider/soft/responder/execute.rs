@@ -181,19 +181,28 @@ impl Responder {
                 let saved = self.resources.iter().find_map(|resource| match *resource {
                     Resource::Read { psn, packets, reth, msn } => {
                         let into = packet.psn.distance_from(psn);
-                        (0..packets as i32).contains(&into).then_some((into as u32, reth, msn))
+                        (0..packets as i32).contains(&into).then_some((into as u32, reth, msn, psn, packets as i32))
                     }
                     Resource::Atomic { .. } => None,
                 });
                 // It must be the rest of the original from that packet on, nothing else.
-                if let Some((into, reth, msn)) = saved
+                if let Some((into, reth, msn, first, packets)) = saved
                     && again.remote.rkey == reth.remote.rkey
                     && let Some(offset) = into.checked_mul(self.config.mtu.bytes() as u32)
                     && again.remote.addr == reth.remote.addr.wrapping_add(u64::from(offset))
                     && reth.length.checked_sub(offset).is_some_and(|left| again.length <= left)
-                    && self.pending_reads() < self.config.max_dest_rd_atomic as usize
                 {
-                    self.replies.push_back(Reply::Read(ReadReply { psn: packet.psn, msn, rest: again, begun: false }));
+                    let reply = Reply::Read(ReadReply { psn: packet.psn, msn, rest: again, begun: false });
+                    // Whoever asks again ignores what is left of the first answer. Sending it all the same, before
+                    // this one, would make it ask again and again, each time for an answer further behind.
+                    let superseded = self.replies.iter().position(|pending| {
+                        matches!(pending, Reply::Read(read) if (0..packets).contains(&read.psn.distance_from(first)))
+                    });
+                    match superseded {
+                        Some(at) => self.replies[at] = reply,
+                        None if self.has_resource() => self.replies.push_back(reply),
+                        None => self.counters.dropped += 1,
+                    }
                 } else {
                     self.counters.dropped += 1;
                 }

@@ -1,0 +1,290 @@
+//! Objects that go away with work in flight: in any order, from any thread, and by failure.
+
+#![allow(unsafe_code, reason = "a completion queue is overrun through the bare verbs only")]
+
+mod torture;
+
+use std::any::Any;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread;
+use std::time::Duration;
+
+use fastrand::Rng;
+use tokio_rdma::software::{Faults, Network};
+use tokio_rdma::types::{QpAttr, QpCaps, QpState, RecvWr, Transport, WrId};
+use tokio_rdma::verbs::{Qp, QpOptions};
+use tokio_rdma::{
+    Access, Batch, BatchOp, BufMut, CompletionMode, CompletionQueue, ExposedRegion, OpErrorKind, Pool, QueuePair,
+    SetupError, SharedReceiveQueue,
+};
+use torture::{Flavour, LONG, Mode, Seed, block_on, bounded, connect, device, pair, slow_network, soon};
+
+/// Polls once, from nowhere.
+fn poll<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {
+    Pin::new(future).poll(&mut Context::from_waker(Waker::noop()))
+}
+
+#[test]
+fn objects_may_be_dropped_in_any_order_from_any_thread() {
+    bounded("drops", 3 * LONG, || {
+        let seed = Seed::new("--test teardown");
+        let mut rng = Rng::with_seed(seed.value);
+        for round in 0..160 {
+            let mode = Mode::ALL[round % 4];
+            let runtime = Flavour::ALL[round / 4 % 2].runtime();
+            let network = if rng.bool() { slow_network(rng.u64(..)) } else { Network::new() };
+            let mut survivors = Vec::new();
+            let mut objects: Vec<Box<dyn Any + Send>> = Vec::new();
+            {
+                let (device, pd) = device(&network);
+                let queue = CompletionQueue::new(&device, mode.make()).unwrap();
+                let (a, b) = pair(&pd, &queue);
+                let pool = Pool::new(&pd, 128, 64).unwrap();
+                let region = ExposedRegion::new(&pd, vec![0; 4096], Access::REMOTE_ALL).unwrap();
+                let remote = region.grant();
+                for _ in 0..rng.u32(8..40) {
+                    let buffer = pool.try_alloc(128).unwrap();
+                    let work: Pin<Box<dyn Future<Output = ()> + Send>> = match rng.u8(..5) {
+                        0 => Box::pin(finished(a.read(buffer, remote.slice(..128).unwrap()))),
+                        1 => Box::pin(finished(a.write(buffer, remote))),
+                        2 => Box::pin(finished(b.send(buffer))),
+                        3 => Box::pin(finished(a.recv(buffer))),
+                        _ => Box::pin(finished(b.fetch_add(remote.slice(8..16).unwrap(), 1))),
+                    };
+                    match rng.u8(..3) {
+                        0 => objects.push(Box::new(work)),
+                        1 => objects.push(Box::new(runtime.spawn(work))),
+                        _ => survivors.push(runtime.spawn(work)),
+                    }
+                }
+                objects.push(Box::new(device));
+                objects.push(Box::new(pd));
+                objects.push(Box::new(queue));
+                objects.push(Box::new(a));
+                objects.push(Box::new(b));
+                objects.push(Box::new(pool));
+                objects.push(Box::new(region));
+                objects.push(Box::new(network));
+            }
+            rng.shuffle(&mut objects);
+            thread::scope(|scope| {
+                while !objects.is_empty() {
+                    let part = objects.split_off(objects.len().saturating_sub(rng.usize(1..12)));
+                    scope.spawn(move || drop(part));
+                }
+                // Meanwhile they are waited for.
+                runtime.block_on(async {
+                    for survivor in survivors {
+                        soon("a survivor", survivor).await.unwrap();
+                    }
+                });
+            });
+        }
+    });
+}
+
+/// Ends with a success or with an error, but ends.
+async fn finished<T, E: std::fmt::Display>(operation: impl Future<Output = Result<T, E>>) {
+    if let Err(error) = operation.await {
+        assert!(!error.to_string().is_empty());
+    }
+}
+
+/// Takes a batch's buffers the moment it is woken, uses them for something else, and lets the network go on.
+struct Impatient {
+    batch: Mutex<Option<BatchOp<BufMut>>>,
+    taken: Mutex<Option<(Vec<BufMut>, Vec<bool>)>>,
+    network: Network,
+}
+
+impl Wake for Impatient {
+    fn wake(self: Arc<Self>) {
+        let Some(mut batch) = self.batch.lock().unwrap().take() else { return };
+        let Poll::Ready(mut result) = poll(&mut batch) else {
+            *self.batch.lock().unwrap() = Some(batch);
+            return;
+        };
+        let succeeded = result.results().iter().map(Result::is_ok).collect();
+        let mut buffers: Vec<_> = result.drain().collect();
+        buffers.iter_mut().for_each(|buffer| buffer.fill(0x55));
+        self.network.run_until_idle(Duration::from_secs(1));
+        *self.taken.lock().unwrap() = Some((buffers, succeeded));
+    }
+}
+
+#[test]
+fn a_batch_of_which_a_part_waits_for_room_keeps_its_buffers_until_the_queue_pair_is_gone() {
+    bounded("half a batch", LONG, || {
+        let network = Network::simulated(1, Faults::none());
+        let (device, pd) = device(&network);
+        let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
+        let a = QueuePair::builder(&pd, &queue).max_send_wr(2).build().unwrap();
+        let b = QueuePair::new(&pd, &queue).unwrap();
+        connect(&a, &b);
+        let pool = Pool::new(&pd, 64, 8).unwrap();
+        let region = ExposedRegion::new(&pd, vec![0xaa; 64], Access::REMOTE_ALL).unwrap();
+
+        let first = a.read(pool.try_alloc(64).unwrap(), region.grant());
+        let mut batch = Batch::new();
+        batch.read(pool.try_alloc(64).unwrap(), region.grant());
+        batch.read(pool.try_alloc(64).unwrap(), region.grant());
+        let batch = a.post_batch(batch);
+        assert_eq!((a.send_counters().in_flight, a.send_counters().waiting), (2, 1), "one part of it is posted");
+
+        let impatient =
+            Arc::new(Impatient { batch: Mutex::new(Some(batch)), taken: Mutex::new(None), network: network.clone() });
+        let waker = Waker::from(impatient.clone());
+        let pending = {
+            let mut batch = impatient.batch.lock().unwrap().take().unwrap();
+            let pending = Pin::new(&mut batch).poll(&mut Context::from_waker(&waker)).is_pending();
+            *impatient.batch.lock().unwrap() = Some(batch);
+            pending
+        };
+        assert!(pending);
+        drop(a);
+        network.run_until_idle(Duration::from_secs(1));
+        let (buffers, succeeded) = impatient.taken.lock().unwrap().take().expect("the batch has ended");
+        assert_eq!(succeeded, [false, false], "nothing of it was done");
+        for buffer in buffers {
+            assert!(buffer.iter().all(|&byte| byte == 0x55), "a READ landed in a buffer that was given back");
+        }
+        assert!(
+            matches!(block_on(first), Err(error) if matches!(error.kind(), OpErrorKind::Closed | OpErrorKind::Completion(_)))
+        );
+    });
+}
+
+#[test]
+fn a_queue_without_room_refuses_work_instead_of_waiting_for_ever() {
+    bounded("no room", LONG, || {
+        let (device, pd) = device(&Network::new());
+        let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
+        let qp = QueuePair::builder(&pd, &queue).max_send_wr(0).max_recv_wr(0).build().unwrap();
+        let pool = Pool::new(&pd, 64, 8).unwrap();
+        assert!(matches!(block_on(qp.recv(pool.try_alloc(8).unwrap())).unwrap_err().kind(), OpErrorKind::Limit(_)));
+        connect(&qp, &QueuePair::new(&pd, &queue).unwrap());
+        assert!(matches!(block_on(qp.send(pool.try_alloc(8).unwrap())).unwrap_err().kind(), OpErrorKind::Limit(_)));
+        block_on(qp.close());
+    });
+}
+
+/// Overruns a completion queue by means of a bare queue pair.
+fn overrun(pd: &tokio_rdma::ProtectionDomain, queue: &CompletionQueue) -> Qp {
+    let caps = QpCaps { max_send_wr: 1, max_recv_wr: 64, max_send_sge: 1, max_recv_sge: 1, max_inline: 0 };
+    let bare = Qp::new(pd, queue.verbs(), queue.verbs(), None, &QpOptions { transport: Transport::Rc, caps }).unwrap();
+    let init = QpAttr {
+        pkey_index: Some(0),
+        port: Some(tokio_rdma::types::PortNum(1)),
+        access: Some(Access::empty()),
+        ..QpAttr::to_state(QpState::Init)
+    };
+    bare.modify(&init).unwrap();
+    for number in 0..64 {
+        // SAFETY: it names no memory.
+        unsafe { bare.post_recv(&[RecvWr { wr_id: WrId(u64::MAX - number), sges: &[] }]) }.unwrap();
+    }
+    bare.modify(&QpAttr::to_state(QpState::Err)).unwrap();
+    bare
+}
+
+#[test]
+fn a_dead_completion_queue_ends_all_its_operations_and_takes_no_more() {
+    for mode in Mode::ALL {
+        bounded("overrun", LONG, move || {
+            Flavour::MultiThread.runtime().block_on(async move {
+                let (device, pd) = device(&slow_network(5));
+                let queue = CompletionQueue::builder(&device).capacity(40).mode(mode.make()).build().unwrap();
+                let others = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
+                let pool = Pool::new(&pd, 64, 32).unwrap();
+                let srq = SharedReceiveQueue::new(&pd, &queue, 8, 1).unwrap();
+                let small = || QueuePair::builder(&pd, &queue).max_send_wr(8).max_recv_wr(8).build().unwrap();
+                let (a, b) = (small(), small());
+                connect(&a, &b);
+                let mut waiting: Vec<_> = (0..12).map(|_| a.recv(pool.try_alloc(64).unwrap())).collect();
+                waiting.extend((0..12).map(|_| srq.recv(pool.try_alloc(64).unwrap())));
+                let waiting: Vec<_> = waiting.into_iter().map(tokio::spawn).collect();
+                tokio::task::yield_now().await;
+                let bare = overrun(&pd, &queue);
+                for operation in waiting {
+                    soon("an operation on it", operation).await.unwrap().unwrap_err();
+                }
+                soon("a later send", a.send(pool.try_alloc(64).unwrap())).await.unwrap_err();
+                soon("a later receive", srq.recv(pool.try_alloc(64).unwrap())).await.unwrap_err();
+                let refused = QueuePair::builder(&pd, &queue).max_send_wr(1).max_recv_wr(1).build();
+                assert!(matches!(refused, Err(SetupError::Verb(_))), "{refused:?}");
+                drop((bare, others));
+                torture::eventually("buffers", || pool.available() == pool.total()).await;
+            });
+        });
+    }
+}
+
+#[test]
+fn a_shared_receive_queue_alone_on_a_dead_completion_queue_ends_too() {
+    for mode in Mode::ALL {
+        bounded("overrun", LONG, move || {
+            Flavour::CurrentThread.runtime().block_on(async move {
+                let (device, pd) = device(&Network::new());
+                let queue = CompletionQueue::builder(&device).capacity(16).mode(mode.make()).build().unwrap();
+                let srq = SharedReceiveQueue::new(&pd, &queue, 8, 1).unwrap();
+                let pool = Pool::new(&pd, 64, 8).unwrap();
+                let waiting = tokio::spawn(srq.recv(pool.try_alloc(64).unwrap()));
+                tokio::task::yield_now().await;
+                let bare = overrun(&pd, &queue);
+                soon("the receive", waiting).await.unwrap().unwrap_err();
+                soon("a later one", srq.recv(pool.try_alloc(64).unwrap())).await.unwrap_err();
+                drop(bare);
+            });
+        });
+    }
+}
+
+/// An executor whose tasks are owned by their wakers alone.
+struct Lonely(Mutex<Option<Pin<Box<dyn Future<Output = ()> + Send>>>>);
+
+impl Wake for Lonely {
+    fn wake(self: Arc<Self>) {
+        let Some(mut future) = self.0.lock().unwrap().take() else { return };
+        let waker = Waker::from(self.clone());
+        if future.as_mut().poll(&mut Context::from_waker(&waker)).is_pending() {
+            *self.0.lock().unwrap() = Some(future);
+        }
+    }
+}
+
+#[test]
+fn the_last_waker_of_a_task_may_end_the_queue_pair_it_waits_for() {
+    for mode in [Mode::BusyPoll, Mode::Event, Mode::Hybrid] {
+        bounded("a lonely task", LONG, move || {
+            let runtime = Flavour::CurrentThread.runtime();
+            runtime.block_on(async move {
+                let (device, pd) = device(&slow_network(9));
+                let queue = CompletionQueue::new(&device, mode.make()).unwrap();
+                for _ in 0..100 {
+                    let (a, b) = pair(&pd, &queue);
+                    let pool = Pool::new(&pd, 64, 2).unwrap();
+                    let shared = Arc::new(tokio::sync::Mutex::new(a.recv(pool.try_alloc(64).unwrap())));
+                    // The task owns both queue pairs, and is owned by the waker it leaves with the receive.
+                    let receive = shared.clone();
+                    let task = async move {
+                        let _owned = (a, b);
+                        let mut receive = receive.lock().await;
+                        let first = std::future::poll_fn(|context| Poll::Ready(Pin::new(&mut *receive).poll(context)));
+                        assert!(first.await.is_pending());
+                        drop(receive);
+                        std::future::pending::<()>().await;
+                    };
+                    Waker::from(Arc::new(Lonely(Mutex::new(Some(Box::pin(task)))))).wake();
+                    // Another task takes the receive over, and with that replaces the waker.
+                    let mut receive = shared.lock().await;
+                    soon("the receive", &mut *receive).await.unwrap_err();
+                    drop(receive);
+                    torture::eventually("the buffer", || pool.available() == 2).await;
+                }
+            });
+        });
+    }
+}
