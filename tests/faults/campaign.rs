@@ -16,7 +16,7 @@ fn number(name: &str) -> Option<u64> {
 
 /// Runs `run(seed, verbose)` for each seed; `part` of the usual number. All results, in the order of the seeds;
 /// `None` if only one seed was asked for.
-pub fn seeds<R: Send>(test: &str, part: f64, run: impl Fn(u64, bool) -> R + Sync) -> Option<Vec<R>> {
+pub(crate) fn seeds<R: Send>(test: &str, part: f64, run: impl Fn(u64, bool) -> R + Sync) -> Option<Vec<R>> {
     if let Some(seed) = number("TOKIO_RDMA_SEED") {
         // Another campaign of this process may have set it.
         let _ = tracing::subscriber::set_global_default(Printer);
@@ -60,30 +60,30 @@ pub fn seeds<R: Send>(test: &str, part: f64, run: impl Fn(u64, bool) -> R + Sync
 
 /// What happened, told if somebody listens, and boiled down to a number.
 #[derive(Debug)]
-pub struct Trace {
+pub(crate) struct Trace {
     verbose: bool,
     hash: u64,
 }
 
 impl Trace {
-    pub fn new(verbose: bool) -> Self {
+    pub(crate) fn new(verbose: bool) -> Self {
         // FNV-1a.
         Self { verbose, hash: 0xcbf2_9ce4_8422_2325 }
     }
 
-    pub fn add(&mut self, values: &[u64]) {
+    pub(crate) fn add(&mut self, values: &[u64]) {
         for byte in values.iter().flat_map(|value| value.to_le_bytes()) {
             self.hash = (self.hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
         }
     }
 
-    pub fn say(&self, what: impl FnOnce() -> String) {
+    pub(crate) fn say(&self, what: impl FnOnce() -> String) {
         if self.verbose {
             println!("{}", what());
         }
     }
 
-    pub fn hash(&self) -> u64 {
+    pub(crate) fn hash(&self) -> u64 {
         self.hash
     }
 }

@@ -8,11 +8,11 @@ use tokio_rdma::types::Mtu;
 
 /// Most probable any fault is.
 const MOST: f64 = 0.1;
-pub const LARGEST: usize = 64 << 10;
+pub(crate) const LARGEST: usize = 64 << 10;
 
 /// How faults are mixed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Mix {
+pub(crate) enum Mix {
     None,
     All,
     Single(u8),
@@ -21,7 +21,7 @@ pub enum Mix {
 }
 
 impl Mix {
-    pub fn draw(random: &mut Rng) -> Self {
+    pub(crate) fn draw(random: &mut Rng) -> Self {
         match random.u8(..20) {
             0 => Self::None,
             1..9 => Self::All,
@@ -30,7 +30,7 @@ impl Mix {
         }
     }
 
-    pub fn faults(self, random: &mut Rng) -> Faults {
+    pub(crate) fn faults(self, random: &mut Rng) -> Faults {
         let mut probability = |number| match self {
             Self::None => 0.0,
             Self::Single(one) if one != number => 0.0,
@@ -52,7 +52,7 @@ impl Mix {
 }
 
 /// A number of bytes, mostly around multiples of the MTU.
-pub fn size(random: &mut Rng, mtu: Mtu, largest: usize) -> usize {
+pub(crate) fn size(random: &mut Rng, mtu: Mtu, largest: usize) -> usize {
     let mtu = mtu.bytes();
     let size = match random.u8(..40) {
         0..4 => 0,
@@ -66,7 +66,7 @@ pub fn size(random: &mut Rng, mtu: Mtu, largest: usize) -> usize {
 }
 
 /// Bytes that everything sent is a part of: where a part was taken from can be told by looking at it.
-pub fn noise() -> &'static [u8] {
+pub(crate) fn noise() -> &'static [u8] {
     static NOISE: std::sync::OnceLock<Vec<u8>> = std::sync::OnceLock::new();
     NOISE.get_or_init(|| {
         let mut random = Rng::with_seed(1);

@@ -5,37 +5,37 @@ use tokio_rdma::{Access, ExposedRegion, HostMemory, ProtectionDomain};
 
 /// A region for local and for remote use.
 #[derive(Debug)]
-pub struct Memory(ExposedRegion);
+pub(crate) struct Memory(ExposedRegion);
 
 impl Memory {
-    pub fn new(pd: &ProtectionDomain, len: usize) -> Self {
+    pub(crate) fn new(pd: &ProtectionDomain, len: usize) -> Self {
         let memory = HostMemory::zeroed(len.max(8)).unwrap();
         Self(ExposedRegion::new(pd, memory, Access::REMOTE_ALL).unwrap())
     }
 
-    pub fn sge(&self, at: usize, len: usize) -> Sge {
+    pub(crate) fn sge(&self, at: usize, len: usize) -> Sge {
         assert!(at + len <= self.0.len());
         let grant = self.0.grant();
         // The software device has one key for both uses.
         Sge { addr: grant.addr() + at as u64, length: len as u32, lkey: Lkey(grant.rkey().0) }
     }
 
-    pub fn remote(&self, at: usize) -> RemoteAddr {
+    pub(crate) fn remote(&self, at: usize) -> RemoteAddr {
         let grant = self.0.grant();
         RemoteAddr { addr: grant.addr() + at as u64, rkey: grant.rkey() }
     }
 
-    pub fn fill(&self, at: usize, bytes: &[u8]) {
+    pub(crate) fn fill(&self, at: usize, bytes: &[u8]) {
         self.0.write(at, bytes).unwrap();
     }
 
-    pub fn bytes(&self, at: usize, len: usize) -> Vec<u8> {
+    pub(crate) fn bytes(&self, at: usize, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
         self.0.read(at, &mut bytes).unwrap();
         bytes
     }
 
-    pub fn word(&self, at: usize) -> u64 {
+    pub(crate) fn word(&self, at: usize) -> u64 {
         self.0.load(at).unwrap()
     }
 }

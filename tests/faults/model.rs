@@ -2,11 +2,11 @@
 
 /// A WRITE, as it was posted.
 #[derive(Debug, Clone)]
-pub struct Write {
+pub(crate) struct Write {
     /// Work request.
-    pub index: usize,
-    pub at: usize,
-    pub bytes: &'static [u8],
+    pub(crate) index: usize,
+    pub(crate) at: usize,
+    pub(crate) bytes: &'static [u8],
 }
 
 impl Write {
@@ -18,7 +18,7 @@ impl Write {
 
 /// All WRITEs to a piece of memory that nobody else writes.
 #[derive(Debug)]
-pub struct Model {
+pub(crate) struct Model {
     initial: &'static [u8],
     writes: Vec<Write>,
     /// All of them done.
@@ -26,22 +26,22 @@ pub struct Model {
 }
 
 impl Model {
-    pub fn new(initial: &'static [u8]) -> Self {
+    pub(crate) fn new(initial: &'static [u8]) -> Self {
         Self { initial, writes: Vec::new(), newest: initial.to_vec() }
     }
 
-    pub fn write(&mut self, index: usize, at: usize, bytes: &'static [u8]) {
+    pub(crate) fn write(&mut self, index: usize, at: usize, bytes: &'static [u8]) {
         self.newest[at..at + bytes.len()].copy_from_slice(bytes);
         self.writes.push(Write { index, at, bytes });
     }
 
-    pub fn newest(&self) -> &[u8] {
+    pub(crate) fn newest(&self) -> &[u8] {
         &self.newest
     }
 
     /// Panics unless each byte of `found`, from `at`, is that of `base` or of one of the WRITEs from `first` to
     /// before `end`, which may or may not have been executed yet.
-    pub fn check(&self, what: &str, found: &[u8], at: usize, base: &[u8], first: usize, end: usize) {
+    pub(crate) fn check(&self, what: &str, found: &[u8], at: usize, base: &[u8], first: usize, end: usize) {
         assert_eq!(found.len(), base.len());
         if found == base {
             return;
@@ -54,7 +54,7 @@ impl Model {
     }
 
     /// After all WRITEs before `index`.
-    pub fn before(&self, index: usize) -> Vec<u8> {
+    pub(crate) fn before(&self, index: usize) -> Vec<u8> {
         let mut image = self.initial.to_vec();
         for write in self.writes.iter().filter(|write| write.index < index) {
             image[write.at..write.at + write.bytes.len()].copy_from_slice(write.bytes);

@@ -9,33 +9,33 @@ use tokio_rdma::types::{
 use tokio_rdma::verbs::{Cq, Qp, QpOptions, Srq};
 use tokio_rdma::{Access, Device, ProtectionDomain};
 
-pub const QKEY: Qkey = Qkey(0x1234);
+pub(crate) const QKEY: Qkey = Qkey(0x1234);
 
 /// A device, and one completion queue for all of it.
 #[derive(Debug)]
-pub struct Side {
-    pub cq: Cq,
-    pub pd: ProtectionDomain,
-    pub device: Device,
+pub(crate) struct Side {
+    pub(crate) cq: Cq,
+    pub(crate) pd: ProtectionDomain,
+    pub(crate) device: Device,
 }
 
 impl Side {
-    pub fn new(network: &Network, name: &str) -> Self {
+    pub(crate) fn new(network: &Network, name: &str) -> Self {
         let device = Device::software_in(network, name).unwrap();
         let pd = device.protection_domain().unwrap();
         Self { cq: Cq::new(&device, 2048, None, 0).unwrap(), pd, device }
     }
 
-    pub fn address(&self) -> AddressVector {
+    pub(crate) fn address(&self) -> AddressVector {
         AddressVector::new(PortNum(1), 0, self.device.default_path().unwrap().1.gid)
     }
 
-    pub fn queue_pair(&self, transport: Transport, srq: Option<&Srq>, caps: QpCaps) -> Qp {
+    pub(crate) fn queue_pair(&self, transport: Transport, srq: Option<&Srq>, caps: QpCaps) -> Qp {
         Qp::new(&self.pd, &self.cq, &self.cq, srq, &QpOptions { transport, caps }).unwrap()
     }
 
     /// All completions that are there.
-    pub fn poll(&self) -> Vec<WorkCompletion> {
+    pub(crate) fn poll(&self) -> Vec<WorkCompletion> {
         let mut out = [WorkCompletion::default(); 16];
         let mut all = Vec::new();
         loop {
@@ -50,20 +50,20 @@ impl Side {
 
 /// How one end of a connection is set up.
 #[derive(Debug, Clone, Copy)]
-pub struct Terms {
-    pub mtu: Mtu,
-    pub psn: Psn,
-    pub timeout: AckTimeout,
-    pub retry_count: u8,
-    pub rnr_retry: u8,
-    pub rnr_timer: RnrTimer,
-    pub rd_atomic: u8,
-    pub caps: QpCaps,
+pub(crate) struct Terms {
+    pub(crate) mtu: Mtu,
+    pub(crate) psn: Psn,
+    pub(crate) timeout: AckTimeout,
+    pub(crate) retry_count: u8,
+    pub(crate) rnr_retry: u8,
+    pub(crate) rnr_timer: RnrTimer,
+    pub(crate) rd_atomic: u8,
+    pub(crate) caps: QpCaps,
 }
 
 impl Terms {
     /// Patient ones, for links that are tried on purpose.
-    pub fn usual() -> Self {
+    pub(crate) fn usual() -> Self {
         Self {
             mtu: Mtu::Mtu1024,
             psn: Psn::new(0xff_fff0),
@@ -76,7 +76,7 @@ impl Terms {
         }
     }
 
-    pub fn draw(random: &mut Rng, mtu: Mtu) -> Self {
+    pub(crate) fn draw(random: &mut Rng, mtu: Mtu) -> Self {
         // Mostly about to wrap.
         let psn = if random.u8(..4) == 0 { random.u32(..) } else { 0x100_0000 - random.u32(0..200) };
         Self {
@@ -99,7 +99,7 @@ impl Terms {
 }
 
 /// Brings both ends of a connection to RTS.
-pub fn connect(ends: [(&Side, &Qp, &Terms); 2]) {
+pub(crate) fn connect(ends: [(&Side, &Qp, &Terms); 2]) {
     for (_, qp, _) in ends {
         qp.modify(&QpAttr {
             pkey_index: Some(0),
@@ -138,7 +138,7 @@ pub fn connect(ends: [(&Side, &Qp, &Terms); 2]) {
 }
 
 /// Makes a datagram queue pair ready.
-pub fn activate(qp: &Qp, psn: Psn) {
+pub(crate) fn activate(qp: &Qp, psn: Psn) {
     qp.modify(&QpAttr {
         pkey_index: Some(0),
         port: Some(PortNum(1)),
@@ -151,14 +151,14 @@ pub fn activate(qp: &Qp, psn: Psn) {
 }
 
 /// Ends it: everything in it is flushed.
-pub fn end(qp: &Qp) {
+pub(crate) fn end(qp: &Qp) {
     qp.modify(&QpAttr::to_state(QpState::Err)).unwrap();
 }
 
-pub fn is(qp: &Qp, state: QpState) -> bool {
+pub(crate) fn is(qp: &Qp, state: QpState) -> bool {
     qp.query().unwrap().0 == state
 }
 
-pub fn number(qpn: Qpn) -> u64 {
+pub(crate) fn number(qpn: Qpn) -> u64 {
     qpn.0.into()
 }
