@@ -268,6 +268,7 @@ impl Poster {
                 if tokio::time::timeout(Duration::ZERO, &mut work).await.is_ok() {
                     return;
                 }
+                #[expect(clippy::async_yields_async, reason = "the future comes back, to be awaited elsewhere")]
                 let moved = tokio::spawn(async move {
                     let _ = tokio::time::timeout(Duration::from_micros(5), &mut work).await;
                     work
