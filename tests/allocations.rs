@@ -1,0 +1,224 @@
+//! Steady state allocates nothing: every operation, in every completion mode, with all threads counted.
+
+#![allow(unsafe_code, reason = "a global allocator is unsafe to implement")]
+
+mod torture;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::backtrace::Backtrace;
+use std::cell::Cell;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use tokio_rdma::software::Network;
+use tokio_rdma::{Access, Batch, BufMut, CompletionQueue, ExposedRegion, Imm, Pool, QueuePair, RemoteRegion};
+use torture::{Flavour, LONG, Mode, bounded, device, pair};
+
+/// Operations of each kind while allocations are counted.
+const OPERATIONS: u32 = 10_000;
+/// Operations before, until all that grows has grown.
+const WARM_UP: u32 = 1_000;
+/// Work requests of a batch: the most for which none is promised.
+const BATCH: u64 = 16;
+
+/// The system's allocator, which counts while it is told to, on all threads.
+struct Counting;
+
+static ON: AtomicBool = AtomicBool::new(false);
+static COUNT: AtomicU64 = AtomicU64::new(0);
+static SHOWN: AtomicU64 = AtomicU64::new(0);
+
+thread_local! {
+    /// Backtraces allocate too.
+    static SHOWING: Cell<bool> = const { Cell::new(false) };
+}
+
+impl Counting {
+    fn note(size: usize) {
+        if !ON.load(Ordering::Relaxed) || SHOWING.try_with(|showing| showing.replace(true)).unwrap_or(true) {
+            return;
+        }
+        COUNT.fetch_add(1, Ordering::Relaxed);
+        // The first few say where they come from.
+        if SHOWN.fetch_add(1, Ordering::Relaxed) < 3 {
+            eprintln!("allocation of {size} bytes:\n{}", Backtrace::force_capture());
+        }
+        let _ = SHOWING.try_with(|showing| showing.set(false));
+    }
+}
+
+// SAFETY: all is left to the system's allocator.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        Self::note(layout.size());
+        // SAFETY: passed on.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        Self::note(layout.size());
+        // SAFETY: passed on.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        Self::note(size);
+        // SAFETY: passed on.
+        unsafe { System.realloc(at, layout, size) }
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        // SAFETY: passed on.
+        unsafe { System.dealloc(at, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+struct Setup {
+    ours: QueuePair,
+    theirs: QueuePair,
+    pool: Pool,
+    remote: RemoteRegion,
+    _region: ExposedRegion,
+}
+
+impl Setup {
+    fn new(mode: Mode) -> Self {
+        let (device, pd) = device(&Network::new());
+        let queue = CompletionQueue::new(&device, mode.make()).unwrap();
+        let (ours, theirs) = pair(&pd, &queue);
+        let region = ExposedRegion::new(&pd, vec![0; 4096], Access::REMOTE_ALL).unwrap();
+        Self { ours, theirs, pool: Pool::new(&pd, 256, 64).unwrap(), remote: region.grant(), _region: region }
+    }
+
+    fn buffer(&self) -> BufMut {
+        self.pool.try_alloc(256).unwrap()
+    }
+
+    fn word(&self) -> RemoteRegion {
+        self.remote.slice(8..16).unwrap()
+    }
+
+    /// A message, received by a receive posted before.
+    async fn send(&self) {
+        let receive = self.theirs.recv(self.buffer());
+        self.ours.send(self.buffer()).await.unwrap();
+        receive.await.unwrap();
+    }
+
+    /// A message that finds nobody waiting at first: the receiver parks until it comes.
+    async fn receive_first(&self) {
+        let receive = self.theirs.recv(self.buffer());
+        let (received, sent) = tokio::join!(receive, async {
+            tokio::task::yield_now().await;
+            self.ours.send(self.buffer()).await
+        });
+        received.unwrap();
+        sent.unwrap();
+    }
+
+    async fn send_inline(&self) {
+        let receive = self.theirs.recv(self.buffer());
+        self.ours.send_inline(&[7; 32]).await.unwrap();
+        receive.await.unwrap();
+    }
+
+    async fn write(&self) {
+        self.ours.write(self.buffer(), self.remote).await.unwrap();
+    }
+
+    async fn write_inline(&self) {
+        self.ours.write_inline(&[7; 32], self.remote).await.unwrap();
+    }
+
+    async fn write_with_imm(&self) {
+        let receive = self.theirs.recv(self.buffer());
+        self.ours.write_with_imm(self.buffer(), self.remote, Imm(7)).await.unwrap();
+        assert!(receive.await.unwrap().written);
+    }
+
+    async fn read(&self) {
+        self.ours.read(self.buffer(), self.remote).await.unwrap();
+    }
+
+    async fn compare_swap(&self) {
+        self.ours.compare_swap(self.word(), 0, 0).await.unwrap();
+    }
+
+    async fn fetch_add(&self) {
+        self.ours.fetch_add(self.word(), 0).await.unwrap();
+    }
+
+    /// More than the send queue takes at once is not steady; this many are.
+    async fn eight_writes_in_flight(&self) {
+        let writes: [_; 8] = std::array::from_fn(|_| self.ours.write(self.buffer(), self.remote));
+        for write in writes {
+            write.await.unwrap();
+        }
+    }
+
+    async fn batch(&self, mut batch: Batch<BufMut>) -> Batch<BufMut> {
+        for at in 0..BATCH {
+            let piece = self.remote.slice(at * 256..(at + 1) * 256).unwrap();
+            if at % 4 == 3 {
+                batch.read(self.buffer(), piece)
+            } else {
+                batch.write(self.buffer(), piece)
+            };
+        }
+        let result = self.ours.post_batch(batch).await;
+        assert!(result.is_ok());
+        result.into_batch()
+    }
+}
+
+/// Runs `operation` until nothing grows any more, then counts, and counts again if there was anything: a lock allocates
+/// its queue when a thread first finds it taken, which happens once. What an operation allocates happens every time.
+async fn counted(what: &str, mut operation: impl AsyncFnMut(), found: &mut Vec<String>) {
+    for _ in 0..WARM_UP {
+        operation().await;
+    }
+    let mut counts = [0; 3];
+    for count in &mut counts {
+        COUNT.store(0, Ordering::Relaxed);
+        SHOWN.store(0, Ordering::Relaxed);
+        ON.store(true, Ordering::SeqCst);
+        for _ in 0..OPERATIONS {
+            operation().await;
+        }
+        ON.store(false, Ordering::SeqCst);
+        *count = COUNT.load(Ordering::Relaxed);
+        if *count == 0 {
+            return;
+        }
+    }
+    found.push(format!("{what}: {counts:?} allocations in {OPERATIONS} operations each"));
+}
+
+async fn all(setting: &str, setup: &Setup, found: &mut Vec<String>) {
+    macro_rules! count {
+        ($($operation:ident),*) => {
+            $( counted(&format!("{setting}: {}", stringify!($operation)), async || setup.$operation().await, found).await; )*
+        };
+    }
+    count!(send, receive_first, send_inline, write, write_inline, write_with_imm, read);
+    count!(compare_swap, fetch_add, eight_writes_in_flight);
+    let mut batch = Some(Batch::new());
+    let once = async || batch = Some(setup.batch(batch.take().unwrap()).await);
+    counted(&format!("{setting}: batch"), once, found).await;
+}
+
+/// One test, for there is one allocator.
+#[test]
+fn operations_allocate_nothing_once_warm() {
+    let found = bounded("allocations", 5 * LONG, || {
+        let mut found = Vec::new();
+        for (mode, flavour) in Mode::ALL.into_iter().flat_map(|mode| Flavour::ALL.map(|flavour| (mode, flavour))) {
+            let setup = Setup::new(mode);
+            flavour.runtime().block_on(all(&format!("{mode:?}, {flavour:?}"), &setup, &mut found));
+        }
+        found
+    });
+    assert!(found.is_empty(), "{found:#?}");
+}

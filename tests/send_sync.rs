@@ -1,0 +1,70 @@
+//! What may cross threads, be moved after it was polled, outlive its maker, and be printed: pinned for every public
+//! type and future.
+
+mod torture;
+
+use std::fmt::Debug;
+
+use tokio_rdma::types::{
+    AckTimeout, AddressVector, AsyncEvent, AtomicCapability, Data, DeviceAttr, Gid, GidEntry, LinkLayer, Lkey, Mtu,
+    PortAttr, PortNum, PortState, Psn, Qkey, QpAttr, QpAttrMask, QpCaps, QpState, Qpn, RecvWr, RemoteAddr, Rkey,
+    RnrTimer, SendFlags, SendOp, SendWr, Sge, SrqCaps, TransitionError, Transport, UdTarget, WcFlags, WcOpcode,
+    WcStatus, WorkCompletion, WrId,
+};
+use tokio_rdma::*;
+
+fn free<T: std::marker::Send + Sync + Unpin + Debug + 'static>() {}
+fn value<T: std::marker::Send + Sync + Unpin + Debug + Clone + 'static>() {}
+fn future<T: Future + std::marker::Send + Sync + Unpin + Debug + 'static>() {}
+fn error<T: std::error::Error + std::marker::Send + Sync + Unpin + 'static>() {}
+fn sendable<T: Future + std::marker::Send>(future: T) -> T {
+    future
+}
+
+macro_rules! each {
+    ($check:ident: $($what:ty),* $(,)?) => { $( $check::<$what>(); )* };
+}
+
+#[test]
+fn objects_are_send_sync_unpin_and_debug() {
+    each!(value: BusyPoller, CompletionMode, CompletionQueue, CompletionQueueBuilder, CompletionQueueCounters);
+    each!(value: WorkQueueCounters, RemoteRegion, ConnectOptions, QueuePair, QueuePairBuilder, QueuePairEndpoint);
+    each!(value: SharedReceiveQueue, AddressHandle, Buf, Device, ExposedSlice, Pool, PoolBuilder, PoolError);
+    each!(value: ProtectionDomain, Access, Imm);
+    each!(free: DeviceEvents, HostMemory, Batch<BufMut>, Batch<Vec<Buf>>, BatchResult<BufMut>, Received<BufMut>);
+    each!(free: BufMut, ExposedRegion);
+    each!(free: verbs::Channel, verbs::Cq, verbs::Qp, verbs::QpOptions, verbs::Srq, verbs::PostError);
+    each!(value: software::DeviceControl, software::Faults, software::LinkCounters, software::Network);
+    each!(value: software::CqCounters, software::SendCounters, software::ReceiveCounters);
+}
+
+#[test]
+fn values_are_send_sync_unpin_and_debug() {
+    each!(value: AckTimeout, AddressVector, AsyncEvent, AtomicCapability, DeviceAttr, Gid, GidEntry, LinkLayer, Lkey);
+    each!(value: Mtu, PortAttr, PortNum, PortState, Psn, Qkey, QpAttr, QpAttrMask, QpCaps, QpState, Qpn);
+    each!(value: RemoteAddr, Rkey, RnrTimer, SendFlags, SendOp, Sge, SrqCaps, Transport, WcFlags, WcOpcode, WcStatus);
+    each!(value: WorkCompletion, WrId, Data<'static>, RecvWr<'static>, SendWr<'static>, UdTarget<'static>);
+}
+
+#[test]
+fn errors_are_errors_that_cross_threads() {
+    each!(error: CompletionError, LimitError, OpError<()>, OpError<BufMut>, OpError<Vec<Buf>>, OpErrorKind, OpenError);
+    each!(error: OutOfBounds, SetupError, TryError<()>, TryError<BufMut>, VerbError, PoolError, TransitionError);
+}
+
+#[test]
+fn operations_are_futures_that_may_be_moved_to_any_task_even_after_they_were_polled() {
+    each!(future: Send<BufMut>, Send<Buf>, Send<()>, Send<Vec<BufMut>>);
+    each!(future: Send<ExposedSlice>, SendTo<Buf>, SendTo<BufMut>, Write<Buf>, Write<()>, Read<BufMut>);
+    each!(future: Read<Vec<BufMut>>, Read<ExposedSlice>, Recv<BufMut>, Recv<Vec<BufMut>>, Recv<()>, Recv<ExposedSlice>);
+    each!(future: Atomic, BatchOp<BufMut>, BatchOp<Buf>, BatchOp<Vec<Buf>>);
+}
+
+#[test]
+fn async_functions_are_send() {
+    let (device, pd) = torture::device(&software::Network::new());
+    let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
+    let pool = Pool::new(&pd, 64, 1).unwrap();
+    drop(sendable(pool.alloc(64)));
+    drop(sendable(QueuePair::new(&pd, &queue).unwrap().close()));
+}
