@@ -1,0 +1,120 @@
+//! Many queue pairs on one completion queue, all active at once: each byte where it belongs, and nothing left behind.
+//! What an operation costs among many is measured by `cargo bench --bench many_queue_pairs`.
+
+mod torture;
+
+use tokio_rdma::software::Network;
+use tokio_rdma::{Access, CompletionMode, CompletionQueue, ExposedRegion, Pool, QueuePair};
+use torture::{Flavour, LONG, bounded, connect, device, soon};
+
+/// Ten thousand are asked for; a debug build does them in some seconds.
+const QUEUE_PAIRS: usize = 10_000;
+const DEPTH: u32 = 2;
+
+#[test]
+fn ten_thousand_queue_pairs_on_one_completion_queue_are_all_served() {
+    bounded("ten thousand queue pairs", 3 * LONG, || {
+        Flavour::MultiThread.runtime().block_on(async {
+            let (device, pd) = device(&Network::new());
+            let capacity = QUEUE_PAIRS as u32 * 2 * DEPTH;
+            let queue =
+                CompletionQueue::builder(&device).capacity(capacity).mode(CompletionMode::Event).build().unwrap();
+            let make = || QueuePair::builder(&pd, &queue).max_send_wr(DEPTH).max_recv_wr(DEPTH).build().unwrap();
+            let queue_pairs: Vec<_> = (0..QUEUE_PAIRS).map(|_| make()).collect();
+            for two in queue_pairs.chunks(2) {
+                connect(&two[0], &two[1]);
+            }
+            let region = ExposedRegion::new(&pd, vec![0; 8 * QUEUE_PAIRS], Access::REMOTE_ALL).unwrap();
+            let pool = Pool::new(&pd, 8, 2 * QUEUE_PAIRS).unwrap();
+            let remote = region.grant();
+
+            for round in 1..=3_u64 {
+                // Everything is in flight before the first is awaited.
+                let receives: Vec<_> =
+                    queue_pairs.iter().map(|queue_pair| queue_pair.recv(pool.try_alloc(8).unwrap())).collect();
+                let works: Vec<_> = queue_pairs
+                    .iter()
+                    .enumerate()
+                    .map(|(at, queue_pair)| {
+                        let word = remote.slice(8 * at as u64..8 * at as u64 + 8).unwrap();
+                        let add = queue_pair.fetch_add(word, at as u64);
+                        let message = pool.copy_from(&(round << 32 | at as u64).to_ne_bytes()).unwrap();
+                        (add, queue_pair.send(message))
+                    })
+                    .collect();
+                for (at, (add, send)) in works.into_iter().enumerate() {
+                    assert_eq!(soon("an atomic", add).await.unwrap(), (round - 1) * at as u64);
+                    soon("a send", send).await.unwrap();
+                }
+                for (at, receive) in receives.into_iter().enumerate() {
+                    let received = soon("a receive", receive).await.unwrap();
+                    let from = (at ^ 1) as u64;
+                    assert_eq!(received.buffer[..], (round << 32 | from).to_ne_bytes(), "the other of the two");
+                    assert_eq!(received.qpn, queue_pairs[at].qpn());
+                }
+            }
+            for at in 0..QUEUE_PAIRS {
+                assert_eq!(region.load(8 * at).unwrap(), 3 * at as u64);
+            }
+            for queue_pair in &queue_pairs {
+                let (send, receive) = (queue_pair.send_counters(), queue_pair.receive_counters());
+                assert_eq!((send.posted, send.in_flight, send.failed), (6, 0, 0));
+                assert_eq!((receive.posted, receive.in_flight, receive.failed), (3, 0, 0));
+            }
+            assert_eq!((pool.available(), queue.counters().waiting), (pool.total(), 0));
+            assert_eq!(queue.counters().reserved, capacity);
+            drop(queue_pairs);
+            assert_eq!(queue.counters().reserved, 0, "room of queue pairs that are gone is free again");
+        });
+    });
+}
+
+#[test]
+fn one_driver_polls_for_all_tasks_of_a_cooperative_queue() {
+    bounded("a driven queue", 3 * LONG, || {
+        Flavour::CurrentThread.runtime().block_on(async {
+            let (device, pd) = device(&Network::new());
+            let queue = CompletionQueue::new(&device, CompletionMode::Cooperative).unwrap();
+            let (ours, theirs) = torture::pair(&pd, &queue);
+            let pool = Pool::new(&pd, 8, 64).unwrap();
+            let echo = tokio::spawn({
+                let pool = pool.clone();
+                async move {
+                    for _ in 0..100 {
+                        let received = theirs.recv(pool.try_alloc(8).unwrap()).await.unwrap();
+                        theirs.send(received.buffer).await.unwrap();
+                    }
+                }
+            });
+            let client = async {
+                for round in 0..100_u64 {
+                    let answer = ours.recv(pool.try_alloc(8).unwrap());
+                    ours.send(pool.copy_from(&round.to_ne_bytes()).unwrap()).await.unwrap();
+                    assert_eq!(answer.await.unwrap().buffer[..], round.to_ne_bytes());
+                }
+            };
+            soon("the client", queue.drive(client)).await;
+            // Without a driver the rest polls for itself.
+            soon("the server", echo).await.unwrap();
+            assert_eq!((pool.available(), queue.counters().waiting), (pool.total(), 0));
+        });
+    });
+}
+
+#[test]
+fn a_driver_that_is_not_polled_holds_nobody_up() {
+    bounded("an idle driver", 3 * LONG, || {
+        Flavour::CurrentThread.runtime().block_on(async {
+            let (device, pd) = device(&Network::new());
+            let queue = CompletionQueue::new(&device, CompletionMode::Cooperative).unwrap();
+            let (ours, theirs) = torture::pair(&pd, &queue);
+            let pool = Pool::new(&pd, 8, 64).unwrap();
+            let idle = queue.drive(std::future::pending::<()>());
+            let receive = tokio::spawn(theirs.recv(pool.try_alloc(8).unwrap()));
+            tokio::task::yield_now().await;
+            soon("a send", ours.send(pool.try_alloc(8).unwrap())).await.unwrap();
+            soon("a receive", receive).await.unwrap().unwrap();
+            drop(idle);
+        });
+    });
+}
