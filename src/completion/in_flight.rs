@@ -48,7 +48,7 @@ impl<B: Send + 'static> InFlight<B> {
         }
         let Some(buffer) = self.buffer.take() else { unreachable!("checked above") };
         let result = slot.outcome(|outcome| finish(buffer, success(outcome)));
-        slot.release();
+        self.queue.slots().release(slot, index_of(self.id));
         Poll::Ready(result)
     }
 }

@@ -3,6 +3,7 @@
 use std::sync::OnceLock;
 
 use super::slot::{Generation, NONE, Slot};
+use crate::sync::{AtomicU32, Ordering};
 
 /// Slots of the first step, 3 KiB; each further step doubles what there is.
 const FIRST: u32 = 32;
@@ -19,20 +20,22 @@ const STEPS: usize = (INDEX_BITS - FIRST_BITS) as usize;
 pub(super) struct Slots {
     /// The first step apart: most queues never need another, and it is found with fewer instructions.
     first: OnceLock<Box<[Slot; FIRST as usize]>>,
-    steps: [OnceLock<Box<[Slot]>>; STEPS],
+    /// Made when the first step is full: most queues need no more than one pointer for it.
+    steps: OnceLock<Box<[OnceLock<Box<[Slot]>>; STEPS]>>,
+    /// Where to look for a free slot first: that which was released last, for its memory is near.
+    hint: AtomicU32,
 }
 
-/// Where the poster looks next; under the lock of the queue.
+/// How far the poster has to look; under the lock of the queue.
 #[derive(Debug, Default)]
 pub(super) struct Cursor {
-    next: u32,
     /// Slots there are.
     len: u32,
 }
 
 impl Slots {
     pub(super) fn new() -> Self {
-        Self { first: OnceLock::new(), steps: [const { OnceLock::new() }; STEPS] }
+        Self { first: OnceLock::new(), steps: OnceLock::new(), hint: AtomicU32::new(0) }
     }
 
     /// Step and offset of a slot beyond the first step: 32..64, 64..128, 128..256, …
@@ -52,7 +55,7 @@ impl Slots {
 
     fn find_beyond(&self, index: u32) -> Option<&Slot> {
         let (step, offset) = Self::place(index);
-        self.steps.get(step)?.get()?.get(offset)
+        self.steps.get()?.get(step)?.get()?.get(offset)
     }
 
     /// A slot that was claimed before.
@@ -66,15 +69,15 @@ impl Slots {
 
     /// Starts a life in a free slot; `None` if there are 2^20 and all are taken.
     ///
-    /// Operations end about in the order they began, so the next slot after the last one is free nearly always.
+    /// One operation after the other uses the same slot; of many that end in the order they began, each uses that
+    /// which was released before.
     #[inline(always)]
     pub(super) fn claim(&self, cursor: &mut Cursor, previous: u32) -> Option<(&Slot, u32, Generation)> {
-        let index = cursor.next;
-        if index < cursor.len
-            && let Some(slot) = self.find(index)
+        let index = self.hint.load(Ordering::Relaxed);
+        if let Some(slot) = self.find(index)
             && let Some(generation) = slot.claim(previous)
         {
-            cursor.next = if index + 1 == cursor.len { 0 } else { index + 1 };
+            self.hint.store(index + 1, Ordering::Relaxed);
             return Some((slot, index, generation));
         }
         self.search(cursor, previous)
@@ -82,12 +85,12 @@ impl Slots {
 
     #[cold]
     fn search(&self, cursor: &mut Cursor, previous: u32) -> Option<(&Slot, u32, Generation)> {
-        let start = cursor.next;
+        let start = self.hint.load(Ordering::Relaxed);
         for step in 0..cursor.len {
-            let index = (start + step) % cursor.len;
+            let index = start.wrapping_add(step) % cursor.len;
             let slot = self.slot(index);
             if let Some(generation) = slot.claim(previous) {
-                cursor.next = (index + 1) % cursor.len;
+                self.hint.store(index + 1, Ordering::Relaxed);
                 // More than half of them are held: search less next time.
                 if step > cursor.len / 2 {
                     self.grow(cursor);
@@ -97,7 +100,7 @@ impl Slots {
         }
         let index = cursor.len;
         self.grow(cursor)?;
-        cursor.next = (index + 1) % cursor.len;
+        self.hint.store(index + 1, Ordering::Relaxed);
         let slot = self.slot(index);
         slot.claim(previous).map(|generation| (slot, index, generation))
     }
@@ -108,10 +111,18 @@ impl Slots {
             cursor.len = FIRST;
         } else {
             let (step, _) = Self::place(cursor.len);
-            self.steps.get(step)?.get_or_init(|| (0..cursor.len).map(|_| Slot::new()).collect());
+            let steps = self.steps.get_or_init(|| Box::new([const { OnceLock::new() }; STEPS]));
+            steps.get(step)?.get_or_init(|| (0..cursor.len).map(|_| Slot::new()).collect());
             cursor.len *= 2;
         }
         Some(())
+    }
+
+    /// Ends the life of slot `index`, whose result was looked at.
+    #[inline(always)]
+    pub(super) fn release(&self, slot: &Slot, index: u32) {
+        slot.release();
+        self.hint.store(index, Ordering::Relaxed);
     }
 
     /// Frees the slots of a batch, from its last to its first.
@@ -120,7 +131,7 @@ impl Slots {
         while let Some(index) = next {
             let slot = self.slot(index);
             next = slot.previous();
-            slot.release();
+            self.release(slot, index);
         }
     }
 
@@ -167,7 +178,7 @@ mod tests {
         let (slot, index, first) = slots.claim(&mut cursor, NONE).unwrap();
         slot.unclaim();
         assert!(!slot.is_current(first));
-        cursor.next = index;
+        slots.hint.store(index, Ordering::Relaxed);
         let (_, again, second) = slots.claim(&mut cursor, NONE).unwrap();
         assert_eq!(again, index);
         assert_ne!(first, second);

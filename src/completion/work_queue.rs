@@ -545,7 +545,7 @@ impl WorkQueue {
     pub(super) fn end_unwatched(&self, slot: &Slot, wc: &WorkCompletion, woken: &mut WakeList) {
         trace_completed(wc);
         let position = slot.position();
-        slot.release();
+        self.slots.release(slot, index_of(wc.wr_id));
         self.retire(position, woken);
     }
 

@@ -29,6 +29,8 @@ pub struct QueuePair {
 
 pub(super) struct Inner {
     pub(super) core: Arc<QueuePairCore>,
+    /// That of `core`, one step nearer.
+    send: Arc<WorkQueue>,
     pd: ProtectionDomain,
     transport: Transport,
     qpn: Qpn,
@@ -276,7 +278,7 @@ impl QueuePair {
 
     #[inline]
     pub(super) fn send_queue(&self) -> &Arc<WorkQueue> {
-        self.inner.core.send()
+        &self.inner.send
     }
 
     /// Modifiers of a work request of its own.
@@ -460,6 +462,7 @@ impl QueuePairBuilder {
             reads: device.attr().max_qp_rd_atom.min(device.attr().max_qp_init_rd_atom),
         };
         let inner = Inner {
+            send: core.send().clone(),
             core,
             transport,
             qpn,
