@@ -18,6 +18,7 @@ use parking_lot::Mutex;
 pub(crate) struct QueuePairCore {
     /// `None` once destroyed.
     qp: Mutex<Option<Arc<Qp>>>,
+    changes: Mutex<()>,
     send: Arc<WorkQueue>,
     /// `None` with a shared receive queue.
     receive: Option<Arc<WorkQueue>>,
@@ -40,7 +41,7 @@ impl QueuePairCore {
                 return Err(error);
             }
         };
-        let core = Arc::new(Self { qp: Mutex::new(Some(qp)), send, receive });
+        let core = Arc::new(Self { qp: Mutex::new(Some(qp)), changes: Mutex::new(()), send, receive });
         for queue in core.queues() {
             queue.cq().own(queue, &core);
         }
@@ -66,6 +67,8 @@ impl QueuePairCore {
 
     /// Changes attributes and state. Work that a reset makes the device forget fails as closed.
     pub(crate) fn modify(&self, attr: &QpAttr) -> Result<(), SetupError> {
+        // One at a time: what is posted after a reset must not be taken for what the reset made the device forget.
+        let _change = self.changes.lock();
         self.qp()?.modify(attr)?;
         if attr.state == Some(QpState::Reset) {
             for queue in self.queues() {

@@ -36,7 +36,10 @@ impl ExposedRegion {
     /// [`SetupError`] if it is longer than a registration can be or the provider refuses.
     pub fn new<S: Storage>(pd: &ProtectionDomain, memory: S, access: Access) -> Result<Self, SetupError> {
         let access = access | Access::LOCAL_WRITE;
-        Ok(Self { inner: Arc::new(Registration::new(pd, memory, access)?), access })
+        // Without any remote right too, devices must take it for memory that others reach at the same time: slices
+        // of it can be used by several operations, and read by the processor, at once.
+        let registration = Registration::new(pd, memory, access | Access::MW_BIND)?;
+        Ok(Self { inner: Arc::new(registration), access })
     }
 
     /// What peers may do.
