@@ -149,7 +149,6 @@ impl QueuePair {
     ///
     /// As [`connect`](Self::connect).
     pub fn connect_with(&self, peer: &QueuePairEndpoint, options: &ConnectOptions) -> Result<(), SetupError> {
-        let _entered = self.inner.span.enter();
         let local = self.inner.local;
         self.agree("transport", self.inner.transport, peer.transport)?;
         self.agree("link layer", local.link_layer, peer.link_layer)?;
@@ -204,6 +203,7 @@ impl QueuePair {
     /// [`SetupError::Transition`] with what is missing or not allowed, [`SetupError::Verb`] if the device refuses,
     /// [`SetupError::Closed`] after [`close`](Self::close).
     pub fn modify(&self, attr: &QpAttr) -> Result<(), SetupError> {
+        let _entered = self.inner.span.enter();
         if attr.state != Some(QpState::Reset) {
             return self.inner.core.modify(attr);
         }

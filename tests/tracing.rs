@@ -1,0 +1,117 @@
+//! What a service sees of the crate through `tracing`: a span for each queue pair, events for changes of state, failures,
+//! flushes and asynchronous events, and one for each work request at the trace level.
+
+mod torture;
+
+use std::fmt::Write as _;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use futures::StreamExt;
+use tokio_rdma::software::Network;
+use tokio_rdma::types::Rkey;
+use tokio_rdma::{CompletionMode, CompletionQueue, ExposedRegion, Pool, RemoteRegion, events};
+use torture::{Flavour, LONG, bounded, device, pair, soon};
+use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Event, Level, Metadata, Subscriber};
+
+/// Keeps a line for each span and event: level, name or message, fields.
+#[derive(Clone)]
+struct Journal {
+    lines: Arc<Mutex<Vec<String>>>,
+    spans: Arc<AtomicU64>,
+    most: Level,
+}
+
+impl Journal {
+    fn new(most: Level) -> Self {
+        Self { lines: Arc::default(), spans: Arc::default(), most }
+    }
+
+    fn has(&self, what: &[&str]) -> bool {
+        self.count(what) > 0
+    }
+
+    fn count(&self, what: &[&str]) -> usize {
+        let lines = self.lines.lock().unwrap();
+        lines.iter().filter(|line| what.iter().all(|part| line.contains(part))).count()
+    }
+}
+
+struct Line(String);
+
+impl Visit for Line {
+    fn record_debug(&mut self, field: &Field, value: &dyn std::fmt::Debug) {
+        write!(self.0, " {}={value:?}", field.name()).unwrap();
+    }
+}
+
+impl Subscriber for Journal {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        *metadata.level() <= self.most && metadata.target().starts_with("tokio_rdma")
+    }
+
+    fn max_level_hint(&self) -> Option<tracing::level_filters::LevelFilter> {
+        Some(self.most.into())
+    }
+
+    fn new_span(&self, span: &Attributes<'_>) -> Id {
+        let mut line = Line(format!("span {}", span.metadata().name()));
+        span.record(&mut line);
+        self.lines.lock().unwrap().push(line.0);
+        Id::from_u64(self.spans.fetch_add(1, Ordering::Relaxed) + 1)
+    }
+
+    fn record(&self, _span: &Id, _values: &Record<'_>) {}
+
+    fn record_follows_from(&self, _span: &Id, _follows: &Id) {}
+
+    fn event(&self, event: &Event<'_>) {
+        let mut line = Line(format!("{}", event.metadata().level()));
+        event.record(&mut line);
+        self.lines.lock().unwrap().push(line.0);
+    }
+
+    fn enter(&self, _span: &Id) {}
+
+    fn exit(&self, _span: &Id) {}
+}
+
+/// A write, and one that is refused.
+async fn story() {
+    let network = Network::new();
+    let (device, pd) = device(&network);
+    let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
+    let (ours, theirs) = pair(&pd, &queue);
+    let pool = Pool::new(&pd, 8, 4).unwrap();
+    let region = ExposedRegion::new(&pd, vec![0; 8], tokio_rdma::Access::REMOTE_ALL).unwrap();
+    let receive = theirs.recv(pool.try_alloc(8).unwrap());
+    soon("a write", ours.write(pool.try_alloc(8).unwrap(), region.grant())).await.unwrap();
+    let wrong = RemoteRegion::new(region.grant().addr(), 8, Rkey(!region.grant().rkey().0));
+    soon("a wrong key", ours.write(pool.try_alloc(8).unwrap(), wrong)).await.unwrap_err();
+    soon("a flush", receive).await.unwrap_err();
+    let mut events = events(&device).unwrap();
+    soon("an event", events.next()).await.unwrap().unwrap();
+}
+
+/// One test, for the level is that of all subscribers there are.
+#[test]
+fn a_service_can_follow_what_happens() {
+    bounded("tracing", 2 * LONG, || {
+        let runtime = Flavour::CurrentThread.runtime();
+        let debug = Journal::new(Level::DEBUG);
+        tracing::subscriber::with_default(debug.clone(), || runtime.block_on(story()));
+        assert_eq!(debug.count(&["span queue_pair", "qpn=", "transport=Rc"]), 2);
+        assert!(debug.has(&["DEBUG", "queue pair state", "to=Rts"]));
+        assert!(debug.has(&["WARN", "work request failed", "remote access error"]));
+        assert!(debug.has(&["DEBUG", "flushed"]));
+        assert!(debug.has(&["INFO", "asynchronous event", "QpAccessError"]));
+        assert!(!debug.has(&["TRACE"]), "what happens for each work request is not debug");
+
+        let trace = Journal::new(Level::TRACE);
+        tracing::subscriber::with_default(trace.clone(), || runtime.block_on(story()));
+        assert_eq!(trace.count(&["TRACE", "posted", "wr_id="]), 3, "two writes and a receive");
+        assert_eq!(trace.count(&["TRACE", "completed", "wr_id="]), 3);
+    });
+}
