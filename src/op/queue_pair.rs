@@ -174,7 +174,7 @@ impl QueuePair {
             max_rd_atomic: reliable.then_some(local.reads.min(peer.reads)),
             ..QpAttr::to_state(QpState::Rts)
         })?;
-        tracing::debug!(peer = %peer.qpn, gid = %peer.gid, "connected");
+        self.inner.span.in_scope(|| tracing::debug!(peer = %peer.qpn, gid = %peer.gid, "connected"));
         Ok(())
     }
 
