@@ -21,10 +21,13 @@ pub(super) struct Slots {
     /// The first step apart: most queues never need another, and it is found with fewer instructions.
     first: OnceLock<Box<[Slot; FIRST as usize]>>,
     /// Made when the first step is full: most queues need no more than one pointer for it.
-    steps: OnceLock<Box<[OnceLock<Box<[Slot]>>; STEPS]>>,
+    steps: OnceLock<Box<[Step; STEPS]>>,
     /// Where to look for a free slot first: that which was released last, for its memory is near.
     hint: AtomicU32,
 }
+
+/// Slots that were added together.
+type Step = OnceLock<Box<[Slot]>>;
 
 /// How far the poster has to look; under the lock of the queue.
 #[derive(Debug, Default)]
