@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread::{self, JoinHandle};
 
-use super::queue::CqShared;
+use super::drain::CqShared;
 use parking_lot::Mutex;
 
 /// Empty rounds before an unpinned poller lets others have the core.

@@ -8,7 +8,8 @@ use std::task::{Context, Poll};
 
 use pin_project::pin_project;
 
-use super::queue::{CompletionQueue, CqShared};
+use super::drain::CqShared;
+use super::queue::CompletionQueue;
 
 impl CompletionQueue {
     /// Runs `future` and polls this queue each time the runtime comes round to it, which is at once.

@@ -13,7 +13,9 @@
 
 mod arm;
 mod async_events;
+mod batch;
 mod busy_poll;
+mod drain;
 mod drive;
 mod in_flight;
 #[cfg(all(test, loom))]
@@ -26,9 +28,11 @@ mod slot;
 mod slots;
 mod spin;
 mod teardown;
+mod wake;
 mod work_queue;
 
 pub use async_events::{DeviceEvents, events};
+pub(crate) use batch::BatchEntry;
 pub use busy_poll::BusyPoller;
 pub use drive::Drive;
 pub(crate) use in_flight::{InFlight, InFlightBatch};
@@ -36,4 +40,4 @@ pub use mode::CompletionMode;
 pub use queue::{CompletionQueue, CompletionQueueBuilder, CompletionQueueCounters};
 pub(crate) use teardown::QueuePairCore;
 pub use work_queue::WorkQueueCounters;
-pub(crate) use work_queue::{BatchEntry, Limits, Patience, Poster, Refusal, Request, What, WorkQueue};
+pub(crate) use work_queue::{Limits, Patience, Poster, Refusal, Request, What, WorkQueue};

@@ -17,7 +17,7 @@ use tokio::io::unix::AsyncFd;
 use tokio::runtime::{self, Handle};
 use tokio::task::unconstrained;
 
-use super::queue::CqShared;
+use super::drain::CqShared;
 use crate::verbs::Channel;
 
 /// Registrations of one channel, one for each runtime that has waited for it.

@@ -7,7 +7,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::queue::CqShared;
+use super::drain::CqShared;
 use super::work_queue::{Limits, Poster, WorkQueue};
 use crate::error::{OpErrorKind, SetupError};
 use crate::types::{QpAttr, QpState};

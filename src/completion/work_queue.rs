@@ -8,24 +8,20 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use super::in_flight::{InFlight, InFlightBatch};
-use super::queue::{CqShared, WakeList};
+use super::drain::CqShared;
+use super::in_flight::InFlight;
 use super::room::Room;
 use super::slot::{Finished, Generation, NONE, Outcome, Slot};
 use super::slots::{Cursor, INDEX_BITS, Slots};
+use super::wake::WakeList;
 use crate::error::{LimitError, OpErrorKind, VerbError};
 use crate::sync::{AtomicU32, Mutex, MutexGuard, Ordering, lock};
-use crate::types::{
-    Data, Qkey, QpAttr, QpState, Qpn, RecvWr, SendFlags, SendOp, SendWr, Sge, WcStatus, WorkCompletion, WrId,
-};
+use crate::types::{Data, Qkey, Qpn, RecvWr, SendFlags, SendOp, SendWr, Sge, WcStatus, WorkCompletion, WrId};
 use crate::verbs::{AddressHandle, PdKey, PostError, Qp, SgeList, Source, Srq};
 
 /// No queue is given the other kind of work.
 const WRONG_QUEUE: PostError =
     PostError { posted: 0, error: VerbError::new("post to the wrong queue", VerbError::EINVAL) };
-
-/// Work requests of a batch for which posting needs no allocation.
-const BATCH_INLINE: usize = 16;
 
 /// What posts to the device.
 #[derive(Debug, Clone)]
@@ -80,14 +76,6 @@ pub(crate) struct Request<'a> {
     pub(crate) room: u64,
 }
 
-/// One work request of a batch, without its buffer.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct BatchEntry {
-    pub(crate) op: SendOp,
-    pub(crate) flags: SendFlags,
-    pub(crate) room: u64,
-}
-
 /// Why nothing was posted, with the buffers.
 #[derive(Debug)]
 pub(crate) enum Refusal<B> {
@@ -99,39 +87,39 @@ pub(crate) enum Refusal<B> {
 
 /// A work queue of a device and all that is in flight on it.
 pub(crate) struct WorkQueue {
-    slots: Slots,
-    limits: Limits,
+    pub(super) slots: Slots,
+    pub(super) limits: Limits,
     /// Upper bits of its work request numbers: where the completion queue finds it.
     label: u64,
     /// Shared receives complete in any order, others as posted.
     shared: bool,
-    room: Room,
+    pub(super) room: Room,
     /// Completions that were errors; of those, flushed ones.
     failed: AtomicU32,
     flushed: AtomicU32,
-    posting: Mutex<Posting>,
+    pub(super) posting: Mutex<Posting>,
     cq: Arc<CqShared>,
 }
 
-struct Posting {
+pub(super) struct Posting {
     /// `None` once closed.
-    poster: Option<Poster>,
-    cursor: Cursor,
+    pub(super) poster: Option<Poster>,
+    pub(super) cursor: Cursor,
     /// Work requests given to the device. Modulo 2^32 it is the position of the next.
-    posted: u64,
-    waited: u64,
-    queued: VecDeque<Queued>,
+    pub(super) posted: u64,
+    pub(super) waited: u64,
+    pub(super) queued: VecDeque<Queued>,
 }
 
 /// A work request that waits for room.
-struct Queued {
-    index: u32,
-    generation: Generation,
-    what: What,
-    flags: SendFlags,
-    sges: SgeList,
-    inline: Option<SmallVec<[u8; 64]>>,
-    to: Option<(AddressHandle, Qpn, Qkey)>,
+pub(super) struct Queued {
+    pub(super) index: u32,
+    pub(super) generation: Generation,
+    pub(super) what: What,
+    pub(super) flags: SendFlags,
+    pub(super) sges: SgeList,
+    pub(super) inline: Option<SmallVec<[u8; 64]>>,
+    pub(super) to: Option<(AddressHandle, Qpn, Qkey)>,
 }
 
 /// Where in its completion queue's table a work queue is, as part of a work request number.
@@ -194,7 +182,7 @@ impl WorkQueue {
     }
 
     #[inline]
-    fn wr_id(&self, index: u32, generation: Generation) -> WrId {
+    pub(super) fn wr_id(&self, index: u32, generation: Generation) -> WrId {
         WrId(self.label | u64::from(generation.value()) << INDEX_BITS | u64::from(index))
     }
 
@@ -389,116 +377,9 @@ impl WorkQueue {
         Ok(())
     }
 
-    /// Posts a batch with one doorbell, or lines it up. `buffers` are those of `entries`, in order.
-    pub(crate) fn submit_batch<B: Source>(
-        self: &Arc<Self>,
-        entries: &[BatchEntry],
-        common: SendFlags,
-        signal_every: u32,
-        buffers: Vec<B>,
-        patience: Patience,
-    ) -> Result<InFlightBatch<B>, Refusal<Vec<B>>> {
-        let mut sges: SmallVec<[Sge; 2 * BATCH_INLINE]> = SmallVec::new();
-        let mut ends: SmallVec<[usize; BATCH_INLINE]> = SmallVec::new();
-        if let Err(error) = self.check_batch(entries, &buffers, &mut sges, &mut ends) {
-            return Err(Refusal::Error(error, buffers));
-        }
-        let mut posting = lock(&self.posting);
-        if posting.poster.is_none() {
-            return Err(Refusal::Error(OpErrorKind::Closed, buffers));
-        }
-        let direct = posting.queued.is_empty() && self.room.left(posting.posted as u32) as usize >= entries.len();
-        if !direct && patience == Patience::Try {
-            return Err(Refusal::Full(buffers));
-        }
-
-        let mut slots: SmallVec<[(u32, Generation); BATCH_INLINE]> = SmallVec::new();
-        let mut previous = NONE;
-        for _ in entries {
-            let Some((_, index, generation)) = self.slots.claim(&mut posting.cursor, previous) else {
-                slots.iter().for_each(|&(index, _)| self.slots.slot(index).unclaim());
-                return Err(Refusal::Error(self.too_many(), buffers));
-            };
-            slots.push((index, generation));
-            previous = index;
-        }
-        let last = entries.len() - 1;
-        let flags = |at: usize| {
-            let signaled = at == last || signal_every != 0 && (at as u32 + 1).is_multiple_of(signal_every);
-            let flags = entries[at].flags | common;
-            if signaled { flags | SendFlags::SIGNALED } else { flags - SendFlags::SIGNALED }
-        };
-        let pieces = |at: usize| &sges[if at == 0 { 0 } else { ends[at - 1] }..ends[at]];
-
-        if direct {
-            let list: SmallVec<[SendWr<'_>; BATCH_INLINE]> = (0..entries.len())
-                .map(|at| SendWr {
-                    wr_id: self.wr_id(slots[at].0, slots[at].1),
-                    op: entries[at].op,
-                    flags: flags(at),
-                    data: Data::Sges(pieces(at)),
-                    target: None,
-                })
-                .collect();
-            self.post_list(posting, &list, &slots);
-        } else {
-            for at in 0..entries.len() {
-                let queued = Queued {
-                    index: slots[at].0,
-                    generation: slots[at].1,
-                    what: What::Send(entries[at].op),
-                    flags: flags(at),
-                    sges: SgeList::from_slice(pieces(at)),
-                    inline: None,
-                    to: None,
-                };
-                self.line_up(&mut posting, queued);
-            }
-            self.announce(posting);
-        }
-        Ok(InFlightBatch::new(self.clone(), self.wr_id(slots[last].0, slots[last].1), entries.len(), buffers))
-    }
-
-    /// One doorbell for many. A refusal part-way ends the queue pair: of those already posted some are
-    /// unsignalled, and only a completion behind them tells when their buffers are free.
-    fn post_list(&self, mut posting: MutexGuard<'_, Posting>, list: &[SendWr<'_>], slots: &[(u32, Generation)]) {
-        let Some(Poster::Send(qp)) = posting.poster.clone() else {
-            unreachable!("batches are of send queues, and the caller saw it open")
-        };
-        for (at, &(index, _)) in slots.iter().enumerate() {
-            self.slots.slot(index).place((posting.posted as u32).wrapping_add(at as u32));
-        }
-        // SAFETY: S1: the elements name buffers that the batch owns; see `post_one`.
-        let refused = unsafe { qp.post_send(list) }.err();
-        let posted = refused.map_or(list.len(), |refused| refused.posted) as u32;
-        tracing::trace!(posted, of = list.len(), "posted a batch");
-        posting.posted += u64::from(posted);
-        let Some(PostError { error, .. }) = refused else { return };
-        let (mut woken, last) = (WakeList::new(), slots.len() - 1);
-        let failed = Outcome::Err(OpErrorKind::Post(error));
-        for &(index, generation) in &slots[posted as usize..last] {
-            self.settle(index, generation, failed, &mut woken);
-        }
-        let beacon = SendWr { data: Data::Sges(&[]), op: SendOp::Send, flags: SendFlags::SIGNALED, ..list[last] };
-        let flushes = posted > 0 && {
-            tracing::warn!(qpn = %qp.qpn(), %error, posted, "batch refused part-way, ending the queue pair");
-            let ended = qp.modify(&QpAttr::to_state(QpState::Err)).is_ok();
-            self.slots.slot(slots[last].0).place(posting.posted as u32);
-            // SAFETY: S1: it names no memory.
-            ended && unsafe { qp.post_send(&[beacon]) }.is_ok()
-        };
-        if flushes {
-            posting.posted += 1;
-        } else if posted == 0 {
-            self.settle(slots[last].0, slots[last].1, failed, &mut woken);
-        }
-        drop(posting);
-        woken.finish();
-    }
-
     /// Joins the line.
     #[cold]
-    fn line_up(&self, posting: &mut Posting, queued: Queued) {
+    pub(super) fn line_up(&self, posting: &mut Posting, queued: Queued) {
         posting.queued.push_back(queued);
         posting.waited += 1;
         self.cq.now_waiting();
@@ -506,7 +387,7 @@ impl WorkQueue {
 
     /// Tells the drainer that somebody waits for room, which need not be somebody who is polled; if room came up
     /// meanwhile, uses it.
-    fn announce(&self, mut posting: MutexGuard<'_, Posting>) {
+    pub(super) fn announce(&self, mut posting: MutexGuard<'_, Posting>) {
         self.room.crowd();
         let mut woken = WakeList::new();
         self.post_queued(&mut posting, &mut woken);
@@ -589,7 +470,7 @@ impl WorkQueue {
 
     /// Hands the outcome to the operation; what that leaves to do is added to `woken`.
     #[inline]
-    fn settle(&self, index: u32, generation: Generation, outcome: Outcome, woken: &mut WakeList) {
+    pub(super) fn settle(&self, index: u32, generation: Generation, outcome: Outcome, woken: &mut WakeList) {
         let finished = self.slots.slot(index).finish(generation, outcome);
         self.follow_up(index, finished, woken);
     }
@@ -689,7 +570,7 @@ impl WorkQueue {
     }
 
     #[inline]
-    fn check(&self, sges: &[Sge], inline: Option<&[u8]>, room: u64) -> Result<(), OpErrorKind> {
+    pub(super) fn check(&self, sges: &[Sge], inline: Option<&[u8]>, room: u64) -> Result<(), OpErrorKind> {
         if let Some(bytes) = inline {
             LimitError::check("inline bytes", bytes.len() as u64, self.limits.max_inline.into())?;
             LimitError::check("bytes for the remote region", bytes.len() as u64, room)?;
@@ -702,32 +583,7 @@ impl WorkQueue {
         Ok(())
     }
 
-    fn check_batch<B: Source>(
-        &self,
-        entries: &[BatchEntry],
-        buffers: &[B],
-        sges: &mut SmallVec<[Sge; 2 * BATCH_INLINE]>,
-        ends: &mut SmallVec<[usize; BATCH_INLINE]>,
-    ) -> Result<(), OpErrorKind> {
-        LimitError::check("work requests of a batch", entries.len() as u64, self.limits.depth.into())?;
-        for (entry, buffer) in entries.iter().zip(buffers) {
-            let (start, mut foreign) = (sges.len(), false);
-            buffer.pieces(&mut |sge, pd| {
-                foreign |= pd != self.limits.pd;
-                if sge.length > 0 {
-                    sges.push(sge);
-                }
-            });
-            if foreign {
-                return Err(OpErrorKind::Foreign { what: "buffer" });
-            }
-            self.check(&sges[start..], None, entry.room)?;
-            ends.push(sges.len());
-        }
-        Ok(())
-    }
-
-    fn too_many(&self) -> OpErrorKind {
+    pub(super) fn too_many(&self) -> OpErrorKind {
         let allowed = 1 << INDEX_BITS;
         OpErrorKind::Limit(LimitError { field: "operations not yet awaited", asked: allowed + 1, allowed })
     }

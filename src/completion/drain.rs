@@ -1,0 +1,534 @@
+//! The one drain path, and waiting for what it finds.
+
+use std::fmt;
+use std::sync::{Arc, Weak};
+use std::task::{Context, Poll, Waker};
+
+use super::arm::{self, Watched};
+use super::mode::CompletionMode;
+use super::queue::CompletionQueueCounters;
+use super::reactor::Reactors;
+use super::slot::{Registered, Slot};
+use super::spin::SpinBudget;
+use super::teardown::QueuePairCore;
+use super::wake::WakeList;
+use super::work_queue::{Limits, Owner, Poster, WorkQueue};
+use crate::error::{LimitError, OpErrorKind, SetupError, VerbError};
+use crate::sync::{AtomicU32, Mutex, MutexGuard, Ordering, lock, try_lock};
+use crate::types::{WorkCompletion, WrId};
+use crate::verbs::{Channel, Cq};
+
+/// Completions taken from the device at once: enough to spread the cost of a poll, few enough that a drain
+/// does not keep the lock for long.
+const BATCH: usize = 32;
+
+/// Operations that end without waiting before one of them yields to the runtime, as Tokio's own resources do
+/// after 128: a task that never waits would starve the others.
+const RUN: u32 = 128;
+
+/// What all holders of a completion queue share.
+pub(crate) struct CqShared {
+    mode: CompletionMode,
+    /// Operations that registered a waker, were abandoned or stand in line for room, and are not finished.
+    waiting: AtomicU32,
+    /// Futures that poll it for all.
+    drivers: AtomicU32,
+    spin: SpinBudget,
+    reactors: Reactors,
+    state: Mutex<State>,
+    cq: Cq,
+    channel: Option<Channel>,
+}
+
+/// Of whoever drains.
+struct State {
+    completions: Box<[WorkCompletion; BATCH]>,
+    /// Work queues by owner number.
+    queues: Vec<Option<Attached>>,
+    vacant: Vec<u32>,
+    /// Completions that the attached queues can produce.
+    reserved: u32,
+    /// An event was asked for and has not been taken from the channel.
+    armed: bool,
+    unacknowledged: u32,
+    /// Operations that ended without waiting, one after the other.
+    run: u32,
+    /// The queue is dead.
+    failed: Option<VerbError>,
+    /// What is left to do when the lock is released.
+    woken: WakeList,
+    counters: CompletionQueueCounters,
+}
+
+struct Attached {
+    queue: Arc<WorkQueue>,
+    /// The queue pair, if it is not a shared receive queue.
+    core: Weak<QueuePairCore>,
+    reserved: u32,
+}
+
+impl CqShared {
+    pub(super) fn new(cq: Cq, channel: Option<Channel>, mode: CompletionMode) -> Self {
+        Self {
+            channel,
+            mode,
+            waiting: AtomicU32::new(0),
+            drivers: AtomicU32::new(0),
+            spin: SpinBudget::new(),
+            reactors: Reactors::new(),
+            state: Mutex::new(State {
+                completions: Box::new([WorkCompletion::EMPTY; BATCH]),
+                queues: Vec::new(),
+                vacant: Vec::new(),
+                reserved: 0,
+                armed: false,
+                unacknowledged: 0,
+                run: 0,
+                failed: None,
+                woken: WakeList::new(),
+                counters: CompletionQueueCounters { capacity: cq.capacity(), ..Default::default() },
+            }),
+            cq,
+        }
+    }
+
+    pub(super) fn verbs(&self) -> &Cq {
+        &self.cq
+    }
+
+    pub(super) fn mode(&self) -> &CompletionMode {
+        &self.mode
+    }
+
+    pub(super) fn counters(&self) -> CompletionQueueCounters {
+        let state = lock(&self.state);
+        CompletionQueueCounters {
+            reserved: state.reserved,
+            waiting: self.waiting.load(Ordering::Relaxed),
+            spin_rounds: self.spin.rounds(),
+            ..state.counters
+        }
+    }
+
+    /// Makes a work queue whose completions arrive here, and sets room aside for them.
+    pub(crate) fn attach(self: &Arc<Self>, poster: Poster, limits: Limits) -> Result<Arc<WorkQueue>, SetupError> {
+        let mut state = lock(&self.state);
+        if let Some(error) = state.failed {
+            return Err(error.into());
+        }
+        let free = self.cq.capacity() - state.reserved;
+        if limits.depth > free {
+            return Err(SetupError::CompletionQueueFull { asked: limits.depth, free });
+        }
+        let number = match state.vacant.pop() {
+            Some(number) => number,
+            None => {
+                let number = state.queues.len() as u32;
+                LimitError::check("queues of a completion queue", u64::from(number) + 1, Owner::MAX.into())?;
+                state.queues.push(None);
+                number
+            }
+        };
+        state.reserved += limits.depth;
+        let queue = Arc::new(WorkQueue::new(Owner(number), poster, limits, self.clone()));
+        state.queues[number as usize] =
+            Some(Attached { queue: queue.clone(), core: Weak::new(), reserved: limits.depth });
+        Ok(queue)
+    }
+
+    /// Notes which queue pair `queue` is of, to be destroyed if this completion queue fails.
+    pub(super) fn own(&self, queue: &WorkQueue, core: &Arc<QueuePairCore>) {
+        let mut state = lock(&self.state);
+        if let Some(Some(attached)) = state.queues.get_mut(queue.owner().0 as usize) {
+            attached.core = Arc::downgrade(core);
+        }
+    }
+
+    /// Ends everything in flight on a queue that the device has destroyed or reset, and forgets a destroyed one.
+    pub(super) fn abandon(&self, queue: &WorkQueue, kind: OpErrorKind, forget: bool) {
+        let mut state = lock(&self.state);
+        // Completions that are already here tell more than `kind`.
+        while self.drain_batch(&mut state) {}
+        queue.abandon(kind, &mut state.woken);
+        let entry = &mut state.queues[queue.owner().0 as usize];
+        let forgotten = if forget { entry.take() } else { None };
+        if let Some(attached) = &forgotten {
+            state.reserved -= attached.reserved;
+            state.vacant.push(queue.owner().0);
+        }
+        self.release(state);
+        drop(forgotten);
+    }
+
+    /// Takes all completions there are; true if there were any.
+    pub(crate) fn drain(&self) -> bool {
+        let mut any = false;
+        loop {
+            let mut state = lock(&self.state);
+            let before = state.counters.completions;
+            let more = self.drain_batch(&mut state);
+            any |= state.counters.completions != before;
+            self.release(state);
+            if !more {
+                return any;
+            }
+        }
+    }
+
+    /// As [`drain`](Self::drain), unless somebody else is at it.
+    pub(super) fn try_drain(&self) -> bool {
+        let Some(mut state) = try_lock(&self.state) else { return true };
+        let before = state.counters.completions;
+        self.drain_batch(&mut state);
+        let any = state.counters.completions != before;
+        self.release(state);
+        any
+    }
+
+    /// Takes one batch of completions and finishes their operations; true if there may be more.
+    fn drain_batch(&self, state: &mut State) -> bool {
+        let taken = self.take_batch(state);
+        self.finish_batch(state, 0, taken)
+    }
+
+    /// Takes one batch of completions; how many.
+    #[inline(always)]
+    fn take_batch(&self, state: &mut State) -> usize {
+        match self.cq.poll(&mut state.completions[..]) {
+            Ok(taken) => {
+                state.counters.completions += taken as u64;
+                taken
+            }
+            Err(error) => {
+                self.fail(state, error);
+                0
+            }
+        }
+    }
+
+    /// Finishes the operations of completions `from..taken` of a batch; true if there may be more to take.
+    #[inline(never)]
+    fn finish_batch(&self, state: &mut State, from: usize, taken: usize) -> bool {
+        let State { completions, queues, woken, .. } = state;
+        for wc in completions.iter().take(taken).skip(from) {
+            match queues.get(Owner::of(wc.wr_id).0 as usize) {
+                Some(Some(attached)) => attached.queue.complete(wc, woken),
+                _ => tracing::warn!(wr_id = %wc.wr_id, "completion of a queue that is gone"),
+            }
+        }
+        taken == BATCH
+    }
+
+    /// The queue is dead (overrun, or the device is gone): nothing on it will ever complete.
+    #[cold]
+    fn fail(&self, state: &mut State, error: VerbError) {
+        if state.failed.replace(error).is_some() {
+            return;
+        }
+        let woken = &mut state.woken;
+        tracing::error!(cq = self.cq.id(), %error, "completion queue failed");
+        for attached in state.queues.iter().flatten() {
+            match attached.core.upgrade() {
+                Some(core) => woken.end(core, OpErrorKind::CompletionQueue(error)),
+                // Nothing draws from it once its queue pairs are destroyed.
+                None if attached.queue.is_shared() => {
+                    woken.abandon(attached.queue.clone(), OpErrorKind::CompletionQueue(error));
+                }
+                // Its queue pair is being destroyed by somebody else, who ends what is in flight afterwards.
+                None => {}
+            }
+        }
+    }
+
+    /// Unlocks, then wakes who is to be woken.
+    #[inline(always)]
+    fn release(&self, state: MutexGuard<'_, State>) {
+        if !state.woken.is_empty() {
+            Self::release_and_wake(state);
+        }
+    }
+
+    #[cold]
+    fn release_and_wake(mut state: MutexGuard<'_, State>) {
+        let woken = std::mem::take(&mut state.woken);
+        drop(state);
+        woken.finish();
+    }
+
+    /// Waits for the work request `id` of `queue`, which is in `slot`: looks once, then as the mode says.
+    ///
+    /// Gives the completion itself if it is the next one in the queue and a success: that is how an operation
+    /// ends that was not waited for, and spares it the way through its slot, which is free again then. Otherwise
+    /// the slot is complete.
+    #[inline(always)]
+    pub(super) fn wait(
+        self: &Arc<Self>,
+        queue: &WorkQueue,
+        slot: &Slot,
+        id: WrId,
+        rounds: &mut u32,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<WorkCompletion>> {
+        let Some(mut state) = try_lock(&self.state) else {
+            return self.wait_locked(slot, rounds, context).map(|()| None);
+        };
+        let taken = self.take_batch(&mut state);
+        let next = &state.completions[0];
+        if taken > 0 && next.wr_id == id && next.status.is_success() && state.run < RUN && slot.is_unwatched() {
+            let completion = *next;
+            state.run += 1;
+            queue.end_unwatched(slot, &completion, &mut state.woken);
+            if taken > 1 && self.finish_batch(&mut state, 1, taken) {
+                drop(state);
+                self.drain();
+            } else {
+                self.release(state);
+            }
+            self.found(*rounds);
+            return Poll::Ready(Some(completion));
+        }
+        let more = self.finish_batch(&mut state, 0, taken);
+        self.wait_slow(state, more, slot, rounds, context).map(|()| None)
+    }
+
+    /// As [`wait`](Self::wait), always through the slot.
+    pub(super) fn wait_slot(self: &Arc<Self>, slot: &Slot, rounds: &mut u32, context: &mut Context<'_>) -> Poll<()> {
+        let Some(mut state) = try_lock(&self.state) else { return self.wait_locked(slot, rounds, context) };
+        let more = self.drain_batch(&mut state);
+        self.wait_slow(state, more, slot, rounds, context)
+    }
+
+    /// Somebody else is draining.
+    #[cold]
+    fn wait_locked(self: &Arc<Self>, slot: &Slot, rounds: &mut u32, context: &mut Context<'_>) -> Poll<()> {
+        // A poller has the lock most of the time, and will find what there is.
+        if matches!(self.mode, CompletionMode::BusyPoll(_)) {
+            self.register(slot, context.waker(), &mut None);
+            return if slot.is_complete() { Poll::Ready(()) } else { Poll::Pending };
+        }
+        let mut state = lock(&self.state);
+        let more = self.drain_batch(&mut state);
+        self.wait_slow(state, more, slot, rounds, context)
+    }
+
+    #[inline(never)]
+    fn wait_slow<'a>(
+        self: &'a Arc<Self>,
+        mut state: MutexGuard<'a, State>,
+        mut more: bool,
+        slot: &Slot,
+        rounds: &mut u32,
+        context: &mut Context<'_>,
+    ) -> Poll<()> {
+        loop {
+            if slot.is_complete() {
+                state.run += 1;
+                let yields = state.run > RUN;
+                if yields {
+                    // Let others run; the result is there when the task comes back.
+                    state.run = 0;
+                    context.waker().wake_by_ref();
+                }
+                self.release(state);
+                if more {
+                    self.drain();
+                }
+                self.found(*rounds);
+                return if yields { Poll::Pending } else { Poll::Ready(()) };
+            }
+            if !more {
+                break;
+            }
+            self.release(state);
+            state = lock(&self.state);
+            more = self.drain_batch(&mut state);
+        }
+        state.run = 0;
+
+        let spins = match &self.mode {
+            CompletionMode::Cooperative => self.drivers.load(Ordering::Relaxed) == 0,
+            CompletionMode::Hybrid if self.spin.allows(*rounds) => true,
+            CompletionMode::Hybrid => {
+                if *rounds > 0 {
+                    self.spin.missed();
+                    *rounds = 0;
+                }
+                false
+            }
+            CompletionMode::Event | CompletionMode::BusyPoll(_) => false,
+        };
+        if spins || state.failed.is_some() {
+            // A dead queue is being taken down by whoever noticed; look again until it is.
+            *rounds = rounds.saturating_add(1);
+            self.release(state);
+            context.waker().wake_by_ref();
+            return Poll::Pending;
+        }
+
+        let mut replaced = None;
+        let pending = self.register(slot, context.waker(), &mut replaced);
+        // Under a driver too, for it may be dropped, or not be polled for a while.
+        if pending && self.mode.arms() {
+            arm::before_park(&mut Draining { queue: self, state: &mut state });
+        }
+        self.release(state);
+        if slot.is_complete() {
+            return Poll::Ready(());
+        }
+        if self.mode.arms() && !self.reactors.watch(self) {
+            // No runtime, no reactor: the only way to be woken is to ask for it.
+            context.waker().wake_by_ref();
+        }
+        Poll::Pending
+    }
+
+    /// True if the slot is now waiting.
+    fn register(&self, slot: &Slot, waker: &Waker, replaced: &mut Option<Waker>) -> bool {
+        // Counted before it is visible, so that whoever finishes it never counts below zero.
+        self.now_waiting();
+        let registered = slot.register(waker, replaced);
+        let counted = match registered {
+            Registered::Fresh => 0,
+            Registered::Again | Registered::Complete | Registered::Imminent => 1,
+            // It was counted when it began to wait, too.
+            Registered::Overtaken => 2,
+        };
+        self.waiting.fetch_sub(counted, Ordering::Relaxed);
+        matches!(registered, Registered::Fresh | Registered::Again)
+    }
+
+    /// A wait ended after `rounds` of spinning.
+    #[inline]
+    fn found(&self, rounds: u32) {
+        if rounds > 0 && matches!(self.mode, CompletionMode::Hybrid) {
+            self.spin.found(rounds);
+        }
+    }
+
+    /// Makes sure that a completion is noticed though nobody may be waiting for one: an abandoned operation holds
+    /// buffers until then, and room that others wait for. A poller needs no telling.
+    pub(super) fn attend(self: &Arc<Self>) {
+        if !self.mode.arms() {
+            return;
+        }
+        let mut state = lock(&self.state);
+        arm::before_park(&mut Draining { queue: self, state: &mut state });
+        self.release(state);
+        self.reactors.watch(self);
+    }
+
+    /// An operation begins to wait.
+    pub(super) fn now_waiting(&self) {
+        self.waiting.fetch_add(1, Ordering::Relaxed);
+    }
+
+    #[inline]
+    pub(super) fn no_longer_waiting(&self) {
+        self.waiting.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// The channel may have an event.
+    pub(super) fn on_event(&self) {
+        let mut state = lock(&self.state);
+        arm::on_event(&mut Draining { queue: self, state: &mut state });
+        self.release(state);
+    }
+
+    /// Somebody polls for all from now on.
+    pub(super) fn begin_driving(&self) {
+        self.drivers.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Nobody does any more, perhaps: those who wait are woken by events until they look again.
+    pub(super) fn end_driving(&self) {
+        self.drivers.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// A reactor is gone: those who relied on it look again, and find another or do without.
+    #[cold]
+    pub(super) fn rouse(&self) {
+        let mut state = lock(&self.state);
+        let State { queues, woken, .. } = &mut *state;
+        for attached in queues.iter().flatten() {
+            attached.queue.rouse(woken);
+        }
+        self.release(state);
+    }
+
+    pub(super) fn channel(&self) -> Option<&Channel> {
+        self.channel.as_ref()
+    }
+
+    pub(super) fn reactors(&self) -> &Reactors {
+        &self.reactors
+    }
+}
+
+/// The queue in the hands of whoever holds its lock.
+struct Draining<'a> {
+    queue: &'a CqShared,
+    state: &'a mut State,
+}
+
+impl Watched for Draining<'_> {
+    fn drain(&mut self) {
+        while self.queue.drain_batch(self.state) {}
+    }
+
+    fn arm(&mut self) -> bool {
+        match self.queue.cq.arm(false) {
+            Ok(()) => {
+                self.state.counters.arms += 1;
+                true
+            }
+            Err(error) => {
+                self.queue.fail(self.state, error);
+                false
+            }
+        }
+    }
+
+    fn take_event(&mut self) -> bool {
+        let Some(channel) = &self.queue.channel else { return false };
+        match channel.next_event() {
+            Ok(Some(_)) => {
+                self.state.counters.events += 1;
+                self.state.unacknowledged += 1;
+                // Acknowledging takes a lock and wakes whoever destroys the queue: seldom is enough.
+                if self.state.unacknowledged == u32::from(u16::MAX) {
+                    self.queue.cq.acknowledge(std::mem::take(&mut self.state.unacknowledged));
+                }
+                true
+            }
+            Ok(None) => false,
+            Err(error) => {
+                self.queue.fail(self.state, error);
+                false
+            }
+        }
+    }
+
+    fn is_awaited(&self) -> bool {
+        self.queue.waiting.load(Ordering::Relaxed) > 0
+    }
+
+    fn armed(&mut self) -> &mut bool {
+        &mut self.state.armed
+    }
+}
+
+impl Drop for CqShared {
+    fn drop(&mut self) {
+        // The device waits for acknowledgements when the queue is destroyed, `ibv_destroy_cq(3)`.
+        let state = lock(&self.state);
+        if state.unacknowledged > 0 {
+            self.cq.acknowledge(state.unacknowledged);
+        }
+    }
+}
+
+impl fmt::Debug for CqShared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CqShared").field("cq", &self.cq).field("mode", &self.mode).finish_non_exhaustive()
+    }
+}
