@@ -347,7 +347,8 @@ impl QueuePairBuilder {
         self
     }
 
-    /// Another queue for completions of receives than for those of sends.
+    /// Another queue for completions of receives than for those of sends. Those of a shared receive queue arrive on
+    /// its own, whatever is set here.
     #[must_use]
     pub fn receive_completions(mut self, queue: &CompletionQueue) -> Self {
         self.recv_queue = queue.clone();
@@ -357,7 +358,6 @@ impl QueuePairBuilder {
     /// Draws receives from a shared queue, whose completion queue becomes that of receives.
     #[must_use]
     pub fn shared_receive_queue(mut self, srq: &SharedReceiveQueue) -> Self {
-        self.recv_queue = srq.completion_queue().clone();
         self.srq = Some(srq.clone());
         self
     }
@@ -416,6 +416,8 @@ impl QueuePairBuilder {
         let Self { pd, send_queue, recv_queue, srq, transport, mut caps, access, qkey } = self;
         let device = pd.device();
         let (port, gid) = device.default_path()?;
+        // Its work request numbers mean something there only, and there is room set aside for them.
+        let recv_queue = srq.as_ref().map_or(recv_queue, |srq| srq.completion_queue().clone());
         if srq.is_some() {
             caps.max_recv_wr = 0;
         }
