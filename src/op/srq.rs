@@ -98,9 +98,9 @@ impl SharedReceiveQueue {
         &self.inner.completions
     }
 
-    /// The bare queue.
-    #[must_use]
-    pub fn verbs(&self) -> &Srq {
+    /// The bare queue. Not for users: receives that a bare queue pair drew from it would complete who knows where,
+    /// and it would still draw from it when the receives are given back.
+    pub(super) fn verbs(&self) -> &Srq {
         &self.inner.srq
     }
 }
