@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use crate::completion::{CompletionQueue, Limits, QueuePairCore, Request, What, WorkQueue, WorkQueueCounters};
+use crate::completion::{CompletionQueue, Limits, QueuePairCore, Request, Shared, What, WorkQueue, WorkQueueCounters};
 use crate::error::{LimitError, OpErrorKind, SetupError};
 use crate::mem::RemoteRegion;
 use crate::op::SharedReceiveQueue;
@@ -40,7 +40,6 @@ pub(super) struct Inner {
     words: OnceLock<Pool>,
     span: tracing::Span,
     // Last, for they are needed while the core shuts down.
-    _srq: Option<SharedReceiveQueue>,
     _queues: [CompletionQueue; 2],
 }
 
@@ -449,6 +448,7 @@ impl QueuePairBuilder {
             qp,
             (send_queue.shared(), send),
             (recv_queue.shared(), srq.is_none().then_some(receive)),
+            srq.map(|srq| Shared::new(srq.work_queue().clone(), srq)),
         )?;
         let span = tracing::info_span!("queue_pair", %qpn, ?transport);
         span.in_scope(|| tracing::debug!(?caps, "created"));
@@ -471,7 +471,6 @@ impl QueuePairBuilder {
             words: OnceLock::new(),
             span,
             pd,
-            _srq: srq,
             _queues: [send_queue, recv_queue],
         };
         Ok(QueuePair { inner: Arc::new(inner), flags: SendFlags::empty() })

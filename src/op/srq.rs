@@ -103,11 +103,15 @@ impl SharedReceiveQueue {
     pub(super) fn verbs(&self) -> &Srq {
         &self.inner.srq
     }
+
+    pub(super) fn work_queue(&self) -> &Arc<WorkQueue> {
+        &self.inner.queue
+    }
 }
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        // Its queue pairs hold it, so they are destroyed and nothing draws from it any more.
+        // Its queue pairs hold it until they are destroyed, so nothing draws from it any more.
         self.queue.shut(OpErrorKind::Closed);
     }
 }
