@@ -466,11 +466,13 @@ impl CqShared {
                 state.run += 1;
                 let yields = state.run > RUN;
                 if yields {
-                    // Let others run; the result is there when the task comes back.
                     state.run = 0;
-                    context.waker().wake_by_ref();
                 }
                 self.release(state);
+                if yields {
+                    // Let others run; the result is there when the task comes back.
+                    context.waker().wake_by_ref();
+                }
                 if more {
                     self.drain();
                 }
