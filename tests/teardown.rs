@@ -173,7 +173,7 @@ fn a_queue_without_room_refuses_work_instead_of_waiting_for_ever() {
 
 /// Overruns a completion queue by means of a bare queue pair.
 fn overrun(pd: &tokio_rdma::ProtectionDomain, queue: &CompletionQueue) -> Qp {
-    let caps = QpCaps { max_send_wr: 1, max_recv_wr: 64, max_send_sge: 1, max_recv_sge: 1, max_inline: 0 };
+    let caps = QpCaps { max_send_wr: 1, max_recv_wr: 4096, max_send_sge: 1, max_recv_sge: 1, max_inline: 0 };
     let bare = Qp::new(pd, queue.verbs(), queue.verbs(), None, &QpOptions { transport: Transport::Rc, caps }).unwrap();
     let init = QpAttr {
         pkey_index: Some(0),
@@ -182,11 +182,13 @@ fn overrun(pd: &tokio_rdma::ProtectionDomain, queue: &CompletionQueue) -> Qp {
         ..QpAttr::to_state(QpState::Init)
     };
     bare.modify(&init).unwrap();
-    for number in 0..64 {
-        // SAFETY: it names no memory.
-        unsafe { bare.post_recv(&[RecvWr { wr_id: WrId(u64::MAX - number), sges: &[] }]) }.unwrap();
-    }
     bare.modify(&QpAttr::to_state(QpState::Err)).unwrap();
+    // Flushed as they are posted. Whoever watches the queue takes some away meanwhile, so once may not be enough.
+    let list: Vec<_> = (0..4096).map(|number| RecvWr { wr_id: WrId(u64::MAX - number), sges: &[] }).collect();
+    while queue.verbs().software_counters().is_some_and(|counters| counters.lost == 0) {
+        // SAFETY: it names no memory.
+        let _ = unsafe { bare.post_recv(&list) };
+    }
     bare
 }
 
@@ -242,6 +244,31 @@ fn a_shared_receive_queue_alone_on_a_dead_completion_queue_ends_too() {
     }
 }
 
+#[test]
+fn a_shared_receive_queue_on_a_dead_completion_queue_ends_after_the_queue_pairs_that_draw_from_it() {
+    for mode in Mode::ALL {
+        bounded("overrun", LONG, move || {
+            Flavour::CurrentThread.runtime().block_on(async move {
+                let (device, pd) = device(&Network::new());
+                let queue = CompletionQueue::builder(&device).capacity(16).mode(mode.make()).build().unwrap();
+                let other = CompletionQueue::new(&device, mode.make()).unwrap();
+                let srq = SharedReceiveQueue::new(&pd, &queue, 8, 1).unwrap();
+                // Only its receives complete on the queue that dies.
+                let drawing = QueuePair::builder(&pd, &other).shared_receive_queue(&srq).build().unwrap();
+                let pool = Pool::new(&pd, 64, 8).unwrap();
+                let waiting = tokio::spawn(srq.recv(pool.try_alloc(64).unwrap()));
+                tokio::task::yield_now().await;
+                let bare = overrun(&pd, &queue);
+                soon("the receive", waiting).await.unwrap().unwrap_err();
+                assert_eq!(drawing.query(), Err(SetupError::Closed), "its buffers are given back before");
+                let refused = QueuePair::builder(&pd, &other).shared_receive_queue(&srq).build();
+                assert!(matches!(refused, Err(SetupError::Verb(_))), "{refused:?}");
+                drop(bare);
+            });
+        });
+    }
+}
+
 /// An executor whose tasks are owned by their wakers alone.
 struct Lonely(Mutex<Option<Pin<Box<dyn Future<Output = ()> + Send>>>>);
 
@@ -287,4 +314,53 @@ fn the_last_waker_of_a_task_may_end_the_queue_pair_it_waits_for() {
             });
         });
     }
+}
+
+#[test]
+fn what_waits_for_room_is_posted_though_nobody_polls_anything_of_its_queue() {
+    for mode in Mode::ALL {
+        bounded("work in line", LONG, move || {
+            Flavour::CurrentThread.runtime().block_on(async move {
+                let (device, pd) = device(&slow_network(3));
+                let [ours, theirs] = [(); 2].map(|()| CompletionQueue::new(&device, mode.make()).unwrap());
+                let sender = QueuePair::builder(&pd, &ours).max_send_wr(1).build().unwrap();
+                let receiver = QueuePair::new(&pd, &theirs).unwrap();
+                connect(&sender, &receiver);
+                let pool = Pool::new(&pd, 64, 8).unwrap();
+                let receives = [(); 3].map(|()| receiver.recv(pool.try_alloc(64).unwrap()));
+                let unpolled = [(); 3].map(|()| sender.send(pool.try_alloc(8).unwrap()));
+                for receive in receives {
+                    soon("a receive", receive).await.unwrap();
+                }
+                drop(unpolled);
+            });
+        });
+    }
+}
+
+/// A waker that looks at the queue.
+struct Curious(CompletionQueue);
+
+impl Wake for Curious {
+    fn wake(self: Arc<Self>) {
+        self.0.counters();
+    }
+}
+
+#[test]
+fn a_waker_may_look_at_the_queue() {
+    bounded("a curious waker", LONG, || {
+        let (device, pd) = device(&Network::new());
+        let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
+        let (a, b) = pair(&pd, &queue);
+        let pool = Pool::new(&pd, 64, 2).unwrap();
+        let waker = Waker::from(Arc::new(Curious(queue)));
+        // More than end at once before one of them yields.
+        for _ in 0..1000 {
+            let mut receive = b.recv(pool.try_alloc(64).unwrap());
+            let mut send = a.send(pool.try_alloc(8).unwrap());
+            while Pin::new(&mut send).poll(&mut Context::from_waker(&waker)).is_pending() {}
+            while Pin::new(&mut receive).poll(&mut Context::from_waker(&waker)).is_pending() {}
+        }
+    });
 }

@@ -64,6 +64,8 @@ struct Attached {
     queue: Arc<WorkQueue>,
     /// The queue pair, if it is not a shared receive queue.
     core: Weak<QueuePairCore>,
+    /// Queue pairs that are not destroyed and draw from it, if it is one.
+    drawing: Vec<Weak<QueuePairCore>>,
     reserved: u32,
 }
 
@@ -132,20 +134,55 @@ impl CqShared {
         state.reserved += limits.depth;
         let queue = Arc::new(WorkQueue::new(Owner(number), poster, limits, self.clone()));
         state.queues[number as usize] =
-            Some(Attached { queue: queue.clone(), core: Weak::new(), reserved: limits.depth });
+            Some(Attached { queue: queue.clone(), core: Weak::new(), drawing: Vec::new(), reserved: limits.depth });
         Ok(queue)
     }
 
-    /// Notes which queue pair `queue` is of, to be destroyed if this completion queue fails.
-    pub(super) fn own(&self, queue: &WorkQueue, core: &Arc<QueuePairCore>) {
+    /// Notes which queue pair `queue` is of, to be destroyed if this completion queue fails; not if it has.
+    pub(super) fn own(&self, queue: &WorkQueue, core: &Arc<QueuePairCore>) -> Result<(), VerbError> {
         let mut state = lock(&self.state);
+        if let Some(error) = state.failed {
+            return Err(error);
+        }
         if let Some(Some(attached)) = state.queues.get_mut(queue.owner().0 as usize) {
             attached.core = Arc::downgrade(core);
         }
+        Ok(())
+    }
+
+    /// Notes that `core` draws from the shared receive queue `queue`, whose buffers are free only after it is gone; not
+    /// if this completion queue has failed.
+    pub(super) fn draw(&self, queue: &WorkQueue, core: &Arc<QueuePairCore>) -> Result<(), VerbError> {
+        let mut state = lock(&self.state);
+        if let Some(error) = state.failed {
+            return Err(error);
+        }
+        if let Some(Some(attached)) = state.queues.get_mut(queue.owner().0 as usize) {
+            attached.drawing.push(Arc::downgrade(core));
+        }
+        Ok(())
+    }
+
+    /// `core` is destroyed. If this completion queue has failed and it was the last, the receives end.
+    pub(super) fn no_longer_draws(&self, queue: &Arc<WorkQueue>, core: &QueuePairCore) {
+        let mut state = lock(&self.state);
+        let failed = state.failed;
+        if let Some(Some(attached)) = state.queues.get_mut(queue.owner().0 as usize) {
+            attached.drawing.retain(|drawing| !std::ptr::eq(drawing.as_ptr(), core));
+            if let Some(error) = failed.filter(|_| attached.drawing.is_empty()) {
+                state.woken.abandon(queue.clone(), OpErrorKind::CompletionQueue(error));
+            }
+        }
+        self.release(state);
     }
 
     /// Ends everything in flight on a queue that the device has destroyed or reset, and forgets a destroyed one.
     pub(super) fn abandon(&self, queue: &WorkQueue, kind: OpErrorKind, forget: bool) {
+        self.forget(queue, kind, forget).finish();
+    }
+
+    /// As [`abandon`](Self::abandon); who is to be woken is left to the caller.
+    pub(super) fn forget(&self, queue: &WorkQueue, kind: OpErrorKind, forget: bool) -> WakeList {
         let mut state = lock(&self.state);
         // Completions that are already here tell more than `kind`.
         while self.drain_batch(&mut state) {}
@@ -156,8 +193,17 @@ impl CqShared {
             state.reserved -= attached.reserved;
             state.vacant.push(queue.owner().0);
         }
-        self.release(state);
+        let woken = std::mem::take(&mut state.woken);
+        drop(state);
         drop(forgotten);
+        woken
+    }
+
+    /// Takes all completions there are; who is to be woken is left to the caller.
+    pub(super) fn drain_all(&self) -> WakeList {
+        let mut state = lock(&self.state);
+        while self.drain_batch(&mut state) {}
+        std::mem::take(&mut state.woken)
     }
 
     /// Takes all completions there are; true if there were any.
@@ -230,9 +276,14 @@ impl CqShared {
         for attached in state.queues.iter().flatten() {
             match attached.core.upgrade() {
                 Some(core) => woken.end(core, OpErrorKind::CompletionQueue(error)),
-                // Nothing draws from it once its queue pairs are destroyed.
-                None if attached.queue.is_shared() => {
+                None if attached.queue.is_shared() && attached.drawing.is_empty() => {
                     woken.abandon(attached.queue.clone(), OpErrorKind::CompletionQueue(error));
+                }
+                // The last of them ends it, when nothing draws from it any more; see `no_longer_draws`.
+                None if attached.queue.is_shared() => {
+                    for core in attached.drawing.iter().filter_map(Weak::upgrade) {
+                        woken.end(core, OpErrorKind::CompletionQueue(error));
+                    }
                 }
                 // Its queue pair is being destroyed by somebody else, who ends what is in flight afterwards.
                 None => {}
@@ -325,11 +376,13 @@ impl CqShared {
                 state.run += 1;
                 let yields = state.run > RUN;
                 if yields {
-                    // Let others run; the result is there when the task comes back.
                     state.run = 0;
-                    context.waker().wake_by_ref();
                 }
                 self.release(state);
+                if yields {
+                    // Let others run; the result is there when the task comes back.
+                    context.waker().wake_by_ref();
+                }
                 if more {
                     self.drain();
                 }

@@ -4,10 +4,12 @@
 //! that are there; destroy, after which the device touches nothing any more; take what it left in the
 //! completion queues; fail what never got a completion. Only then are buffers free.
 
+use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
 use super::drain::CqShared;
+use super::wake::WakeList;
 use super::work_queue::{Limits, Poster, WorkQueue};
 use crate::error::{OpErrorKind, SetupError};
 use crate::types::{QpAttr, QpState};
@@ -18,19 +20,37 @@ use parking_lot::Mutex;
 pub(crate) struct QueuePairCore {
     /// `None` once destroyed.
     qp: Mutex<Option<Arc<Qp>>>,
-    changes: Mutex<()>,
+    /// One change of state at a time, together with what it makes the device forget: nobody posts again before that has
+    /// ended. Nobody is woken under it.
+    change: Mutex<()>,
     send: Arc<WorkQueue>,
     /// `None` with a shared receive queue.
     receive: Option<Arc<WorkQueue>>,
+    shared: Option<Shared>,
+}
+
+/// A shared receive queue that a queue pair draws from.
+pub(crate) struct Shared {
+    queue: Arc<WorkQueue>,
+    /// Dropped with the queue pair and not before: it ends the receives.
+    _owner: Box<dyn Any + Send + Sync>,
+}
+
+impl Shared {
+    /// `owner` ends `queue` when it is dropped.
+    pub(crate) fn new(queue: Arc<WorkQueue>, owner: impl Any + Send + Sync) -> Self {
+        Self { queue, _owner: Box::new(owner) }
+    }
 }
 
 impl QueuePairCore {
     /// Takes charge of `qp`, whose completions go to `send_cq` and `recv_cq`. No limits for receives: it draws
-    /// from a shared receive queue.
+    /// from `shared`.
     pub(crate) fn new(
         qp: Qp,
         (send_cq, send): (&Arc<CqShared>, Limits),
         (recv_cq, receive): (&Arc<CqShared>, Option<Limits>),
+        shared: Option<Shared>,
     ) -> Result<Arc<Self>, SetupError> {
         let qp = Arc::new(qp);
         let send = send_cq.attach(Poster::Send(qp.clone()), send)?;
@@ -41,9 +61,13 @@ impl QueuePairCore {
                 return Err(error);
             }
         };
-        let core = Arc::new(Self { qp: Mutex::new(Some(qp)), changes: Mutex::new(()), send, receive });
+        let core = Arc::new(Self { qp: Mutex::new(Some(qp)), change: Mutex::new(()), send, receive, shared });
+        // Fails if a completion queue has failed meanwhile, which then did not know of this queue pair.
         for queue in core.queues() {
-            queue.cq().own(queue, &core);
+            queue.cq().own(queue, &core)?;
+        }
+        if let Some(Shared { queue, .. }) = &core.shared {
+            queue.cq().draw(queue, &core)?;
         }
         Ok(core)
     }
@@ -67,33 +91,55 @@ impl QueuePairCore {
 
     /// Changes attributes and state. Work that a reset makes the device forget fails as closed.
     pub(crate) fn modify(&self, attr: &QpAttr) -> Result<(), SetupError> {
-        // One at a time: what is posted after a reset must not be taken for what the reset made the device forget.
-        let _change = self.changes.lock();
-        self.qp()?.modify(attr)?;
-        if attr.state == Some(QpState::Reset) {
-            for queue in self.queues() {
-                queue.cq().abandon(queue, OpErrorKind::Closed, false);
+        let change = self.change.lock();
+        if attr.state != Some(QpState::Reset) {
+            return self.qp()?.modify(attr);
+        }
+        let mut woken: [WakeList; 3] = Default::default();
+        if let Some(Shared { queue, .. }) = &self.shared {
+            // What has arrived goes with the completions of a queue pair that is reset, and it alone knows of it.
+            self.flush(&*self.qp()?);
+            woken[2] = queue.cq().drain_all();
+        }
+        let result = self.qp()?.modify(attr);
+        if result.is_ok() {
+            for (queue, woken) in self.queues().zip(&mut woken) {
+                *woken = queue.cq().forget(queue, OpErrorKind::Closed, false);
             }
         }
-        Ok(())
+        drop(change);
+        woken.into_iter().for_each(WakeList::finish);
+        result
+    }
+
+    /// To the error state. Refused in RESET, where nothing is in flight, and by a device that is gone, which flushes
+    /// nothing.
+    fn flush(&self, qp: &Qp) {
+        if let Err(error) = qp.modify(&QpAttr::to_state(QpState::Err)) {
+            tracing::debug!(%error, "not moved to the error state before it is reset or destroyed");
+        }
     }
 
     /// Destroys the queue pair and ends all that is in flight, with `kind` where the device said nothing.
     pub(crate) fn shut_down(&self, kind: OpErrorKind) {
-        let Some(qp) = self.qp.lock().take() else { return };
+        let change = self.change.lock();
+        let taken = self.qp.lock().take();
+        drop(change);
+        let Some(qp) = taken else { return };
         let _span = tracing::debug_span!("shut_down", qpn = %qp.qpn()).entered();
         let posters: [_; 2] = [self.send.close(), self.receive.as_ref().and_then(|queue| queue.close())];
-        // Refused in RESET, where nothing is in flight, and by a device that is gone, which flushes nothing.
-        if let Err(error) = qp.modify(&QpAttr::to_state(QpState::Err)) {
-            tracing::debug!(%error, "not moved to the error state before it is destroyed");
-        }
-        for queue in self.queues() {
+        self.flush(&qp);
+        let shared = self.shared.as_ref().map(|shared| &shared.queue);
+        for queue in self.queues().chain(shared) {
             queue.cq().drain();
         }
         drop(posters);
         destroy(qp);
         for queue in self.queues() {
             queue.cq().abandon(queue, kind, true);
+        }
+        if let Some(queue) = shared {
+            queue.cq().no_longer_draws(queue, self);
         }
     }
 }

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use crate::completion::{CompletionQueue, Limits, QueuePairCore, Request, What, WorkQueue, WorkQueueCounters};
+use crate::completion::{CompletionQueue, Limits, QueuePairCore, Request, Shared, What, WorkQueue, WorkQueueCounters};
 use crate::error::{LimitError, OpErrorKind, SetupError};
 use crate::mem::RemoteRegion;
 use crate::op::SharedReceiveQueue;
@@ -42,7 +42,6 @@ pub(super) struct Inner {
     words: OnceLock<Pool>,
     span: tracing::Span,
     // Last, for they are needed while the core shuts down.
-    _srq: Option<SharedReceiveQueue>,
     _queues: [CompletionQueue; 2],
 }
 
@@ -349,7 +348,8 @@ impl QueuePairBuilder {
         self
     }
 
-    /// Another queue for completions of receives than for those of sends.
+    /// Another queue for completions of receives than for those of sends. Those of a shared receive queue arrive on
+    /// its own, whatever is set here.
     #[must_use]
     pub fn receive_completions(mut self, queue: &CompletionQueue) -> Self {
         self.recv_queue = queue.clone();
@@ -359,7 +359,6 @@ impl QueuePairBuilder {
     /// Draws receives from a shared queue, whose completion queue becomes that of receives.
     #[must_use]
     pub fn shared_receive_queue(mut self, srq: &SharedReceiveQueue) -> Self {
-        self.recv_queue = srq.completion_queue().clone();
         self.srq = Some(srq.clone());
         self
     }
@@ -418,6 +417,8 @@ impl QueuePairBuilder {
         let Self { pd, send_queue, recv_queue, srq, transport, mut caps, access, qkey } = self;
         let device = pd.device();
         let (port, gid) = device.default_path()?;
+        // Its work request numbers mean something there only, and there is room set aside for them.
+        let recv_queue = srq.as_ref().map_or(recv_queue, |srq| srq.completion_queue().clone());
         if srq.is_some() {
             caps.max_recv_wr = 0;
         }
@@ -449,6 +450,7 @@ impl QueuePairBuilder {
             qp,
             (send_queue.shared(), send),
             (recv_queue.shared(), srq.is_none().then_some(receive)),
+            srq.map(|srq| Shared::new(srq.work_queue().clone(), srq)),
         )?;
         let span = tracing::info_span!("queue_pair", %qpn, ?transport);
         span.in_scope(|| tracing::debug!(?caps, "created"));
@@ -472,7 +474,6 @@ impl QueuePairBuilder {
             words: OnceLock::new(),
             span,
             pd,
-            _srq: srq,
             _queues: [send_queue, recv_queue],
         };
         Ok(QueuePair { inner: Arc::new(inner), flags: SendFlags::empty() })

@@ -98,16 +98,20 @@ impl SharedReceiveQueue {
         &self.inner.completions
     }
 
-    /// The bare queue.
-    #[must_use]
-    pub fn verbs(&self) -> &Srq {
+    /// The bare queue. Not for users: receives that a bare queue pair drew from it would complete who knows where,
+    /// and it would still draw from it when the receives are given back.
+    pub(super) fn verbs(&self) -> &Srq {
         &self.inner.srq
+    }
+
+    pub(super) fn work_queue(&self) -> &Arc<WorkQueue> {
+        &self.inner.queue
     }
 }
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        // Its queue pairs hold it, so they are destroyed and nothing draws from it any more.
+        // Its queue pairs hold it until they are destroyed, so nothing draws from it any more.
         self.queue.shut(OpErrorKind::Closed);
     }
 }

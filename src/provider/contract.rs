@@ -70,12 +70,15 @@ pub(crate) trait Context<P: Provider>: Debug + Send + Sync {
 pub(crate) trait Pd<P: Provider>: Debug + Send + Sync {
     /// `ibv_reg_mr(3)`. EINVAL if `access` is not legal or the range wraps around.
     ///
+    /// `shared`: a device that is a program reaches the memory by atomic accesses, as it always does what peers may
+    /// reach, for the caller does so at the same time, or posts work that names the same bytes more than once.
+    ///
     /// # Safety
     ///
     /// `addr..addr + len` stays allocated until the registration is dropped. While it may be
     /// written by the device (a posted work request names it, or `access` lets peers in), nobody
     /// holds a reference to it.
-    unsafe fn register(&self, addr: NonNull<u8>, len: usize, access: Access) -> Result<P::Mr, VerbError>;
+    unsafe fn register(&self, addr: NonNull<u8>, len: usize, access: Access, shared: bool) -> Result<P::Mr, VerbError>;
 
     /// `ibv_create_qp(3)`, in RESET. EINVAL if a size is above the device's limit.
     fn create_qp(&self, init: &QpInit<'_, P>) -> Result<P::Qp, VerbError>;

@@ -97,10 +97,10 @@ impl contract::Context<Any> for Context {
 }
 
 impl contract::Pd<Any> for Pd {
-    unsafe fn register(&self, addr: NonNull<u8>, len: usize, access: Access) -> Result<Mr, VerbError> {
+    unsafe fn register(&self, addr: NonNull<u8>, len: usize, access: Access, shared: bool) -> Result<Mr, VerbError> {
         match self {
             // SAFETY: S1, S2: the caller's promise is passed on unchanged.
-            Self::Soft(inner) => unsafe { inner.register(addr, len, access) }.map(Mr::Soft),
+            Self::Soft(inner) => unsafe { inner.register(addr, len, access, shared) }.map(Mr::Soft),
         }
     }
 

@@ -36,10 +36,8 @@ impl ExposedRegion {
     /// [`SetupError`] if it is longer than a registration can be or the provider refuses.
     pub fn new<S: Storage>(pd: &ProtectionDomain, memory: S, access: Access) -> Result<Self, SetupError> {
         let access = access | Access::LOCAL_WRITE;
-        // Without any remote right too, devices must take it for memory that others reach at the same time: slices
-        // of it can be used by several operations, and read by the processor, at once.
-        let registration = Registration::new(pd, memory, access | Access::MW_BIND)?;
-        Ok(Self { inner: Arc::new(registration), access })
+        // Shared even without remote rights: slices of it may be in several operations, and are read and written here.
+        Ok(Self { inner: Arc::new(Registration::new(pd, memory, access, true)?), access })
     }
 
     /// What peers may do.
@@ -129,10 +127,11 @@ impl ExposedRegion {
     ///
     /// # Errors
     ///
-    /// [`OutOfBounds`] if the range ends before it starts or reaches beyond the region;
-    /// [`SetupError::Limit`] if it is longer than a scatter/gather element (2^32 - 1 bytes).
+    /// [`SetupError::Limit`] if the range ends before it starts, reaches beyond the region, or is longer than a
+    /// scatter/gather element (2^32 - 1 bytes).
     pub fn slice(&self, range: Range<usize>) -> Result<ExposedSlice, SetupError> {
-        let len = range.end.saturating_sub(range.start);
+        LimitError::check("start of the slice", range.start as u64, range.end as u64)?;
+        let len = range.end - range.start;
         OutOfBounds::check(range.start as u64, len as u64, self.len() as u64).map_err(|error| LimitError {
             field: "end of the slice",
             asked: error.offset.saturating_add(error.len),
@@ -212,5 +211,24 @@ impl ExposedSlice {
 impl fmt::Debug for ExposedSlice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ExposedSlice").field("offset", &self.offset).field("len", &self.len).finish_non_exhaustive()
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::software::Network;
+    use crate::verbs::Device;
+
+    #[test]
+    fn slices_stay_within_the_region_and_do_not_end_before_they_start() {
+        let pd = Device::software_in(&Network::new(), "one").unwrap().protection_domain().unwrap();
+        let region = ExposedRegion::new(&pd, vec![0; 16], Access::empty()).unwrap();
+        assert_eq!(region.slice(16..16).unwrap().len(), 0);
+        #[expect(clippy::reversed_empty_ranges, reason = "that is the case under test")]
+        let reversed = region.slice(8..4);
+        for outside in [reversed, region.slice(8..17), region.slice(17..17)] {
+            assert!(matches!(outside, Err(SetupError::Limit(_))), "{outside:?}");
+        }
     }
 }

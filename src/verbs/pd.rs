@@ -44,7 +44,7 @@ impl ProtectionDomain {
     /// [`SetupError`] if it is longer than a buffer (2^32 - 1 bytes) or a registration can be, or if the
     /// provider refuses.
     pub fn register<S: Storage>(&self, storage: S) -> Result<BufMut, SetupError> {
-        BufMut::from_storage(Registration::new(self, storage, Access::LOCAL_WRITE)?)
+        BufMut::from_storage(Registration::new(self, storage, Access::LOCAL_WRITE, false)?)
     }
 
     /// A route to a peer for unreliable datagrams, `ibv_create_ah(3)`.

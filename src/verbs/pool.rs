@@ -161,7 +161,7 @@ impl Inner {
     /// Registers one more slab.
     fn grow(&self) -> Result<(), SetupError> {
         let memory = HostMemory::zeroed(self.stride as usize * self.per_slab as usize)?;
-        let registration = Registration::new(&self.pd, memory, Access::LOCAL_WRITE)?;
+        let registration = Registration::new(&self.pd, memory, Access::LOCAL_WRITE, false)?;
         let slab = Arc::new(Slab::new(registration, self.stride, self.per_slab, Some(self.free.clone())));
         let mut chunks = self.free.chunks.lock();
         chunks.total += self.per_slab as usize;

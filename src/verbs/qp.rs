@@ -167,7 +167,8 @@ impl Qp {
     /// # Safety
     ///
     /// The memory that the list names stays valid and untouched until its completion has been polled or this
-    /// queue pair was dropped.
+    /// queue pair was dropped. If completions go to the queue of a [`CompletionQueue`](crate::CompletionQueue), no work
+    /// request number is taken for that of an operation there: the queue would give back what that operation holds.
     #[inline]
     pub unsafe fn post_send(&self, list: &[SendWr<'_>]) -> Result<(), PostError> {
         // SAFETY: S1: promised by the caller.

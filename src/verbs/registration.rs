@@ -32,14 +32,20 @@ unsafe impl Send for Registration {}
 unsafe impl Sync for Registration {}
 
 impl Registration {
-    pub(super) fn new<S: Storage>(pd: &ProtectionDomain, storage: S, access: Access) -> Result<Self, SetupError> {
+    /// `shared`: not only the device reaches the bytes while work names them.
+    pub(super) fn new<S: Storage>(
+        pd: &ProtectionDomain,
+        storage: S,
+        access: Access,
+        shared: bool,
+    ) -> Result<Self, SetupError> {
         let mut storage: Box<dyn Storage> = Box::new(storage);
         let (base, len) = (storage.base(), storage.len());
         LimitError::check("registration bytes", len as u64, pd.device().attr().max_mr_size)?;
         // SAFETY: S1: `storage` owns the bytes and moves into the same value as the registration, which
         // drops first. S2: `storage` is private and no reference to its bytes is made from here on but
         // by the buffer types, which keep to their rules.
-        let raw = unsafe { pd.raw().register(base, len, access) }?;
+        let raw = unsafe { pd.raw().register(base, len, access, shared) }?;
         tracing::debug!(base = ?base, len, ?access, lkey = %raw.lkey(), "registered");
         Ok(Self { base, len, lkey: raw.lkey(), rkey: raw.rkey(), raw, storage, pd: pd.clone() })
     }

@@ -279,7 +279,7 @@ pub(crate) struct Pd {
 }
 
 impl contract::Pd<Soft> for Pd {
-    unsafe fn register(&self, addr: NonNull<u8>, len: usize, access: Access) -> Result<Mr, VerbError> {
+    unsafe fn register(&self, addr: NonNull<u8>, len: usize, access: Access, shared: bool) -> Result<Mr, VerbError> {
         const VERB: &str = "ibv_reg_mr";
         let device = self.context.device();
         device.alive(VERB)?;
@@ -291,7 +291,10 @@ impl contract::Pd<Soft> for Pd {
         // `Drop` below removes it from the keys.
         let memory = unsafe { Memory::new(addr.as_ptr(), len) };
         let random = device.network.random()?;
-        let key = device.keys.insert(memory, access, self.id, random).ok_or(VerbError::new(VERB, VerbError::ENOMEM))?;
+        let key = device
+            .keys
+            .insert(memory, access, shared, self.id, random)
+            .ok_or(VerbError::new(VERB, VerbError::ENOMEM))?;
         Ok(Mr { device: Arc::clone(device), key })
     }
 

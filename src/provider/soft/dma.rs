@@ -27,7 +27,7 @@ use crate::mem::shared;
 pub(super) struct Segment<'k> {
     pointer: *mut u8,
     len: usize,
-    /// Peers may reach the registration: only atomics may touch it.
+    /// Others reach the registration at the same time: only atomics may touch it.
     shared: bool,
     _use: Use<'k>,
 }
@@ -36,6 +36,11 @@ impl Segment<'_> {
     /// Bytes.
     pub(super) const fn len(&self) -> usize {
         self.len
+    }
+
+    #[cfg(test)]
+    pub(super) const fn is_shared(&self) -> bool {
+        self.shared
     }
 }
 

@@ -27,6 +27,8 @@ const INDEX_MASK: u32 = MAX_REGISTRATIONS - 1;
 /// Slots are made a chunk at a time.
 const CHUNK: u32 = 256;
 const CHUNKS: usize = (MAX_REGISTRATIONS / CHUNK) as usize;
+/// Bit of [`Slot::rights`], above those of `Access`: reached by atomic accesses only.
+const SHARED: u32 = 1 << 31;
 /// Bit of [`Slot::users`]: not registered.
 const CLOSED: u32 = 1 << 31;
 
@@ -66,7 +68,7 @@ struct Slot {
     users: AtomicU32,
     key: AtomicU32,
     region: Region,
-    /// Access in the low half, protection domain in the high half.
+    /// Access and [`SHARED`] in the low half, protection domain in the high half.
     rights: AtomicU64,
     /// Odd distance between the variants of successive registrations: 4096 of them before one returns.
     stride: AtomicU32,
@@ -111,8 +113,9 @@ impl Keys {
         }
     }
 
-    /// Registers memory; its key, or `None` if the table is full.
-    pub(super) fn insert(&self, memory: Memory, access: Access, pd: u32, random: u64) -> Option<u32> {
+    /// Registers memory, that is reached by atomic accesses if it is `shared` or peers may reach it; its key, or `None`
+    /// if the table is full.
+    pub(super) fn insert(&self, memory: Memory, access: Access, shared: bool, pd: u32, random: u64) -> Option<u32> {
         let index = {
             let mut free = self.free.lock();
             // A fresh slot is cheaper than a short cycle of one slot's keys.
@@ -142,7 +145,8 @@ impl Keys {
         }
         slot.key.store(key, Ordering::Relaxed);
         slot.region.assign(memory);
-        slot.rights.store(u64::from(pd) << 32 | u64::from(access.bits()), Ordering::Relaxed);
+        let shared = if shared || access.is_remote() { SHARED } else { 0 };
+        slot.rights.store(u64::from(pd) << 32 | u64::from(access.bits() | shared), Ordering::Relaxed);
         // Release pairs with the acquire in `resolve`: who sees the slot open sees its fields.
         slot.users.fetch_and(!CLOSED, Ordering::Release);
         Some(key)
@@ -187,7 +191,7 @@ impl Keys {
         if (rights >> 32) as u32 != pd || !access.contains(need) {
             return Err(NotCovered);
         }
-        slot.region.piece(addr, len, access.is_remote(), hold).ok_or(NotCovered)
+        slot.region.piece(addr, len, rights as u32 & SHARED != 0, hold).ok_or(NotCovered)
     }
 
     /// `skip..skip + len` of a scatter/gather list, appended to `out`.

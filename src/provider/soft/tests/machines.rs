@@ -20,7 +20,7 @@ fn memory() -> (Keys, u64, u32) {
     let buffer = Vec::<u64>::leak(vec![0; 1024]).as_mut_ptr().cast::<u8>();
     // SAFETY: leaked, and touched through the keys only.
     let memory = unsafe { Memory::new(buffer, 8192) };
-    let key = keys.insert(memory, ALL, PD, 42).unwrap();
+    let key = keys.insert(memory, ALL, false, PD, 42).unwrap();
     (keys, buffer as u64, key)
 }
 
@@ -610,7 +610,8 @@ fn stale_keys_name_nothing() {
     let mut old = vec![key];
     keys.remove(key);
     for _ in 0..300 {
-        let fresh = keys.insert(same(), ALL, PD, (old.len() as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)).unwrap();
+        let fresh =
+            keys.insert(same(), ALL, false, PD, (old.len() as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)).unwrap();
         assert!(keys.resolve(fresh, PD, base, 8192, ALL).is_ok());
         assert!(keys.resolve(fresh, PD + 1, base, 8, ALL).is_err());
         assert!(keys.resolve(fresh, PD, base, 8193, ALL).is_err());
@@ -641,4 +642,17 @@ fn registration_is_released_only_when_no_copy_runs() {
         drop(held);
     });
     assert!(released.into_inner());
+}
+
+#[test]
+fn memory_that_its_owner_shares_is_reached_by_atomic_accesses_without_any_remote_right() {
+    let (keys, base, _) = memory();
+    for (shared, access) in [(true, Access::LOCAL_WRITE), (false, ALL), (false, Access::LOCAL_WRITE)] {
+        // SAFETY: the leaked buffer of `memory`.
+        let memory = unsafe { Memory::new(base as *mut u8, 8192) };
+        let key = keys.insert(memory, access, shared, PD, 7).unwrap();
+        let segment = keys.resolve(key, PD, base, 8, Access::LOCAL_WRITE).unwrap();
+        assert_eq!(segment.is_shared(), shared || access.is_remote());
+        assert!(keys.resolve(key, PD, base, 8, Access::REMOTE_READ).is_ok() == access.is_remote());
+    }
 }

@@ -1,0 +1,106 @@
+//! Shared receive queues and queue pairs that are reset, under the operations of the crate.
+
+mod torture;
+
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll, Waker};
+use std::thread;
+
+use tokio_rdma::software::Network;
+use tokio_rdma::types::{QpAttr, QpState};
+use tokio_rdma::{
+    Access, CompletionMode, CompletionQueue, OpErrorKind, Pool, ProtectionDomain, QueuePair, SharedReceiveQueue,
+};
+use torture::{Flavour, LONG, bounded, connect, device, soon};
+
+/// Polls once, from nowhere.
+fn poll<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {
+    Pin::new(future).poll(&mut Context::from_waker(Waker::noop()))
+}
+
+fn queue(pd: &ProtectionDomain) -> CompletionQueue {
+    CompletionQueue::new(pd.device(), CompletionMode::Event).unwrap()
+}
+
+#[test]
+fn receives_of_a_shared_queue_arrive_on_its_completion_queue_however_the_queue_pair_is_described() {
+    bounded("receive", LONG, || {
+        Flavour::CurrentThread.runtime().block_on(async {
+            let (_device, pd) = device(&Network::new());
+            let (own, other) = (queue(&pd), queue(&pd));
+            let srq = SharedReceiveQueue::new(&pd, &own, 8, 1).unwrap();
+            let pool = Pool::new(&pd, 64, 8).unwrap();
+            let sender = QueuePair::new(&pd, &other).unwrap();
+            let receiver =
+                QueuePair::builder(&pd, &other).shared_receive_queue(&srq).receive_completions(&other).build().unwrap();
+            connect(&sender, &receiver);
+            // In `other`, the number of the shared queue is that of this queue, and its slot that of this receive.
+            let mut bystander = sender.recv(pool.try_alloc(8).unwrap());
+            let shared = srq.recv(pool.try_alloc(8).unwrap());
+            soon("send", sender.send(pool.copy_from(b"hello").unwrap())).await.unwrap();
+            assert!(poll(&mut bystander).is_pending(), "nothing was sent to it");
+            assert_eq!(&soon("receive", shared).await.unwrap().buffer[..], b"hello");
+        });
+    });
+}
+
+#[test]
+fn what_arrived_in_a_shared_receive_is_not_lost_with_the_queue_pair() {
+    bounded("receive", LONG, || {
+        Flavour::CurrentThread.runtime().block_on(async {
+            for reset in [false, true] {
+                let (_device, pd) = device(&Network::new());
+                let (own, other) = (queue(&pd), queue(&pd));
+                let srq = SharedReceiveQueue::new(&pd, &own, 8, 1).unwrap();
+                let pool = Pool::new(&pd, 64, 8).unwrap();
+                let sender = QueuePair::new(&pd, &other).unwrap();
+                let receiver = QueuePair::builder(&pd, &other).shared_receive_queue(&srq).build().unwrap();
+                connect(&sender, &receiver);
+                let receive = srq.recv(pool.try_alloc(8).unwrap());
+                soon("send", sender.send(pool.copy_from(b"hello").unwrap())).await.unwrap();
+                if reset {
+                    receiver.modify(&QpAttr::to_state(QpState::Reset)).unwrap();
+                }
+                drop(receiver);
+                assert_eq!(&soon("receive", receive).await.unwrap().buffer[..], b"hello");
+            }
+        });
+    });
+}
+
+#[test]
+fn a_reset_ends_nothing_that_was_posted_after_it() {
+    bounded("reset", LONG, || {
+        let (_device, pd) = device(&Network::new());
+        let completions = queue(&pd);
+        let pool = Pool::new(&pd, 64, 256).unwrap();
+        let init = QpAttr {
+            pkey_index: Some(0),
+            port: Some(tokio_rdma::types::PortNum(1)),
+            access: Some(Access::empty()),
+            ..QpAttr::to_state(QpState::Init)
+        };
+        for round in 0..300 {
+            let qp = QueuePair::new(&pd, &completions).unwrap();
+            // Something to end takes a while.
+            let before: Vec<_> = (0..100).map(|_| qp.recv(pool.try_alloc(8).unwrap())).collect();
+            qp.modify(&QpAttr::to_state(QpState::Err)).unwrap();
+            let other = qp.clone();
+            let resets = thread::spawn(move || other.modify(&QpAttr::to_state(QpState::Reset)).unwrap());
+            while qp.query().unwrap().0 != QpState::Reset {
+                std::hint::spin_loop();
+            }
+            qp.modify(&init).unwrap();
+            let mut after = qp.recv(pool.try_alloc(8).unwrap());
+            resets.join().unwrap();
+            if let Poll::Ready(ended) = poll(&mut after) {
+                assert!(
+                    !matches!(ended.unwrap_err().kind(), OpErrorKind::Closed),
+                    "round {round}: given back, and posted"
+                );
+            }
+            drop((before, after, qp));
+        }
+    });
+}
