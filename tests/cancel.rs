@@ -509,12 +509,9 @@ fn slow_pair(mode: Mode, depth: u32) -> (QueuePair, QueuePair, ExposedRegion, Co
     (a, b, region, queue)
 }
 
-/// Modes in which somebody watches while no operation waits.
-const WATCHED: [Mode; 3] = [Mode::Event, Mode::BusyPoll, Mode::Hybrid];
-
 #[test]
 fn an_abandoned_buffer_comes_back_though_nobody_waits_for_any_operation() {
-    for (mode, flavour) in WATCHED.into_iter().flat_map(|mode| Flavour::ALL.map(|flavour| (mode, flavour))) {
+    for (mode, flavour) in Mode::ALL.into_iter().flat_map(|mode| Flavour::ALL.map(|flavour| (mode, flavour))) {
         bounded("an abandoned buffer", 2 * LONG, move || {
             flavour.runtime().block_on(async {
                 let (a, _b, region, queue) = slow_pair(mode, 16);
@@ -531,7 +528,7 @@ fn an_abandoned_buffer_comes_back_though_nobody_waits_for_any_operation() {
 
 #[test]
 fn abandoned_work_that_waits_for_room_is_done_though_nobody_waits_for_it() {
-    for (mode, flavour) in WATCHED.into_iter().flat_map(|mode| Flavour::ALL.map(|flavour| (mode, flavour))) {
+    for (mode, flavour) in Mode::ALL.into_iter().flat_map(|mode| Flavour::ALL.map(|flavour| (mode, flavour))) {
         bounded("abandoned work", 2 * LONG, move || {
             flavour.runtime().block_on(async {
                 let (a, _b, region, _queue) = slow_pair(mode, 2);
