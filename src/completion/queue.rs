@@ -236,6 +236,12 @@ impl CqShared {
 
     /// Ends everything in flight on a queue that the device has destroyed or reset, and forgets a destroyed one.
     pub(super) fn abandon(&self, queue: &WorkQueue, kind: OpErrorKind, forget: bool) {
+        self.abandon_unwoken(queue, kind, forget).finish();
+    }
+
+    /// As [`abandon`](Self::abandon), for a caller that holds a lock: what is left to do comes back, to be finished
+    /// without any.
+    pub(super) fn abandon_unwoken(&self, queue: &WorkQueue, kind: OpErrorKind, forget: bool) -> WakeList {
         let mut state = lock(&self.state);
         // Completions that are already here tell more than `kind`.
         while self.drain_batch(&mut state) {}
@@ -246,8 +252,10 @@ impl CqShared {
             state.reserved -= attached.reserved;
             state.vacant.push(queue.owner().0);
         }
-        self.release(state);
+        let woken = std::mem::take(&mut state.woken);
+        drop(state);
         drop(forgotten);
+        woken
     }
 
     /// Takes all completions there are; true if there were any.

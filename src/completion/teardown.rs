@@ -7,7 +7,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::queue::CqShared;
+use super::queue::{CqShared, WakeList};
 use super::work_queue::{Limits, Poster, WorkQueue};
 use crate::error::{OpErrorKind, SetupError};
 use crate::types::{QpAttr, QpState};
@@ -68,12 +68,14 @@ impl QueuePairCore {
     /// Changes attributes and state. Work that a reset makes the device forget fails as closed.
     pub(crate) fn modify(&self, attr: &QpAttr) -> Result<(), SetupError> {
         // One at a time: what is posted after a reset must not be taken for what the reset made the device forget.
-        let _change = self.changes.lock();
+        let change = self.changes.lock();
         self.qp()?.modify(attr)?;
         if attr.state == Some(QpState::Reset) {
-            for queue in self.queues() {
-                queue.cq().abandon(queue, OpErrorKind::Closed, false);
-            }
+            let abandon = |queue: &Arc<WorkQueue>| queue.cq().abandon_unwoken(queue, OpErrorKind::Closed, false);
+            let woken: [_; 2] = [abandon(&self.send), self.receive.as_ref().map(abandon).unwrap_or_default()];
+            // Whoever is woken may run at once, and change the state next.
+            drop(change);
+            woken.into_iter().for_each(WakeList::finish);
         }
         Ok(())
     }
