@@ -57,6 +57,7 @@ fn operations_are_futures_that_may_be_moved_to_any_task_even_after_they_were_pol
     each!(future: Send<BufMut>, Send<Buf>, Send<()>, Send<Vec<BufMut>>);
     each!(future: Send<ExposedSlice>, SendTo<Buf>, SendTo<BufMut>, Write<Buf>, Write<()>, Read<BufMut>);
     each!(future: Read<Vec<BufMut>>, Read<ExposedSlice>, Recv<BufMut>, Recv<Vec<BufMut>>, Recv<()>, Recv<ExposedSlice>);
+    each!(future: Drive<std::future::Ready<()>>, Drive<Write<Buf>>);
     each!(future: Atomic, BatchOp<BufMut>, BatchOp<Buf>, BatchOp<Vec<Buf>>);
 }
 

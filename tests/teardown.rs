@@ -343,7 +343,7 @@ struct Curious(CompletionQueue);
 
 impl Wake for Curious {
     fn wake(self: Arc<Self>) {
-        self.0.counters();
+        let _ = self.0.counters();
     }
 }
 
@@ -362,5 +362,24 @@ fn a_waker_may_look_at_the_queue() {
             while Pin::new(&mut send).poll(&mut Context::from_waker(&waker)).is_pending() {}
             while Pin::new(&mut receive).poll(&mut Context::from_waker(&waker)).is_pending() {}
         }
+    });
+}
+
+#[test]
+fn who_is_woken_by_a_reset_may_change_the_state_at_once() {
+    bounded("a reset", LONG, || {
+        let (device, pd) = device(&Network::new());
+        let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
+        let qp = QueuePair::new(&pd, &queue).unwrap();
+        let pool = Pool::new(&pd, 64, 1).unwrap();
+        let (receive, woken) = (qp.recv(pool.try_alloc(64).unwrap()), qp.clone());
+        // Runs where it is woken.
+        let task = async move {
+            assert!(matches!(receive.await, Err(error) if matches!(error.kind(), OpErrorKind::Closed)));
+            woken.modify(&QpAttr::to_state(QpState::Reset)).unwrap();
+        };
+        Waker::from(Arc::new(Lonely(Mutex::new(Some(Box::pin(task)))))).wake();
+        qp.modify(&QpAttr::to_state(QpState::Reset)).unwrap();
+        assert_eq!(pool.available(), 1);
     });
 }
