@@ -1,10 +1,14 @@
 //! Copies to and from memory that others change at the same time.
 //!
 //! A region that peers may write is read and written by relaxed atomic accesses, never through a
-//! reference: a torn value is possible, undefined behaviour is not. Words are 8 bytes on 8-byte
+//! reference: a torn value is possible, a compiler that takes the bytes for unshared is not. Words are 8 bytes on 8-byte
 //! boundaries; the bytes before the first and after the last whole word go one by one. Copies ascend,
 //! and the last store has release order, so that whoever sees the last byte sees all before it. The layers
 //! above and the software device's copies share these functions.
+//!
+//! One limit is known: where one side's range begins or ends within a word of the other's, a byte access meets a word
+//! access. Rust's memory model does not define atomics of different size on the same bytes; the processors do, and
+//! the accesses stay atomic there.
 
 #![allow(unsafe_code)]
 

@@ -212,7 +212,7 @@ impl PoolBuilder {
         self
     }
 
-    /// Number of buffers, or of those added each time a growing pool grows; 64 unless set.
+    /// Number of buffers, or of those added each time a growing pool grows; at least one, 64 unless set.
     #[must_use]
     pub fn buffers(mut self, number: usize) -> Self {
         self.buffers = number;
@@ -231,7 +231,7 @@ impl PoolBuilder {
     ///
     /// # Errors
     ///
-    /// [`SetupError::Limit`] for no buffers, too many or too long ones; [`SetupError::Verb`] if the provider refuses.
+    /// [`SetupError::Limit`] for too many or too long buffers; [`SetupError::Verb`] if the provider refuses.
     pub fn build(self) -> Result<Pool, SetupError> {
         // A cache line each, so that neighbours do not fight; words of 8 bytes stay words.
         let align = if self.buffer_size <= 8 { 8 } else { 64 };
