@@ -315,3 +315,52 @@ fn the_last_waker_of_a_task_may_end_the_queue_pair_it_waits_for() {
         });
     }
 }
+
+#[test]
+fn what_waits_for_room_is_posted_though_nobody_polls_anything_of_its_queue() {
+    for mode in Mode::ALL {
+        bounded("work in line", LONG, move || {
+            Flavour::CurrentThread.runtime().block_on(async move {
+                let (device, pd) = device(&slow_network(3));
+                let [ours, theirs] = [(); 2].map(|()| CompletionQueue::new(&device, mode.make()).unwrap());
+                let sender = QueuePair::builder(&pd, &ours).max_send_wr(1).build().unwrap();
+                let receiver = QueuePair::new(&pd, &theirs).unwrap();
+                connect(&sender, &receiver);
+                let pool = Pool::new(&pd, 64, 8).unwrap();
+                let receives = [(); 3].map(|()| receiver.recv(pool.try_alloc(64).unwrap()));
+                let unpolled = [(); 3].map(|()| sender.send(pool.try_alloc(8).unwrap()));
+                for receive in receives {
+                    soon("a receive", receive).await.unwrap();
+                }
+                drop(unpolled);
+            });
+        });
+    }
+}
+
+/// A waker that looks at the queue.
+struct Curious(CompletionQueue);
+
+impl Wake for Curious {
+    fn wake(self: Arc<Self>) {
+        let _ = self.0.counters();
+    }
+}
+
+#[test]
+fn a_waker_may_look_at_the_queue() {
+    bounded("a curious waker", LONG, || {
+        let (device, pd) = device(&Network::new());
+        let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
+        let (a, b) = pair(&pd, &queue);
+        let pool = Pool::new(&pd, 64, 2).unwrap();
+        let waker = Waker::from(Arc::new(Curious(queue)));
+        // More than end at once before one of them yields.
+        for _ in 0..1000 {
+            let mut receive = b.recv(pool.try_alloc(64).unwrap());
+            let mut send = a.send(pool.try_alloc(8).unwrap());
+            while Pin::new(&mut send).poll(&mut Context::from_waker(&waker)).is_pending() {}
+            while Pin::new(&mut receive).poll(&mut Context::from_waker(&waker)).is_pending() {}
+        }
+    });
+}
