@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::io;
+use std::ops::{Bound, RangeBounds};
 
 use crate::types::{Qpn, TransitionError, WcStatus};
 
@@ -85,6 +86,23 @@ pub struct OutOfBounds {
 }
 
 impl OutOfBounds {
+    /// Start and length of `range` within `size`.
+    pub(crate) fn resolve(range: impl RangeBounds<u64>, size: u64) -> Result<(u64, u64), Self> {
+        let start = match range.start_bound() {
+            Bound::Included(&start) => start,
+            Bound::Excluded(&before) => before.saturating_add(1),
+            Bound::Unbounded => 0,
+        };
+        let end = match range.end_bound() {
+            Bound::Included(&last) => last.saturating_add(1),
+            Bound::Excluded(&end) => end,
+            Bound::Unbounded => size,
+        };
+        let len = end.checked_sub(start).ok_or(Self { offset: start, len: end.wrapping_sub(start), size })?;
+        Self::check(start, len, size)?;
+        Ok((start, len))
+    }
+
     /// `Ok` if `len` bytes from `offset` lie within `size`.
     pub(crate) fn check(offset: u64, len: u64, size: u64) -> Result<(), Self> {
         match offset.checked_add(len) {

@@ -146,16 +146,8 @@ impl WorkQueue {
     ) -> Result<(), OpErrorKind> {
         LimitError::check("work requests of a batch", entries.len() as u64, self.limits.depth.into())?;
         for (entry, buffer) in entries.iter().zip(buffers) {
-            let (start, mut foreign) = (sges.len(), false);
-            buffer.pieces(&mut |sge, pd| {
-                foreign |= pd != self.limits.pd;
-                if sge.length > 0 {
-                    sges.push(sge);
-                }
-            });
-            if foreign {
-                return Err(OpErrorKind::Foreign { what: "buffer" });
-            }
+            let start = sges.len();
+            self.gather(buffer, sges)?;
             self.check(&sges[start..], None, entry.room)?;
             ends.push(sges.len());
         }

@@ -206,22 +206,19 @@ impl CqShared {
         std::mem::take(&mut state.woken)
     }
 
-    /// Takes all completions there are; true if there were any.
-    pub(crate) fn drain(&self) -> bool {
-        let mut any = false;
+    /// Takes all completions there are.
+    pub(crate) fn drain(&self) {
         loop {
             let mut state = lock(&self.state);
-            let before = state.counters.completions;
             let more = self.drain_batch(&mut state);
-            any |= state.counters.completions != before;
             self.release(state);
             if !more {
-                return any;
+                return;
             }
         }
     }
 
-    /// As [`drain`](Self::drain), unless somebody else is at it.
+    /// Takes one batch of completions, unless somebody else is at it; false if there were none.
     pub(super) fn try_drain(&self) -> bool {
         let Some(mut state) = try_lock(&self.state) else { return true };
         let before = state.counters.completions;

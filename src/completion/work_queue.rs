@@ -283,30 +283,11 @@ impl WorkQueue {
         buffer: B,
         patience: Patience,
     ) -> Result<InFlight<B>, Refusal<B>> {
-        let single;
-        let many;
-        let checked = match buffer.single() {
-            Some((sge, pd)) => {
-                single = [sge];
-                let list = if sge.length == 0 { &single[..0] } else { &single[..] };
-                if pd == self.limits.pd {
-                    self.check(list, request.inline, request.room).map(|()| list)
-                } else {
-                    Err(OpErrorKind::Foreign { what: "buffer" })
-                }
-            }
-            None => match self.gather(&buffer) {
-                Ok(list) => {
-                    many = list;
-                    self.check(&many, request.inline, request.room).map(|()| &many[..])
-                }
-                Err(error) => Err(error),
-            },
-        };
-        let sges = match checked {
-            Ok(sges) => sges,
-            Err(error) => return Err(Refusal::Error(error, buffer)),
-        };
+        let mut sges = SgeList::new();
+        let gathered = self.gather(&buffer, &mut sges);
+        if let Err(error) = gathered.and_then(|()| self.check(&sges, request.inline, request.room)) {
+            return Err(Refusal::Error(error, buffer));
+        }
 
         let mut posting = lock(&self.posting);
         if posting.poster.is_none() {
@@ -325,11 +306,11 @@ impl WorkQueue {
             return Err(Refusal::Error(self.too_many(), buffer));
         };
         if direct {
-            let data = request.inline.map_or(Data::Sges(sges), Data::Inline);
+            let data = request.inline.map_or(Data::Sges(&sges), Data::Inline);
             let target = request.to.map(|(handle, qpn, qkey)| handle.target(qpn, qkey));
             let wr =
                 SendWr { wr_id: self.wr_id(index, generation), op: SendOp::Send, flags: request.flags, data, target };
-            if let Err(error) = self.post_one(&mut posting, index, request.what, wr, sges) {
+            if let Err(error) = self.post_one(&mut posting, index, request.what, wr, &sges) {
                 slot.unclaim();
                 return Err(Refusal::Error(OpErrorKind::Post(error), buffer));
             }
@@ -339,7 +320,7 @@ impl WorkQueue {
                 generation,
                 what: request.what,
                 flags: request.flags,
-                sges: SgeList::from_slice(sges),
+                sges,
                 inline: request.inline.map(SmallVec::from_slice),
                 to: request.to.map(|(handle, qpn, qkey)| (handle.clone(), qpn, qkey)),
             };
@@ -555,10 +536,13 @@ impl WorkQueue {
         }
     }
 
-    /// Local elements of a list of buffers.
-    #[cold]
-    fn gather<B: Source>(&self, buffer: &B) -> Result<SgeList, OpErrorKind> {
-        let (mut list, mut foreign) = (SgeList::new(), false);
+    /// Adds the local elements of a buffer, or of a list of them, to `list`.
+    pub(super) fn gather<B: Source, A: smallvec::Array<Item = Sge>>(
+        &self,
+        buffer: &B,
+        list: &mut SmallVec<A>,
+    ) -> Result<(), OpErrorKind> {
+        let mut foreign = false;
         buffer.pieces(&mut |sge, pd| {
             foreign |= pd != self.limits.pd;
             // To some devices an element of no bytes means one of 2^31.
@@ -566,7 +550,7 @@ impl WorkQueue {
                 list.push(sge);
             }
         });
-        if foreign { Err(OpErrorKind::Foreign { what: "buffer" }) } else { Ok(list) }
+        if foreign { Err(OpErrorKind::Foreign { what: "buffer" }) } else { Ok(()) }
     }
 
     #[inline]

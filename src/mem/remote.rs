@@ -2,7 +2,7 @@
 
 #![forbid(unsafe_code)]
 
-use std::ops::{Bound, RangeBounds};
+use std::ops::RangeBounds;
 
 use crate::error::OutOfBounds;
 use crate::types::{RemoteAddr, Rkey};
@@ -59,20 +59,8 @@ impl RemoteRegion {
     ///
     /// [`OutOfBounds`] if the range ends before it starts or reaches beyond the region.
     pub fn slice(&self, range: impl RangeBounds<u64>) -> Result<Self, OutOfBounds> {
-        let start = match range.start_bound() {
-            Bound::Included(&start) => start,
-            Bound::Excluded(&before) => before.saturating_add(1),
-            Bound::Unbounded => 0,
-        };
-        let end = match range.end_bound() {
-            Bound::Included(&last) => last.saturating_add(1),
-            Bound::Excluded(&end) => end,
-            Bound::Unbounded => self.len,
-        };
-        let outside = OutOfBounds { offset: start, len: end.wrapping_sub(start), size: self.len };
-        let len = end.checked_sub(start).ok_or(outside)?;
-        OutOfBounds::check(start, len, self.len)?;
-        let addr = self.addr.checked_add(start).ok_or(outside)?;
+        let (start, len) = OutOfBounds::resolve(range, self.len)?;
+        let addr = self.addr.checked_add(start).ok_or(OutOfBounds { offset: start, len, size: self.len })?;
         Ok(Self { addr, len, rkey: self.rkey })
     }
 

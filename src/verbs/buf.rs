@@ -14,7 +14,7 @@
 use std::any::Any;
 use std::fmt;
 use std::mem::ManuallyDrop;
-use std::ops::{Bound, Deref, DerefMut, RangeBounds};
+use std::ops::{Deref, DerefMut, RangeBounds};
 use std::ptr::NonNull;
 use std::slice;
 use std::sync::Arc;
@@ -224,25 +224,12 @@ impl Buf {
     ///
     /// [`OutOfBounds`] if the range ends before it starts or reaches beyond the view.
     pub fn slice(&self, range: impl RangeBounds<usize>) -> Result<Self, OutOfBounds> {
-        let size = self.len as usize;
-        let start = match range.start_bound() {
-            Bound::Included(&start) => start,
-            Bound::Excluded(&before) => before.saturating_add(1),
-            Bound::Unbounded => 0,
-        };
-        let end = match range.end_bound() {
-            Bound::Included(&last) => last.saturating_add(1),
-            Bound::Excluded(&end) => end,
-            Bound::Unbounded => size,
-        };
-        if start > end || end > size {
-            let len = end.wrapping_sub(start) as u64;
-            return Err(OutOfBounds { offset: start as u64, len, size: size as u64 });
-        }
+        let bounds = (range.start_bound().map(|&start| start as u64), range.end_bound().map(|&end| end as u64));
+        let (start, len) = OutOfBounds::resolve(bounds, self.len.into())?;
         let mut part = self.clone();
         // SAFETY: S1: `start` is within the view, as just checked.
-        part.ptr = unsafe { part.ptr.add(start) };
-        part.len = (end - start) as u32;
+        part.ptr = unsafe { part.ptr.add(start as usize) };
+        part.len = len as u32;
         Ok(part)
     }
 
