@@ -114,7 +114,8 @@ impl Device {
         let mut last = SetupError::NoGid { port: 1 };
         for number in 1..=self.attr().ports {
             let port = self.port(PortNum(number))?;
-            let best = port.gids.iter().max_by_key(|entry| (entry.roce_v2, std::cmp::Reverse(entry.index))).copied();
+            let best =
+                port.gids.iter().max_by_key(|entry| (entry.is_roce_v2(), std::cmp::Reverse(entry.index))).copied();
             match best {
                 Some(gid) if port.state == PortState::Active => return Ok((port, gid)),
                 _ => last = SetupError::NoGid { port: number },
