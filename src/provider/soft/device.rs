@@ -341,11 +341,10 @@ impl contract::Mr for Mr {
     fn rkey(&self) -> Rkey {
         Rkey(self.key)
     }
-}
 
-impl Drop for Mr {
-    fn drop(&mut self) {
+    fn deregister(&mut self) -> Result<(), VerbError> {
         self.device.keys.remove(self.key);
+        Ok(())
     }
 }
 
