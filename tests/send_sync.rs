@@ -6,8 +6,8 @@ mod torture;
 use std::fmt::Debug;
 
 use tokio_rdma::types::{
-    AckTimeout, AddressVector, AsyncEvent, AtomicCapability, Data, DeviceAttr, Gid, GidEntry, LinkLayer, Lkey, Mtu,
-    PortAttr, PortNum, PortState, Psn, Qkey, QpAttr, QpAttrMask, QpCaps, QpState, Qpn, RecvWr, RemoteAddr, Rkey,
+    AckTimeout, AddressVector, AsyncEvent, AtomicCapability, Data, DeviceAttr, Gid, GidEntry, GidKind, LinkLayer, Lkey,
+    Mtu, PortAttr, PortNum, PortState, Psn, Qkey, QpAttr, QpAttrMask, QpCaps, QpState, Qpn, RecvWr, RemoteAddr, Rkey,
     RnrTimer, SendFlags, SendOp, SendWr, Sge, SrqCaps, TransitionError, Transport, UdTarget, WcFlags, WcOpcode,
     WcStatus, WorkCompletion, WrId,
 };
@@ -40,7 +40,7 @@ fn objects_are_send_sync_unpin_and_debug() {
 
 #[test]
 fn values_are_send_sync_unpin_and_debug() {
-    each!(value: AckTimeout, AddressVector, AsyncEvent, AtomicCapability, DeviceAttr, Gid, GidEntry, LinkLayer, Lkey);
+    each!(value: AckTimeout, AddressVector, AsyncEvent, AtomicCapability, DeviceAttr, Gid, GidEntry, GidKind, LinkLayer, Lkey);
     each!(value: Mtu, PortAttr, PortNum, PortState, Psn, Qkey, QpAttr, QpAttrMask, QpCaps, QpState, Qpn);
     each!(value: RemoteAddr, Rkey, RnrTimer, SendFlags, SendOp, Sge, SrqCaps, Transport, WcFlags, WcOpcode, WcStatus);
     each!(value: WorkCompletion, WrId, Data<'static>, RecvWr<'static>, SendWr<'static>, UdTarget<'static>);

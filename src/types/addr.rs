@@ -51,23 +51,61 @@ impl fmt::Display for Gid {
     }
 }
 
-/// One entry of a port's GID table.
+/// What a GID stands for and which packets it sends: `gid_type` of `struct ibv_gid_entry`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum GidKind {
+    /// InfiniBand: subnet prefix and GUID of the port.
+    InfiniBand,
+    /// RoCE v1: frames of Ethernet that no router passes on.
+    RoceV1,
+    /// RoCE v2: UDP packets to port 4791, sent from the IP address that the GID stands for.
+    RoceV2,
+}
+
+impl fmt::Display for GidKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::InfiniBand => "InfiniBand",
+            Self::RoceV1 => "RoCE v1",
+            Self::RoceV2 => "RoCE v2",
+        })
+    }
+}
+
+/// One entry of a port's GID table, `ibv_query_gid_ex(3)`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct GidEntry {
-    /// Position in the table: what an [`AddressVector`] names as `sgid_index`.
+    /// Position in the table: what an [`AddressVector`] names as `sgid_index`. Tables may be longer than 256; entries
+    /// beyond have no number there, so nothing can be sent from them and they are left out.
     pub index: u8,
     /// The identifier.
     pub gid: Gid,
-    /// True if packets sent with it are RoCE v2 (UDP).
-    pub roce_v2: bool,
+    /// Which packets are sent from it.
+    pub kind: GidKind,
+    /// Index of the network interface it belongs to, as `if_nametoindex(3)` gives it: `ndev_ifindex` of
+    /// `struct ibv_gid_entry`. `None` on InfiniBand, or if that is not known.
+    pub interface: Option<u32>,
 }
 
 impl GidEntry {
-    /// An entry of a GID table.
+    /// An entry of a GID table, of no known interface.
     #[must_use]
-    pub const fn new(index: u8, gid: Gid, roce_v2: bool) -> Self {
-        Self { index, gid, roce_v2 }
+    pub const fn new(index: u8, gid: Gid, kind: GidKind) -> Self {
+        Self { index, gid, kind, interface: None }
+    }
+
+    /// The same entry, of the network interface with this index; 0 is none, as in `struct ibv_gid_entry`.
+    #[must_use]
+    pub const fn on_interface(self, index: u32) -> Self {
+        Self { interface: if index == 0 { None } else { Some(index) }, ..self }
+    }
+
+    /// True if packets sent from it are RoCE v2 (UDP).
+    #[must_use]
+    pub const fn is_roce_v2(&self) -> bool {
+        matches!(self.kind, GidKind::RoceV2)
     }
 }
 

@@ -10,6 +10,12 @@ pub struct DeviceAttr {
     pub name: String,
     /// Node GUID.
     pub guid: u64,
+    /// Number of the vendor (an IEEE OUI: 0x02c9 is Mellanox); 0 for the software device.
+    pub vendor_id: u32,
+    /// The vendor's number of the part, on most the PCI device ID.
+    pub vendor_part_id: u32,
+    /// Version of the firmware, or of the program that the device is.
+    pub firmware: String,
     /// Ports, counted from 1.
     pub ports: u8,
     /// Most queue pairs.
@@ -28,6 +34,8 @@ pub struct DeviceAttr {
     pub max_mr: u32,
     /// Largest registration, bytes.
     pub max_mr_size: u64,
+    /// Most memory windows of type 2; 0 means not supported.
+    pub max_mw: u32,
     /// Most protection domains.
     pub max_pd: u32,
     /// Most READ and atomic requests that a queue pair serves at once.
@@ -44,6 +52,10 @@ pub struct DeviceAttr {
     pub completion_vectors: u32,
     /// Against whom atomics are atomic.
     pub atomic: AtomicCapability,
+    /// Registrations can be made of memory that is not pinned (`IBV_ODP_SUPPORT`).
+    pub on_demand_paging: bool,
+    /// Dynamically connected transport; `None` if the provider does not say.
+    pub dc: Option<bool>,
 }
 
 impl DeviceAttr {
@@ -52,6 +64,9 @@ impl DeviceAttr {
         Self {
             name: name.into(),
             guid: 0,
+            vendor_id: 0,
+            vendor_part_id: 0,
+            firmware: String::new(),
             ports: 1,
             max_qp: 0,
             max_qp_wr: 0,
@@ -61,6 +76,7 @@ impl DeviceAttr {
             max_cqe: 0,
             max_mr: 0,
             max_mr_size: 0,
+            max_mw: 0,
             max_pd: 0,
             max_qp_rd_atom: 0,
             max_qp_init_rd_atom: 0,
@@ -69,6 +85,8 @@ impl DeviceAttr {
             max_srq_sge: 0,
             completion_vectors: 1,
             atomic: AtomicCapability::None,
+            on_demand_paging: false,
+            dc: None,
         }
     }
 }
@@ -105,8 +123,8 @@ pub struct PortAttr {
     pub lid: u16,
     /// The GID table without its empty entries.
     pub gids: Vec<GidEntry>,
-    /// Entries of the partition key table.
-    pub pkeys: u16,
+    /// The partition key table, by index; empty entries are 0. Bit 15: full member.
+    pub pkey_table: Vec<u16>,
 }
 
 impl PortAttr {
@@ -121,7 +139,8 @@ impl PortAttr {
             max_msg_size: 1 << 31,
             lid: 0,
             gids,
-            pkeys: 1,
+            // The default partition, full member: all that RoCE has.
+            pkey_table: vec![0xffff],
         }
     }
 }

@@ -16,7 +16,7 @@ mod wc;
 mod wr;
 
 pub use access::Access;
-pub use addr::{AddressVector, Gid, GidEntry, LinkLayer, Mtu};
+pub use addr::{AddressVector, Gid, GidEntry, GidKind, LinkLayer, Mtu};
 pub use caps::{AtomicCapability, DeviceAttr, PortAttr, PortState, QpCaps, SrqCaps};
 pub use event::AsyncEvent;
 pub use id::{Imm, Lkey, PortNum, Psn, Qkey, Qpn, Rkey, WrId};

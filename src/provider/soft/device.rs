@@ -15,8 +15,8 @@ use parking_lot::{Mutex, RwLock};
 use crate::error::VerbError;
 use crate::provider::contract::{self, QpInit};
 use crate::types::{
-    Access, AddressVector, AsyncEvent, AtomicCapability, DeviceAttr, Gid, GidEntry, Lkey, PortAttr, PortNum, PortState,
-    Qpn, Rkey, SrqCaps,
+    Access, AddressVector, AsyncEvent, AtomicCapability, DeviceAttr, Gid, GidEntry, GidKind, Lkey, PortAttr, PortNum,
+    PortState, Qpn, Rkey, SrqCaps,
 };
 
 use super::channel::{Channel, Mailbox, os_error};
@@ -68,6 +68,7 @@ impl DeviceInner {
         let attr = DeviceAttr {
             // Locally administered, from the address.
             guid: 0x0200_5eff_fe00_0000 | u64::from(u32::from_be_bytes([0, gid.0[13], gid.0[14], gid.0[15]])),
+            firmware: env!("CARGO_PKG_VERSION").to_owned(),
             ports: 1,
             max_qp: 1 << 20,
             max_qp_wr: 16384,
@@ -85,6 +86,7 @@ impl DeviceInner {
             max_srq_sge: 16,
             completion_vectors: 1,
             atomic: AtomicCapability::Global,
+            dc: Some(false),
             ..DeviceAttr::named(name)
         };
         Ok(Arc::new(Self {
@@ -232,7 +234,7 @@ impl contract::Context<Soft> for Context {
         if port != PORT {
             return Err(VerbError::new("ibv_query_port", VerbError::EINVAL));
         }
-        let mut attr = PortAttr::ethernet(PORT, vec![GidEntry::new(0, self.0.device.gid, true)]);
+        let mut attr = PortAttr::ethernet(PORT, vec![GidEntry::new(0, self.0.device.gid, GidKind::RoceV2)]);
         attr.state = self.0.device.port_state();
         attr.max_msg_size = MAX_MESSAGE;
         Ok(attr)
@@ -339,11 +341,10 @@ impl contract::Mr for Mr {
     fn rkey(&self) -> Rkey {
         Rkey(self.key)
     }
-}
 
-impl Drop for Mr {
-    fn drop(&mut self) {
+    fn deregister(&mut self) -> Result<(), VerbError> {
         self.device.keys.remove(self.key);
+        Ok(())
     }
 }
 
