@@ -100,7 +100,7 @@ pub(crate) struct QpInit<'a, P: Provider> {
     pub(crate) caps: QpCaps,
 }
 
-/// Registration, `ibv_reg_mr(3)`: not ended by its drop, but by [`deregister`](Self::deregister).
+/// Registration, `ibv_reg_mr(3)`. Its drop tries to end it, and cannot tell whether it did.
 pub(crate) trait Mr: Debug + Send + Sync {
     fn lkey(&self) -> Lkey;
     fn rkey(&self) -> Rkey;

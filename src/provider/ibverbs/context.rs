@@ -60,6 +60,9 @@ pub(crate) fn devices() -> Result<Vec<String>, VerbError> {
     Ok(List::new()?.iter().map(|(_, name)| name).collect())
 }
 
+/// Vendor number of the kernel's SoftRoCE.
+const SOFT_ROCE: u32 = 0xff_ffff;
+
 /// An open device.
 #[derive(Debug)]
 pub(crate) struct Context {
@@ -67,7 +70,7 @@ pub(crate) struct Context {
     attr: DeviceAttr,
     /// Entries of the GID table of all ports together.
     gids: usize,
-    /// Work requests go through `ibv_wr_*` where the device offers it.
+    /// Work requests go through `ibv_wr_*` where the driver offers it.
     extended: bool,
 }
 

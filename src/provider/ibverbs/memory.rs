@@ -40,7 +40,7 @@ impl contract::Pd<Ibverbs> for Pd {
         let flags = convert::access_flags(access);
         // SAFETY: S1, S2: the caller keeps the range allocated and unaliased; the protection domain is alive.
         let raw = unsafe { ibv_reg_mr(self.raw.as_ptr(), addr.as_ptr().cast(), len, flags as i32) };
-        Ok(Mr { raw: sys::handle(verb, raw)? })
+        Ok(Mr { raw: sys::handle(verb, raw)?, ended: false })
     }
 
     fn create_qp(&self, init: &QpInit<'_, Ibverbs>) -> Result<Qp, VerbError> {
@@ -67,6 +67,7 @@ impl Drop for Pd {
 #[derive(Debug)]
 pub(crate) struct Mr {
     raw: NonNull<ibv_mr>,
+    ended: bool,
 }
 
 // SAFETY: S3: libibverbs is safe to call from any thread at once; the handle is used until `deregister` only.
@@ -86,7 +87,19 @@ impl contract::Mr for Mr {
     }
 
     fn deregister(&mut self) -> Result<(), VerbError> {
-        // SAFETY: S3: made by us, and not used again once it has ended.
-        sys::status("ibv_dereg_mr", unsafe { ibv_dereg_mr(self.raw.as_ptr()) })
+        if !self.ended {
+            // SAFETY: S3: made by us, and not used again once it has ended.
+            sys::status("ibv_dereg_mr", unsafe { ibv_dereg_mr(self.raw.as_ptr()) })?;
+            self.ended = true;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Mr {
+    fn drop(&mut self) {
+        if let Err(error) = contract::Mr::deregister(self) {
+            tracing::error!(%error, "not freed");
+        }
     }
 }
