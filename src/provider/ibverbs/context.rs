@@ -87,14 +87,14 @@ impl Context {
         // SAFETY: S3: a device of a list that lives.
         let raw = sys::handle("ibv_open_device", unsafe { ibv_open_device(device) })?;
         // From here on dropped, and so closed, if anything is refused.
-        let mut context = Self {
-            raw,
-            attr: DeviceAttr::named(name),
-            gids: 0,
-            extended: std::env::var_os("TOKIO_RDMA_POST_SEND").is_none(),
-        };
+        let mut context = Self { raw, attr: DeviceAttr::named(name), gids: 0, extended: false };
         do_not_block(context.event_fd())?;
         context.attr = context.query(name)?;
+        context.extended = match std::env::var("TOKIO_RDMA_POST") {
+            Ok(way) => way == "extended",
+            // That of SoftRoCE forgets that data is inline and all but the first length of a list (rdma-core 44).
+            Err(_) => context.attr.vendor_id != SOFT_ROCE,
+        };
         for port in 1..=context.attr.ports {
             let entries = context.query_port(PortNum(port))?.gid_tbl_len;
             context.gids += usize::try_from(entries).unwrap_or(0);
