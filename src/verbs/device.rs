@@ -125,7 +125,11 @@ impl Device {
         ProtectionDomain::new(self)
     }
 
-    /// First active port and the entry of its GID table to send from: RoCE v2 before others.
+    /// First active port and the entry of its GID table to send from: RoCE v2 before others, and of these one that is
+    /// not of the link alone.
+    ///
+    /// Each RoCE device has a GID made from its MAC address, `fe80::…`, mostly the first one, whether or not its
+    /// interface has that address or IPv6 at all: from it no router is reached, and perhaps nobody.
     ///
     /// # Errors
     ///
@@ -134,8 +138,13 @@ impl Device {
         let mut last = SetupError::NoGid { port: 1 };
         for number in 1..=self.attr().ports {
             let port = self.port(PortNum(number))?;
-            let best =
-                port.gids.iter().max_by_key(|entry| (entry.is_roce_v2(), std::cmp::Reverse(entry.index))).copied();
+            let best = port
+                .gids
+                .iter()
+                .max_by_key(|entry| {
+                    (entry.is_roce_v2(), !entry.gid.is_unicast_link_local(), std::cmp::Reverse(entry.index))
+                })
+                .copied();
             match best {
                 Some(gid) if port.state == PortState::Active => return Ok((port, gid)),
                 _ => last = SetupError::NoGid { port: number },
