@@ -41,6 +41,9 @@ struct end {
     enum ibv_mtu mtu;
     unsigned unacknowledged;
     unsigned sends, receives; /* completions polled and not yet asked for */
+    struct ibv_sge sge, receive_sge;
+    struct ibv_send_wr wr;
+    struct ibv_recv_wr receive_wr;
     char memory[MAX_DEPTH * MESSAGE];
 };
 
@@ -48,7 +51,7 @@ static enum mode mode;
 static int epoll;
 static unsigned long arms, events, acks, waits;
 
-static void check(int good, const char *what) {
+static inline void check(int good, const char *what) {
     if (!good) {
         fprintf(stderr, "raw: %s: %s\n", what, strerror(errno));
         exit(1);
@@ -173,7 +176,7 @@ static void sleep_for_event(void) {
         acknowledge(end);
 }
 
-static int poll(struct end *end, struct ibv_wc *completions, int room) {
+static inline int poll(struct end *end, struct ibv_wc *completions, int room) {
     int taken = ibv_poll_cq(end->cq, room, completions);
     check(taken >= 0, "ibv_poll_cq");
     for (int index = 0; index < taken; index++)
@@ -185,7 +188,7 @@ static int poll(struct end *end, struct ibv_wc *completions, int room) {
 }
 
 /* At least one completion, at most `room`. */
-static int take(struct end *end, struct ibv_wc *completions, int room) {
+static inline int take(struct end *end, struct ibv_wc *completions, int room) {
     int taken;
     if (mode == ARM_FIRST)
         sleep_for_event();
@@ -202,22 +205,25 @@ static int take(struct end *end, struct ibv_wc *completions, int room) {
 
 /* WRITE and READ: `depth` in flight, each one's time from its post to its completion. */
 
-static void post_rdma(struct end *from, struct end *to, enum ibv_wr_opcode opcode, unsigned long id) {
-    struct ibv_sge sge = {
-        .addr = (uintptr_t)&from->memory[id % MAX_DEPTH * MESSAGE], .length = WORD, .lkey = from->mr->lkey};
-    struct ibv_send_wr *bad, wr = {
-        .wr_id = id,
-        .sg_list = &sge,
+static void prepare_rdma(struct end *from, struct end *to, enum ibv_wr_opcode opcode) {
+    from->sge = (struct ibv_sge){.length = WORD, .lkey = from->mr->lkey};
+    from->wr = (struct ibv_send_wr){
+        .sg_list = &from->sge,
         .num_sge = 1,
         .opcode = opcode,
         .send_flags = IBV_SEND_SIGNALED,
         .wr.rdma = {.remote_addr = (uintptr_t)to->memory, .rkey = to->mr->rkey},
     };
-    check(ibv_post_send(from->qp, &wr, &bad) == 0, "ibv_post_send");
 }
 
-static void rdma(struct end *from, struct end *to, enum ibv_wr_opcode opcode, unsigned long depth,
-                 unsigned long operations, unsigned long *times) {
+static inline void post_rdma(struct end *from, unsigned long id) {
+    struct ibv_send_wr *bad;
+    from->sge.addr = (uintptr_t)&from->memory[id % MAX_DEPTH * MESSAGE];
+    from->wr.wr_id = id;
+    check(ibv_post_send(from->qp, &from->wr, &bad) == 0, "ibv_post_send");
+}
+
+static void rdma(struct end *from, unsigned long depth, unsigned long operations, unsigned long *times) {
     struct ibv_wc completions[MAX_DEPTH];
     unsigned long started[MAX_DEPTH], posted = 0, done = 0;
     while (done < operations) {
@@ -226,13 +232,13 @@ static void rdma(struct end *from, struct end *to, enum ibv_wr_opcode opcode, un
                 arm(from);
             if (times)
                 started[posted % MAX_DEPTH] = now();
-            post_rdma(from, to, opcode, posted++);
+            post_rdma(from, posted++);
         }
         int taken = take(from, completions, depth);
         if (times) {
-            unsigned long end = now();
+            unsigned long stop = now();
             for (int index = 0; index < taken; index++)
-                times[completions[index].wr_id] = end - started[completions[index].wr_id % MAX_DEPTH];
+                times[completions[index].wr_id] = stop - started[completions[index].wr_id % MAX_DEPTH];
         }
         done += taken;
     }
@@ -241,19 +247,22 @@ static void rdma(struct end *from, struct end *to, enum ibv_wr_opcode opcode, un
 /* Ping-pong: both ends in turn. An answer's own completion is awaited before the next answer: over a wire it takes as long
  * as the next question. */
 
+static void prepare_messages(struct end *end) {
+    end->receive_sge = (struct ibv_sge){.addr = (uintptr_t)end->memory, .length = MESSAGE, .lkey = end->mr->lkey};
+    end->receive_wr = (struct ibv_recv_wr){.sg_list = &end->receive_sge, .num_sge = 1};
+    end->sge = (struct ibv_sge){.addr = (uintptr_t)&end->memory[MESSAGE], .length = MESSAGE, .lkey = end->mr->lkey};
+    end->wr = (struct ibv_send_wr){
+        .sg_list = &end->sge, .num_sge = 1, .opcode = IBV_WR_SEND, .send_flags = IBV_SEND_SIGNALED};
+}
+
 static void post_receive(struct end *end) {
-    struct ibv_sge sge = {.addr = (uintptr_t)end->memory, .length = MESSAGE, .lkey = end->mr->lkey};
-    struct ibv_recv_wr *bad, wr = {.sg_list = &sge, .num_sge = 1};
-    check(ibv_post_recv(end->qp, &wr, &bad) == 0, "ibv_post_recv");
+    struct ibv_recv_wr *bad;
+    check(ibv_post_recv(end->qp, &end->receive_wr, &bad) == 0, "ibv_post_recv");
 }
 
 static void post_send(struct end *end) {
-    struct ibv_sge sge = {.addr = (uintptr_t)&end->memory[MESSAGE], .length = MESSAGE, .lkey = end->mr->lkey};
-    struct ibv_send_wr *bad, wr = {
-        .sg_list = &sge, .num_sge = 1, .opcode = IBV_WR_SEND, .send_flags = IBV_SEND_SIGNALED};
-    if (mode == ARM_FIRST)
-        arm(end);
-    check(ibv_post_send(end->qp, &wr, &bad) == 0, "ibv_post_send");
+    struct ibv_send_wr *bad;
+    check(ibv_post_send(end->qp, &end->wr, &bad) == 0, "ibv_post_send");
 }
 
 /* Until `sends` and `receives` of an end are done. */
@@ -295,10 +304,14 @@ static int later(const void *left, const void *right) {
 
 static void run(struct end *ours, struct end *theirs, const char *work, unsigned long depth, unsigned long operations,
                 unsigned long *times) {
-    if (strcmp(work, "pingpong") == 0)
+    if (strcmp(work, "pingpong") == 0) {
+        prepare_messages(ours);
+        prepare_messages(theirs);
         ping_pong(ours, theirs, operations, times);
-    else
-        rdma(ours, theirs, strcmp(work, "read") == 0 ? IBV_WR_RDMA_READ : IBV_WR_RDMA_WRITE, depth, operations, times);
+    } else {
+        prepare_rdma(ours, theirs, strcmp(work, "read") == 0 ? IBV_WR_RDMA_READ : IBV_WR_RDMA_WRITE);
+        rdma(ours, depth, operations, times);
+    }
 }
 
 int main(int count, char **arguments) {
