@@ -17,6 +17,7 @@ mod channel;
 mod cq;
 mod device;
 mod exposed;
+mod net;
 mod pd;
 mod pool;
 mod qp;
