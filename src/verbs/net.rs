@@ -10,7 +10,7 @@ use if_addrs::IfAddr;
 use crate::types::{Gid, IpPrefix, LinkLayer, NetInterface, Peer, PortAttr, RankedGid, rank};
 
 /// Where the kernel shows devices.
-pub(crate) const SYS: &str = "/sys";
+const SYS: &str = "/sys";
 
 /// UDP port of RoCE v2.
 const ROCE: u16 = 4791;
