@@ -27,6 +27,12 @@ impl VerbError {
     pub(crate) const ENODEV: i32 = 19;
     /// Wrong argument or wrong state.
     pub(crate) const EINVAL: i32 = 22;
+    /// The kernel does not know it.
+    #[cfg(feature = "ibverbs")]
+    pub(crate) const ENOSYS: i32 = 38;
+    /// The driver or the library does not have it.
+    #[cfg(feature = "ibverbs")]
+    pub(crate) const EOPNOTSUPP: i32 = 95;
 
     pub(crate) const fn new(verb: &'static str, errno: i32) -> Self {
         Self { verb, errno }
@@ -130,6 +136,8 @@ pub enum OpenError {
         name: String,
         /// Names there are.
         available: Vec<String>,
+        /// Why there are no others, if that is known.
+        reason: Option<&'static str>,
     },
     /// The device is there and refused.
     Verb(VerbError),
@@ -138,8 +146,9 @@ pub enum OpenError {
 impl fmt::Display for OpenError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::NotFound { name, available } => {
-                write!(f, "no RDMA device is called {name:?}; there is {}", available.join(", "))
+            Self::NotFound { name, available, reason } => {
+                write!(f, "no RDMA device is called {name:?}; there is {}", available.join(", "))?;
+                reason.map_or(Ok(()), |reason| write!(f, " ({reason})"))
             }
             Self::Verb(error) => error.fmt(f),
         }

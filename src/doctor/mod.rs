@@ -22,6 +22,8 @@ use std::time::Duration;
 
 pub use host::{Container, Host, KernelDevice, LockLimit, NodeAccess, PciFunction};
 
+#[cfg(feature = "ibverbs")]
+use crate::error::VerbError;
 use crate::types::{DeviceAttr, PortAttr, RankedGid};
 use crate::verbs::Device;
 
@@ -92,6 +94,16 @@ impl Examine {
 
 /// What libibverbs says.
 fn library() -> Library {
+    #[cfg(feature = "ibverbs")]
+    return match crate::provider::ibverbs::devices() {
+        Ok(names) => Library::Devices(names),
+        Err(error) => match error.errno {
+            VerbError::EOPNOTSUPP => Library::Missing,
+            VerbError::ENOSYS => Library::NoKernelSupport,
+            errno => Library::Failed(errno),
+        },
+    };
+    #[cfg(not(feature = "ibverbs"))]
     Library::NotBuilt
 }
 

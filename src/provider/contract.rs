@@ -100,11 +100,15 @@ pub(crate) struct QpInit<'a, P: Provider> {
     pub(crate) caps: QpCaps,
 }
 
-/// Registration, `ibv_reg_mr(3)`. When its drop returns, the device does not touch the memory any
-/// more; work that names it fails with a protection or access error.
+/// Registration, `ibv_reg_mr(3)`. Its drop tries to end it, and cannot tell whether it did.
 pub(crate) trait Mr: Debug + Send + Sync {
     fn lkey(&self) -> Lkey;
     fn rkey(&self) -> Rkey;
+
+    /// `ibv_dereg_mr(3)`. When it returns `Ok`, the device does not touch the memory any more; work that names it fails
+    /// with a protection or access error, and nothing may be asked of it any more. After an error it may go on, so the
+    /// memory must never be used again unless a further attempt succeeds.
+    fn deregister(&mut self) -> Result<(), VerbError>;
 }
 
 /// Completion channel, `ibv_create_comp_channel(3)`.

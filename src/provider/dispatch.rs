@@ -1,4 +1,4 @@
-//! The closed set of providers: one variant each, one branch per verb call.
+//! The closed set of providers: one variant each, one branch per verb call (none, if there is but one).
 //!
 //! Public types hold these enums, so they are not generic over who executes them. Objects of
 //! different providers never meet: whoever mixes them gets EINVAL, as from a foreign protection domain.
@@ -10,6 +10,8 @@ use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 
 use super::contract::{self, PostError, Provider, QpInit};
+#[cfg(feature = "ibverbs")]
+use super::ibverbs::Ibverbs;
 use super::soft::Soft;
 pub(crate) use super::soft::{CqCounters, ReceiveCounters, SendCounters};
 use crate::error::VerbError;
@@ -28,13 +30,26 @@ macro_rules! objects {
             #[derive(Debug)]
             pub(crate) enum $name {
                 Soft(<Soft as Provider>::$name),
+                #[cfg(feature = "ibverbs")]
+                Ibverbs(<Ibverbs as Provider>::$name),
             }
 
+            #[allow(dead_code, reason = "asked of those objects only that others are made from")]
             impl $name {
-                #[allow(dead_code, reason = "asked of those objects only that others are made from")]
-                fn soft(&self) -> &<Soft as Provider>::$name {
-                    let Self::Soft(inner) = self;
-                    inner
+                fn soft(&self) -> Result<&<Soft as Provider>::$name, VerbError> {
+                    match self {
+                        Self::Soft(inner) => Ok(inner),
+                        #[cfg(feature = "ibverbs")]
+                        Self::Ibverbs(_) => Err(FOREIGN),
+                    }
+                }
+
+                #[cfg(feature = "ibverbs")]
+                fn ibverbs(&self) -> Result<&<Ibverbs as Provider>::$name, VerbError> {
+                    match self {
+                        Self::Soft(_) => Err(FOREIGN),
+                        Self::Ibverbs(inner) => Ok(inner),
+                    }
                 }
             }
         )*
@@ -45,6 +60,10 @@ macro_rules! objects {
     };
 }
 
+/// Two objects of different providers, which have nothing to do with each other.
+#[cfg(feature = "ibverbs")]
+const FOREIGN: VerbError = VerbError::new("provider", VerbError::EINVAL);
+
 objects!(Context, Pd, Mr, Channel, Cq, Qp, Srq, Ah);
 
 /// Calls the same method on whichever provider's object this is.
@@ -52,6 +71,19 @@ macro_rules! each {
     ($object:expr, $inner:ident => $call:expr) => {
         match $object {
             Self::Soft($inner) => $call,
+            #[cfg(feature = "ibverbs")]
+            Self::Ibverbs($inner) => $call,
+        }
+    };
+}
+
+/// The same, wrapping what comes back as an object of that provider.
+macro_rules! make {
+    ($object:expr, $name:ident, $inner:ident => $call:expr) => {
+        match $object {
+            Self::Soft($inner) => $call.map($name::Soft),
+            #[cfg(feature = "ibverbs")]
+            Self::Ibverbs($inner) => $call.map($name::Ibverbs),
         }
     };
 }
@@ -70,20 +102,24 @@ impl contract::Context<Any> for Context {
     }
 
     fn create_pd(&self) -> Result<Pd, VerbError> {
-        match self {
-            Self::Soft(inner) => inner.create_pd().map(Pd::Soft),
-        }
+        make!(self, Pd, inner => inner.create_pd())
     }
 
     fn create_channel(&self) -> Result<Channel, VerbError> {
-        match self {
-            Self::Soft(inner) => inner.create_channel().map(Channel::Soft),
-        }
+        make!(self, Channel, inner => inner.create_channel())
     }
 
     fn create_cq(&self, capacity: u32, channel: Option<&Channel>, vector: u32, cookie: u64) -> Result<Cq, VerbError> {
         match self {
-            Self::Soft(inner) => inner.create_cq(capacity, channel.map(Channel::soft), vector, cookie).map(Cq::Soft),
+            Self::Soft(inner) => {
+                let channel = channel.map(Channel::soft).transpose()?;
+                inner.create_cq(capacity, channel, vector, cookie).map(Cq::Soft)
+            }
+            #[cfg(feature = "ibverbs")]
+            Self::Ibverbs(inner) => {
+                let channel = channel.map(Channel::ibverbs).transpose()?;
+                inner.create_cq(capacity, channel, vector, cookie).map(Cq::Ibverbs)
+            }
         }
     }
 
@@ -96,38 +132,43 @@ impl contract::Context<Any> for Context {
     }
 }
 
+impl<'a> QpInit<'a, Any> {
+    /// The same with the queues of provider `P`, as `cq` and `srq` find them.
+    fn of<P: Provider>(
+        &self,
+        cq: impl Fn(&'a Cq) -> Result<&'a P::Cq, VerbError>,
+        srq: impl Fn(&'a Srq) -> Result<&'a P::Srq, VerbError>,
+    ) -> Result<QpInit<'a, P>, VerbError> {
+        Ok(QpInit {
+            transport: self.transport,
+            send_cq: cq(self.send_cq)?,
+            recv_cq: cq(self.recv_cq)?,
+            srq: self.srq.map(srq).transpose()?,
+            caps: self.caps,
+        })
+    }
+}
+
 impl contract::Pd<Any> for Pd {
     unsafe fn register(&self, addr: NonNull<u8>, len: usize, access: Access, shared: bool) -> Result<Mr, VerbError> {
-        match self {
-            // SAFETY: S1, S2: the caller's promise is passed on unchanged.
-            Self::Soft(inner) => unsafe { inner.register(addr, len, access, shared) }.map(Mr::Soft),
-        }
+        // SAFETY: S1, S2: the caller's promise is passed on unchanged.
+        make!(self, Mr, inner => unsafe { inner.register(addr, len, access, shared) })
     }
 
     fn create_qp(&self, init: &QpInit<'_, Any>) -> Result<Qp, VerbError> {
         match self {
-            Self::Soft(inner) => inner
-                .create_qp(&QpInit {
-                    transport: init.transport,
-                    send_cq: init.send_cq.soft(),
-                    recv_cq: init.recv_cq.soft(),
-                    srq: init.srq.map(Srq::soft),
-                    caps: init.caps,
-                })
-                .map(Qp::Soft),
+            Self::Soft(inner) => inner.create_qp(&init.of(Cq::soft, Srq::soft)?).map(Qp::Soft),
+            #[cfg(feature = "ibverbs")]
+            Self::Ibverbs(inner) => inner.create_qp(&init.of(Cq::ibverbs, Srq::ibverbs)?).map(Qp::Ibverbs),
         }
     }
 
     fn create_srq(&self, caps: SrqCaps) -> Result<Srq, VerbError> {
-        match self {
-            Self::Soft(inner) => inner.create_srq(caps).map(Srq::Soft),
-        }
+        make!(self, Srq, inner => inner.create_srq(caps))
     }
 
     fn create_ah(&self, address: &AddressVector) -> Result<Ah, VerbError> {
-        match self {
-            Self::Soft(inner) => inner.create_ah(address).map(Ah::Soft),
-        }
+        make!(self, Ah, inner => inner.create_ah(address))
     }
 }
 
@@ -138,6 +179,10 @@ impl contract::Mr for Mr {
 
     fn rkey(&self) -> Rkey {
         each!(self, inner => inner.rkey())
+    }
+
+    fn deregister(&mut self) -> Result<(), VerbError> {
+        each!(self, inner => inner.deregister())
     }
 }
 
@@ -156,6 +201,8 @@ impl Cq {
     pub(crate) fn software_counters(&self) -> Option<CqCounters> {
         match self {
             Self::Soft(inner) => Some(inner.counters()),
+            #[cfg(feature = "ibverbs")]
+            Self::Ibverbs(_) => None,
         }
     }
 }
@@ -188,6 +235,8 @@ impl Qp {
     pub(crate) fn software_counters(&self) -> Option<(SendCounters, ReceiveCounters)> {
         match self {
             Self::Soft(inner) => Some(inner.counters()),
+            #[cfg(feature = "ibverbs")]
+            Self::Ibverbs(_) => None,
         }
     }
 }

@@ -5,4 +5,6 @@
 
 pub(crate) mod contract;
 pub(crate) mod dispatch;
+#[cfg(feature = "ibverbs")]
+pub(crate) mod ibverbs;
 pub(crate) mod soft;

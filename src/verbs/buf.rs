@@ -134,7 +134,7 @@ impl BufMut {
     ///
     /// # Errors
     ///
-    /// The buffer itself, if it is of a pool or the memory is not an `S`.
+    /// The buffer itself, if it is of a pool, the memory is not an `S`, or its registration does not end.
     ///
     /// [`ProtectionDomain::register`]: super::ProtectionDomain::register
     pub fn into_storage<S: Storage>(self) -> Result<S, Self> {
@@ -146,8 +146,11 @@ impl BufMut {
         // SAFETY: S1: `this` is never dropped, so its share of the slab is taken once.
         let slab = unsafe { ManuallyDrop::take(&mut this.slab) };
         match Arc::try_unwrap(slab) {
-            Ok(slab) => {
-                let storage: Box<dyn Any> = slab.registration.into_storage();
+            Ok(mut slab) => {
+                let Some(storage) = slab.registration.end() else {
+                    return Err(Self::from_chunk(Arc::new(slab), index, len));
+                };
+                let storage: Box<dyn Any> = storage;
                 Ok(*storage.downcast::<S>().unwrap_or_else(|_| unreachable!("its type was checked above")))
             }
             Err(slab) => Err(Self::from_chunk(slab, index, len)),

@@ -43,10 +43,11 @@ impl Device {
         Ok(Self { context: Arc::new(Context::Soft(context)) })
     }
 
-    /// Names of the devices that [`open`](Self::open) takes.
+    /// Names of the devices that [`open`](Self::open) takes: those of libibverbs, if feature `ibverbs` is on, and the
+    /// software device.
     #[must_use]
     pub fn list() -> Vec<String> {
-        vec![Self::SOFTWARE.to_owned()]
+        real_devices().unwrap_or_default().into_iter().chain([Self::SOFTWARE.to_owned()]).collect()
     }
 
     /// Opens a device by name.
@@ -58,22 +59,41 @@ impl Device {
         if name == Self::SOFTWARE {
             return Self::software();
         }
-        Err(OpenError::NotFound { name: name.to_owned(), available: Self::list() })
+        #[cfg(feature = "ibverbs")]
+        if real_devices().is_ok()
+            && let Some(context) = crate::provider::ibverbs::Context::open(name)?
+        {
+            tracing::debug!(device = name, "opened");
+            return Ok(Self { context: Arc::new(Context::Ibverbs(context)) });
+        }
+        Err(OpenError::NotFound { name: name.to_owned(), available: Self::list(), reason: real_devices().err() })
     }
 
-    /// Opens the device that `TOKIO_RDMA_DEVICE` names, or, if that is not set, the software device.
+    /// Opens the device that `TOKIO_RDMA_DEVICE` names. If that is not set: the first real device with an active port,
+    /// or else, with a warning, the software device.
     ///
     /// # Errors
     ///
     /// As [`open`](Self::open); a name that does not exist is an error and never replaced by another device.
     pub fn open_default() -> Result<Self, OpenError> {
-        match std::env::var("TOKIO_RDMA_DEVICE") {
-            Ok(name) => Self::open(&name),
-            Err(_) => {
-                tracing::warn!(device = Self::SOFTWARE, "no RDMA device named, using the software device");
-                Self::software()
-            }
+        if let Ok(name) = std::env::var("TOKIO_RDMA_DEVICE") {
+            return Self::open(&name);
         }
+        let reason = match real_devices() {
+            Ok(names) => {
+                for name in &names {
+                    match Self::open(name) {
+                        Ok(device) if device.default_path().is_ok() => return Ok(device),
+                        Ok(_) => tracing::warn!(device = name, "not used: no active port with a GID"),
+                        Err(error) => tracing::warn!(device = name, %error, "not used: it does not open"),
+                    }
+                }
+                if names.is_empty() { "libibverbs finds no device" } else { "no real device can be used" }
+            }
+            Err(reason) => reason,
+        };
+        tracing::warn!(device = Self::SOFTWARE, reason, "using the software device");
+        Self::software()
     }
 
     /// Limits and identity.
@@ -203,4 +223,16 @@ impl fmt::Debug for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Device").field("name", &self.name()).finish_non_exhaustive()
     }
+}
+
+/// Names of the devices that libibverbs finds, or why it finds none.
+fn real_devices() -> Result<Vec<String>, &'static str> {
+    #[cfg(feature = "ibverbs")]
+    return crate::provider::ibverbs::devices().map_err(|error| match error.errno {
+        VerbError::EOPNOTSUPP => "libibverbs.so.1 cannot be loaded: rdma-core is not installed",
+        VerbError::ENOSYS => "the kernel has no RDMA support loaded: there is no /sys/class/infiniband_verbs",
+        _ => "libibverbs cannot list its devices",
+    });
+    #[cfg(not(feature = "ibverbs"))]
+    Err("built without feature `ibverbs`")
 }

@@ -145,15 +145,18 @@ impl ExposedRegion {
     ///
     /// # Errors
     ///
-    /// The region itself, if operations or slices still use it or the memory is not an `S`.
+    /// The region itself, if operations or slices still use it, the memory is not an `S`, or its registration does not end.
     pub fn into_storage<S: Storage>(self) -> Result<S, Self> {
         if !self.inner.holds::<S>() {
             return Err(self);
         }
         let access = self.access;
         match Arc::try_unwrap(self.inner) {
-            Ok(registration) => {
-                let storage: Box<dyn Any> = registration.into_storage();
+            Ok(mut registration) => {
+                let Some(storage) = registration.end() else {
+                    return Err(Self { inner: Arc::new(registration), access });
+                };
+                let storage: Box<dyn Any> = storage;
                 Ok(*storage.downcast::<S>().unwrap_or_else(|_| unreachable!("its type was checked above")))
             }
             Err(inner) => Err(Self { inner, access }),

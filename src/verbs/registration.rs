@@ -4,6 +4,7 @@
 
 use std::any::Any;
 use std::fmt;
+use std::mem;
 use std::ptr::NonNull;
 
 use super::ProtectionDomain;
@@ -19,9 +20,8 @@ pub(crate) struct Registration {
     len: usize,
     lkey: Lkey,
     rkey: Rkey,
-    // Fields drop in this order: no device touches the storage once `raw` is gone.
-    raw: Mr,
-    storage: Box<dyn Storage>,
+    /// `None` once it has ended.
+    held: Option<(Mr, Box<dyn Storage>)>,
     pd: ProtectionDomain,
 }
 
@@ -43,11 +43,11 @@ impl Registration {
         let (base, len) = (storage.base(), storage.len());
         LimitError::check("registration bytes", len as u64, pd.device().attr().max_mr_size)?;
         // SAFETY: S1: `storage` owns the bytes and moves into the same value as the registration, which
-        // drops first. S2: `storage` is private and no reference to its bytes is made from here on but
+        // ends first. S2: `storage` is private and no reference to its bytes is made from here on but
         // by the buffer types, which keep to their rules.
         let raw = unsafe { pd.raw().register(base, len, access, shared) }?;
         tracing::debug!(base = ?base, len, ?access, lkey = %raw.lkey(), "registered");
-        Ok(Self { base, len, lkey: raw.lkey(), rkey: raw.rkey(), raw, storage, pd: pd.clone() })
+        Ok(Self { base, len, lkey: raw.lkey(), rkey: raw.rkey(), held: Some((raw, storage)), pd: pd.clone() })
     }
 
     pub(crate) fn base(&self) -> NonNull<u8> {
@@ -72,15 +72,27 @@ impl Registration {
 
     /// True if the memory is owned by an `S`.
     pub(super) fn holds<S: Storage>(&self) -> bool {
-        let storage: &dyn Any = &*self.storage;
-        storage.is::<S>()
+        let storage = self.held.as_ref().map(|(_, storage)| &**storage as &dyn Any);
+        storage.is_some_and(|storage| storage.is::<S>())
     }
 
-    /// Ends the registration and gives the memory back.
-    pub(super) fn into_storage(self) -> Box<dyn Storage> {
-        let Self { raw, storage, .. } = self;
-        drop(raw);
-        storage
+    /// Ends the registration and gives the memory back; `None` if it does not end and the device may go on using it.
+    pub(super) fn end(&mut self) -> Option<Box<dyn Storage>> {
+        let (raw, _) = self.held.as_mut()?;
+        if let Err(error) = raw.deregister() {
+            tracing::error!(%error, len = self.len, "a registration does not end");
+            return None;
+        }
+        self.held.take().map(|(_, storage)| storage)
+    }
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        if self.end().is_none() {
+            // Better leaked than freed under the eyes of a device.
+            mem::forget(self.held.take());
+        }
     }
 }
 

@@ -5,6 +5,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::mem;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -297,7 +298,7 @@ impl contract::Pd<Soft> for Pd {
             .keys
             .insert(memory, access, shared, self.id, random)
             .ok_or(VerbError::new(VERB, VerbError::ENOMEM))?;
-        Ok(Mr { device: Arc::clone(device), key })
+        Ok(Mr { device: Arc::clone(device), key, ended: false })
     }
 
     fn create_qp(&self, init: &QpInit<'_, Soft>) -> Result<Qp, VerbError> {
@@ -331,6 +332,7 @@ impl contract::Pd<Soft> for Pd {
 pub(crate) struct Mr {
     device: Arc<DeviceInner>,
     key: u32,
+    ended: bool,
 }
 
 impl contract::Mr for Mr {
@@ -341,11 +343,19 @@ impl contract::Mr for Mr {
     fn rkey(&self) -> Rkey {
         Rkey(self.key)
     }
+
+    fn deregister(&mut self) -> Result<(), VerbError> {
+        if !mem::replace(&mut self.ended, true) {
+            self.device.keys.remove(self.key);
+        }
+        Ok(())
+    }
 }
 
 impl Drop for Mr {
     fn drop(&mut self) {
-        self.device.keys.remove(self.key);
+        // Never fails here.
+        let _ = contract::Mr::deregister(self);
     }
 }
 

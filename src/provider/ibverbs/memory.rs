@@ -1,0 +1,105 @@
+//! Protection domain and memory registration.
+
+#![allow(unsafe_code)]
+
+use std::ptr::NonNull;
+
+use rdma_sys::*;
+
+use super::ah::Ah;
+use super::qp::Qp;
+use super::srq::Srq;
+use super::{Ibverbs, convert, sys};
+use crate::error::VerbError;
+use crate::provider::contract::{self, QpInit};
+use crate::types::{Access, AddressVector, DeviceAttr, Lkey, Rkey, SrqCaps};
+
+/// `ibv_pd`.
+#[derive(Debug)]
+pub(crate) struct Pd {
+    raw: NonNull<ibv_pd>,
+    /// What queue pairs with `ibv_wr_*` may be asked to do, if such are wanted.
+    extended: Option<DeviceAttr>,
+}
+
+// SAFETY: S3: libibverbs is safe to call from any thread at once; the handle is used until `Drop` only.
+unsafe impl Send for Pd {}
+// SAFETY: S3: as above.
+unsafe impl Sync for Pd {}
+
+impl Pd {
+    pub(super) fn new(context: NonNull<ibv_context>, extended: Option<DeviceAttr>) -> Result<Self, VerbError> {
+        // SAFETY: S3: the context is open.
+        Ok(Self { raw: sys::handle("ibv_alloc_pd", unsafe { ibv_alloc_pd(context.as_ptr()) })?, extended })
+    }
+}
+
+impl contract::Pd<Ibverbs> for Pd {
+    unsafe fn register(&self, addr: NonNull<u8>, len: usize, access: Access, _shared: bool) -> Result<Mr, VerbError> {
+        let verb = "ibv_reg_mr";
+        let flags = convert::access_flags(access);
+        // SAFETY: S1, S2: the caller keeps the range allocated and unaliased; the protection domain is alive.
+        let raw = unsafe { ibv_reg_mr(self.raw.as_ptr(), addr.as_ptr().cast(), len, flags as i32) };
+        Ok(Mr { raw: sys::handle(verb, raw)?, ended: false })
+    }
+
+    fn create_qp(&self, init: &QpInit<'_, Ibverbs>) -> Result<Qp, VerbError> {
+        Qp::new(self.raw, init, self.extended.as_ref())
+    }
+
+    fn create_srq(&self, caps: SrqCaps) -> Result<Srq, VerbError> {
+        Srq::new(self.raw, caps)
+    }
+
+    fn create_ah(&self, address: &AddressVector) -> Result<Ah, VerbError> {
+        Ah::new(self.raw, address)
+    }
+}
+
+impl Drop for Pd {
+    fn drop(&mut self) {
+        // SAFETY: S3: made by us; all that was made from it is gone.
+        sys::freed("ibv_dealloc_pd", unsafe { ibv_dealloc_pd(self.raw.as_ptr()) });
+    }
+}
+
+/// `ibv_mr`.
+#[derive(Debug)]
+pub(crate) struct Mr {
+    raw: NonNull<ibv_mr>,
+    ended: bool,
+}
+
+// SAFETY: S3: libibverbs is safe to call from any thread at once; the handle is used until `deregister` only.
+unsafe impl Send for Mr {}
+// SAFETY: S3: as above.
+unsafe impl Sync for Mr {}
+
+impl contract::Mr for Mr {
+    fn lkey(&self) -> Lkey {
+        // SAFETY: S3: the registration is alive.
+        Lkey(unsafe { self.raw.as_ref().lkey })
+    }
+
+    fn rkey(&self) -> Rkey {
+        // SAFETY: S3: the registration is alive.
+        Rkey(unsafe { self.raw.as_ref().rkey })
+    }
+
+    fn deregister(&mut self) -> Result<(), VerbError> {
+        if !self.ended {
+            // SAFETY: S3: made by us, and not used again once it has ended.
+            sys::status("ibv_dereg_mr", unsafe { ibv_dereg_mr(self.raw.as_ptr()) })?;
+            self.ended = true;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Mr {
+    fn drop(&mut self) {
+        if let Err(error) = contract::Mr::deregister(self) {
+            tracing::error!(%error, "not freed");
+        }
+    }
+}

@@ -1,0 +1,216 @@
+//! Work requests in the form of libibverbs: chains for `ibv_post_send(3)` and `ibv_post_recv(3)`, calls for
+//! `ibv_wr_post(3)`.
+
+#![allow(unsafe_code)]
+
+use std::mem::MaybeUninit;
+use std::ptr;
+
+use rdma_sys::*;
+
+use super::{convert, sys};
+use crate::error::VerbError;
+use crate::provider::contract::PostError;
+use crate::types::{Data, RecvWr, RemoteAddr, SendOp, SendWr, UdTarget};
+
+/// Work requests of one chain: a longer list rings one doorbell for each so many. They stand on the stack while posted.
+const CHAIN: usize = 16;
+
+/// One element of a chain of sends, with the place that inline data is named from.
+#[repr(C)]
+struct Element {
+    wr: ibv_send_wr,
+    inline: ibv_sge,
+}
+
+/// Posts `list` by `post`, which takes a chain and says through its second argument which element was refused.
+#[inline]
+pub(super) fn sends(
+    list: &[SendWr<'_>],
+    mut post: impl FnMut(*mut ibv_send_wr, *mut *mut ibv_send_wr) -> Result<(), VerbError>,
+) -> Result<(), PostError> {
+    let mut chain = [const { MaybeUninit::<Element>::uninit() }; CHAIN];
+    let first = chain.as_mut_ptr().cast::<Element>();
+    for (round, part) in list.chunks(CHAIN).enumerate() {
+        for (index, wr) in part.iter().enumerate() {
+            let next = if index + 1 < part.len() { first.wrapping_add(index + 1).cast() } else { ptr::null_mut() };
+            // SAFETY: S3: `index` is within the chain, which nobody else looks at.
+            unsafe { write_send(first.wrapping_add(index), next, wr) };
+        }
+        let mut refused = ptr::null_mut();
+        if let Err(error) = post(first.cast(), &raw mut refused) {
+            return Err(PostError { posted: round * CHAIN + position(first, refused.cast()), error });
+        }
+    }
+    Ok(())
+}
+
+/// Posts `list` by `post`; as [`sends`].
+#[inline]
+pub(super) fn receives(
+    list: &[RecvWr<'_>],
+    mut post: impl FnMut(*mut ibv_recv_wr, *mut *mut ibv_recv_wr) -> Result<(), VerbError>,
+) -> Result<(), PostError> {
+    let mut chain = [const { MaybeUninit::<ibv_recv_wr>::uninit() }; CHAIN];
+    let first = chain.as_mut_ptr().cast::<ibv_recv_wr>();
+    for (round, part) in list.chunks(CHAIN).enumerate() {
+        for (index, wr) in part.iter().enumerate() {
+            let next = if index + 1 < part.len() { first.wrapping_add(index + 1) } else { ptr::null_mut() };
+            let (sg_list, num_sge) = (convert::sge_list(wr.sges), wr.sges.len() as i32);
+            // SAFETY: S3: `index` is within the chain, which nobody else looks at.
+            unsafe { first.wrapping_add(index).write(ibv_recv_wr { wr_id: wr.wr_id.0, next, sg_list, num_sge }) };
+        }
+        let mut refused = ptr::null_mut();
+        if let Err(error) = post(first, &raw mut refused) {
+            return Err(PostError { posted: round * CHAIN + position(first, refused), error });
+        }
+    }
+    Ok(())
+}
+
+/// How many elements of a chain come before `refused`. A driver that names none refused all of it.
+fn position<T>(first: *mut T, refused: *mut T) -> usize {
+    if refused.is_null() { 0 } else { (refused.addr() - first.addr()) / size_of::<T>() }
+}
+
+/// Writes those fields that `wr` gives a meaning to; libibverbs reads no others.
+///
+/// # Safety
+///
+/// `element` is valid for writes.
+#[inline]
+unsafe fn write_send(element: *mut Element, next: *mut ibv_send_wr, wr: &SendWr<'_>) {
+    use ibv_wr_opcode as code;
+    // SAFETY: S3: valid for writes, as the caller says; fields of numbers and pointers have no destructors.
+    unsafe {
+        let raw = &raw mut (*element).wr;
+        let immediate = |value| (*raw).imm_data_invalidated_rkey_union.imm_data = value;
+        let remote = |at: RemoteAddr| {
+            (*raw).wr.rdma.remote_addr = at.addr;
+            (*raw).wr.rdma.rkey = at.rkey.0;
+        };
+        let atomic = |at: RemoteAddr, compare_add, swap| {
+            (*raw).wr.atomic = atomic_t { remote_addr: at.addr, compare_add, swap, rkey: at.rkey.0 };
+        };
+
+        let opcode = match wr.op {
+            SendOp::Send => code::IBV_WR_SEND,
+            SendOp::SendWithImm(imm) => {
+                immediate(imm.0.to_be());
+                code::IBV_WR_SEND_WITH_IMM
+            }
+            SendOp::SendWithInvalidate(rkey) => {
+                immediate(rkey.0);
+                code::IBV_WR_SEND_WITH_INV
+            }
+            SendOp::Write(at) => {
+                remote(at);
+                code::IBV_WR_RDMA_WRITE
+            }
+            SendOp::WriteWithImm(at, imm) => {
+                remote(at);
+                immediate(imm.0.to_be());
+                code::IBV_WR_RDMA_WRITE_WITH_IMM
+            }
+            SendOp::Read(at) => {
+                remote(at);
+                code::IBV_WR_RDMA_READ
+            }
+            SendOp::CompareSwap { remote, compare, swap } => {
+                atomic(remote, compare, swap);
+                code::IBV_WR_ATOMIC_CMP_AND_SWP
+            }
+            SendOp::FetchAdd { remote, add } => {
+                atomic(remote, add, 0);
+                code::IBV_WR_ATOMIC_FETCH_AND_ADD
+            }
+        };
+        (*raw).wr_id = wr.wr_id.0;
+        (*raw).next = next;
+        (*raw).opcode = opcode;
+        if let Some(UdTarget { handle, qpn, qkey, .. }) = wr.target {
+            (*raw).wr.ud =
+                ud_t { ah: ptr::with_exposed_provenance_mut(handle), remote_qpn: qpn.0, remote_qkey: qkey.0 };
+        }
+        let flags = convert::send_flags(wr.flags);
+        match wr.data {
+            Data::Sges(sges) => {
+                (*raw).sg_list = convert::sge_list(sges);
+                (*raw).num_sge = sges.len() as i32;
+                (*raw).send_flags = flags;
+            }
+            Data::Inline(bytes) => {
+                (*element).inline = ibv_sge { addr: bytes.as_ptr().addr() as u64, length: bytes.len() as u32, lkey: 0 };
+                (*raw).sg_list = &raw mut (*element).inline;
+                (*raw).num_sge = 1;
+                (*raw).send_flags = flags | ibv_send_flags::IBV_SEND_INLINE.0;
+            }
+        }
+    }
+}
+
+/// Posts all of `list` or nothing, by the calls of `ibv_wr_post(3)`.
+///
+/// # Safety
+///
+/// `qp` is alive, and the memory of the list is kept as for `ibv_post_send(3)`.
+#[inline]
+pub(super) unsafe fn extended(qp: *mut ibv_qp_ex, list: &[SendWr<'_>]) -> Result<(), PostError> {
+    // SAFETY: S1, S3: as the caller promises; each request is one operation and one or two setters, between start and
+    // completion, as the manual page asks.
+    let result = unsafe {
+        ibv_wr_start(qp);
+        for wr in list {
+            (*qp).wr_id = wr.wr_id.0;
+            (*qp).wr_flags = convert::send_flags(wr.flags);
+            if !operation(qp, wr) {
+                ibv_wr_abort(qp);
+                let error = VerbError::new("ibv_wr_start", VerbError::EINVAL);
+                return Err(PostError { posted: 0, error });
+            }
+        }
+        ibv_wr_complete(qp)
+    };
+    sys::status("ibv_wr_complete", result).map_err(|error| PostError { posted: 0, error })
+}
+
+/// False for an operation that the queue pair was not made for: its function may not be there.
+///
+/// # Safety
+///
+/// As [`extended`], after `ibv_wr_start`.
+#[inline]
+unsafe fn operation(qp: *mut ibv_qp_ex, wr: &SendWr<'_>) -> bool {
+    macro_rules! call {
+        ($function:ident $(, $argument:expr)*) => {
+            match (*qp).$function {
+                Some(function) => function(qp $(, $argument)*),
+                None => return false,
+            }
+        };
+    }
+    // SAFETY: S1, S3: as for `extended`.
+    unsafe {
+        match wr.op {
+            SendOp::Send => call!(wr_send),
+            SendOp::SendWithImm(imm) => call!(wr_send_imm, imm.0.to_be()),
+            SendOp::SendWithInvalidate(rkey) => call!(wr_send_inv, rkey.0),
+            SendOp::Write(at) => call!(wr_rdma_write, at.rkey.0, at.addr),
+            SendOp::WriteWithImm(at, imm) => call!(wr_rdma_write_imm, at.rkey.0, at.addr, imm.0.to_be()),
+            SendOp::Read(at) => call!(wr_rdma_read, at.rkey.0, at.addr),
+            SendOp::CompareSwap { remote, compare, swap } => {
+                call!(wr_atomic_cmp_swp, remote.rkey.0, remote.addr, compare, swap);
+            }
+            SendOp::FetchAdd { remote, add } => call!(wr_atomic_fetch_add, remote.rkey.0, remote.addr, add),
+        }
+        if let Some(UdTarget { handle, qpn, qkey, .. }) = wr.target {
+            call!(wr_set_ud_addr, ptr::with_exposed_provenance_mut(handle), qpn.0, qkey.0);
+        }
+        match wr.data {
+            Data::Sges(&[sge]) => call!(wr_set_sge, sge.lkey.0, sge.addr, sge.length),
+            Data::Sges(sges) => call!(wr_set_sge_list, sges.len(), convert::sge_list(sges)),
+            Data::Inline(bytes) => call!(wr_set_inline_data, bytes.as_ptr().cast_mut().cast(), bytes.len()),
+        }
+    }
+    true
+}
