@@ -11,6 +11,7 @@
 //! 2 for arguments it does not understand. The software device works everywhere and counts, since programs run on it;
 //! with `--hardware`, or `--device` and another name, it does not.
 
+use std::io::Write;
 use std::process::ExitCode;
 
 use serde_json::{Value, json};
@@ -42,11 +43,12 @@ fn main() -> ExitCode {
     }
     let report = examine.run();
     let works = report.devices.iter().any(|device| device.works() && !(options.hardware && device.is_software()));
+    let mut text = report.to_string();
     if options.json {
-        println!("{:#}", report_as_json(&report, works));
-    } else {
-        print!("{report}");
+        text = format!("{:#}\n", report_as_json(&report, works));
     }
+    // Who reads through `head` has seen enough.
+    let _ = std::io::stdout().write_all(text.as_bytes());
     if works { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 

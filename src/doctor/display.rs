@@ -56,6 +56,7 @@ impl Report {
             line(f, "container", kind)?;
         }
         match &host.locked_memory {
+            Some(limit) if limit.current.is_none() => line(f, "locked memory", "no limit"),
             Some(limit) if limit.exempt => line(f, "locked memory", "no limit (CAP_IPC_LOCK)"),
             Some(limit) => {
                 let most = |limit: Option<u64>| limit.map_or_else(|| "no limit".to_owned(), bytes);
@@ -114,7 +115,8 @@ fn limits(f: &mut fmt::Formatter<'_>, attr: &DeviceAttr) -> fmt::Result {
     line(f, "firmware", &attr.firmware)?;
     line(f, "queue pairs", format_args!("{} of {} work requests", attr.max_qp, attr.max_qp_wr))?;
     line(f, "completion queues", format_args!("{} of {} completions", attr.max_cq, attr.max_cqe))?;
-    line(f, "registrations", format_args!("{} of {}", attr.max_mr, bytes(attr.max_mr_size)))?;
+    let size = if attr.max_mr_size == u64::MAX { "any size".to_owned() } else { bytes(attr.max_mr_size) };
+    line(f, "registrations", format_args!("{} of {size}", attr.max_mr))?;
     line(f, "elements, inline", format_args!("{}, {} bytes", attr.max_sge, attr.max_inline))?;
     line(f, "READs at once", format_args!("{} out, {} in", attr.max_qp_init_rd_atom, attr.max_qp_rd_atom))?;
     let atomic = match attr.atomic {

@@ -158,7 +158,9 @@ fn node_access(host: &Host, device: &KernelDevice, node: &str, access: NodeAcces
 
 fn of_device(device: &DeviceReport, host: &Host, found: &mut Vec<Finding>) {
     let name = &device.name;
-    if let Some(error) = &device.error {
+    // Without its node no device opens, and that is said already.
+    let node = host.devices.iter().find(|known| known.name == *name).map(|known| known.access);
+    if let Some(error) = device.error.as_ref().filter(|_| node.is_none_or(|access| access == NodeAccess::Open)) {
         found.push(problem(format!("{name}: {error}"), "see `dmesg`"));
     }
     for port in &device.ports {
@@ -214,23 +216,27 @@ fn of_port(device: &DeviceReport, port: &PortReport, host: &Host, found: &mut Ve
     let (attr, number) = (&port.attr, port.attr.port.0);
     let name = format!("{} port {number}", device.name);
     let infiniband = attr.link_layer == LinkLayer::InfiniBand;
-    let inactive = match attr.state {
-        PortState::Active => None,
-        PortState::Initializing | PortState::Armed if infiniband => {
-            Some("no subnet manager has configured it: start opensm on one host, or that of a switch")
+    let interface = port.gids.first().and_then(|gid| gid.interface.as_ref());
+    let inactive = match (attr.state, interface) {
+        (PortState::Active, _) => None,
+        (PortState::Initializing | PortState::Armed, _) if infiniband => {
+            Some("no subnet manager has configured it: start opensm on one host, or that of a switch".to_owned())
         }
-        _ if infiniband => Some("see cable and switch; `rdma link` shows the physical state"),
-        _ => Some("see cable and `ip link set <interface> up`; `rdma link` shows which interface it is"),
+        _ if infiniband => Some("see cable and switch; `rdma link` shows the physical state".to_owned()),
+        (_, Some(interface)) => Some(format!("`ip link set {interface} up`; see cable and switch")),
+        (_, None) => {
+            Some("`rdma link` shows its interface: `ip link set <interface> up`; see cable and switch".to_owned())
+        }
     };
     if let Some(advice) = inactive {
         // Adapters with two ports are often used with one.
         let severity = if device.works() { Severity::Note } else { Severity::Problem };
         let what = format!("{name} is {}", state_of(attr.state));
-        found.push(Finding { severity, what, advice: advice.to_owned() });
+        found.push(Finding { severity, what, advice });
         return;
     }
     if !infiniband {
-        of_gids(&name, port, found);
+        of_gids(&name, device.works(), port, found);
         of_mtu(&name, port, host, found);
     }
 }
@@ -244,7 +250,7 @@ fn state_of(state: PortState) -> String {
     }
 }
 
-fn of_gids(name: &str, port: &PortReport, found: &mut Vec<Finding>) {
+fn of_gids(name: &str, works: bool, port: &PortReport, found: &mut Vec<Finding>) {
     let Some(best) = port.gids.first() else {
         found.push(problem(
             format!("{name} has no GID"),
@@ -255,11 +261,12 @@ fn of_gids(name: &str, port: &PortReport, found: &mut Vec<Finding>) {
     let why_not = |wanted: fn(&GidReason) -> bool| best.reasons.iter().find(|reason| wanted(reason));
     if !best.is_usable() {
         let reason = best.reasons.first().map(ToString::to_string).unwrap_or_default();
-        found.push(problem(
-            format!("{name}: no GID can be used here; of the best, {reason}"),
-            "bring the interface up; in a container, use the host's network, or move interface and device into its \
-             namespace (`rdma system set netns exclusive`, `rdma dev set <device> netns <name>`)",
-        ));
+        // Some drivers pass packets to the device itself all the same.
+        let severity = if works { Severity::Warning } else { Severity::Problem };
+        let what = format!("{name}: no GID can be used here; of the best, {reason}");
+        let advice = "bring the interface up; in a container, use the host's network, or move interface and device into its \
+             namespace (`rdma system set netns exclusive`, `rdma dev set <device> netns <name>`)";
+        found.push(Finding { severity, what, advice: advice.to_owned() });
     } else if best.entry.kind == GidKind::RoceV1 {
         found.push(warning(
             format!("{name} has GIDs of RoCE v1 only"),

@@ -121,7 +121,7 @@ impl Host {
             },
             container: container(root),
             locked_memory: locked_memory(root),
-            interfaces: interfaces(&sys, addresses),
+            interfaces: interfaces(root, addresses),
         }
     }
 

@@ -286,6 +286,23 @@ fn ability(name: &'static str, verdict: Verdict) -> Ability {
     Ability { name, verdict }
 }
 
+#[test]
+fn interfaces_of_another_namespace_in_sysfs_do_not_count() {
+    let machine = Machine::new()
+        .file("sys/class/net/eth0/ifindex", "2")
+        .file("sys/class/net/eth0/uevent", "DEVTYPE=vlan\nINTERFACE=eth0")
+        .file("sys/class/net/eth9/ifindex", "9")
+        .file("sys/class/net/eth9/operstate", "lowerlayerdown");
+    let found = |machine: &Machine| -> Vec<(String, bool, bool)> {
+        let interfaces = Host::with_addresses(&machine.root, &HashMap::new()).interfaces;
+        interfaces.into_iter().map(|interface| (interface.name, interface.vlan, interface.up)).collect()
+    };
+    let both = [("eth0".to_owned(), true, true), ("eth9".to_owned(), false, false)];
+    assert_eq!(found(&machine), both);
+    let machine = machine.file("proc/net/dev", "Inter-|   Receive\n face |bytes\n  eth0: 0 0");
+    assert_eq!(found(&machine), both[..1]);
+}
+
 /// An Ethernet port on `eth0` with these addresses, and the interface.
 fn port(addresses: &[&str], kind: GidKind, mtu: u32) -> (PortReport, NetInterface) {
     let addresses: Vec<std::net::IpAddr> = addresses.iter().map(|text| text.parse().unwrap()).collect();
@@ -336,15 +353,13 @@ fn gids_that_will_not_do_are_explained() {
     let (mut port, mut interface) = port(&["10.9.0.1"], GidKind::RoceV2, 9000);
     interface.up = false;
     port.gids = rank(&port.attr.gids, std::slice::from_ref(&interface), None);
-    only(
-        &with(device(&[port.clone()]), interface.clone()),
-        Problem,
-        "interface eth0 is down",
-        "bring the interface up",
-    );
+    let found = with(device(&[port.clone()]), interface.clone());
+    only(&found, Warning, "interface eth0 is down", "bring the interface up");
     interface.index = 77;
     port.gids = rank(&port.attr.gids, &[interface.clone()], None);
-    only(&with(device(&[port]), interface), Problem, "not in this network namespace", "rdma system set netns");
+    let mut broken = device(&[port]);
+    broken.abilities.clear();
+    only(&with(broken, interface), Problem, "not in this network namespace", "rdma system set netns");
 }
 
 #[test]
@@ -373,7 +388,10 @@ fn failures_and_absences_come_with_advice() {
     contains(&found, Problem, "completion events failed", "limit of locked memory");
     broken.abilities.clear();
     broken.error = Some("it did not answer within 10s".to_owned());
-    only(&with(broken, interface), Problem, "mlx5_0: it did not answer", "dmesg");
+    only(&with(broken.clone(), interface), Problem, "mlx5_0: it did not answer", "dmesg");
+    // What follows from a node that is missing is not said again.
+    let found = Machine::new().uverbs().report(listed(), vec![broken], &Examine::new()).findings;
+    only(&found, Problem, "mlx5_0 has no /dev/infiniband/uverbs0", "");
 }
 
 #[test]

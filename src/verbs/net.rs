@@ -9,9 +9,6 @@ use if_addrs::IfAddr;
 
 use crate::types::{Gid, IpPrefix, LinkLayer, NetInterface, Peer, PortAttr, RankedGid, rank};
 
-/// Where the kernel shows devices.
-const SYS: &str = "/sys";
-
 /// UDP port of RoCE v2.
 const ROCE: u16 = 4791;
 
@@ -19,7 +16,7 @@ const ROCE: u16 = 4791;
 pub(crate) fn rank_gids(port: &PortAttr, peer: Option<Gid>) -> Vec<RankedGid> {
     let of_interfaces = port.gids.iter().any(|entry| entry.interface.is_some());
     let asks = port.link_layer == LinkLayer::Ethernet && (of_interfaces || port.gids.len() > 1);
-    let interfaces = if asks { interfaces(Path::new(SYS), &addresses()) } else { Vec::new() };
+    let interfaces = if asks { interfaces(Path::new("/"), &addresses()) } else { Vec::new() };
     let peer = peer.map(|gid| Peer { gid, from: if asks { source_to(gid.to_ip()) } else { None } });
     rank(&port.gids, &interfaces, peer)
 }
@@ -37,13 +34,19 @@ pub(crate) fn addresses() -> HashMap<String, Vec<IpPrefix>> {
     found
 }
 
-/// Interfaces of this network namespace, `/sys/class/net`; what cannot be read is left out.
-pub(crate) fn interfaces(sys: &Path, addresses: &HashMap<String, Vec<IpPrefix>>) -> Vec<NetInterface> {
+/// Interfaces of this network namespace, of a file system that starts at `root`; what cannot be read is left out.
+pub(crate) fn interfaces(root: &Path, addresses: &HashMap<String, Vec<IpPrefix>>) -> Vec<NetInterface> {
+    // What is mounted at /sys may be that of another namespace; /proc/net is always our own.
+    let own = fs::read_to_string(root.join("proc/net/dev")).ok();
+    let is_own = |name: &str| {
+        let mut names = own.iter().flat_map(|text| text.lines()).filter_map(|line| line.split_once(':'));
+        own.is_none() || names.any(|(own, _)| own.trim() == name)
+    };
     let mut found = Vec::new();
-    for entry in fs::read_dir(sys.join("class/net")).into_iter().flatten().flatten() {
+    for entry in fs::read_dir(root.join("sys/class/net")).into_iter().flatten().flatten() {
         let name = entry.file_name().to_string_lossy().into_owned();
         let read = |file| fs::read_to_string(entry.path().join(file)).unwrap_or_default().trim().to_owned();
-        let Ok(index) = read("ifindex").parse() else { continue };
+        let Some(index) = read("ifindex").parse().ok().filter(|_| is_own(&name)) else { continue };
         let is_vlan = read("uevent").lines().any(|line| line == "DEVTYPE=vlan");
         found.push(NetInterface {
             index,
@@ -73,7 +76,7 @@ mod tests {
 
     #[test]
     fn loopback_is_found_and_routed_to() {
-        let interfaces = interfaces(Path::new(SYS), &addresses());
+        let interfaces = interfaces(Path::new("/"), &addresses());
         let local: IpAddr = Ipv4Addr::LOCALHOST.into();
         let loopback = interfaces.iter().find(|interface| interface.name == "lo").unwrap();
         assert!(loopback.up && !loopback.vlan && loopback.mtu.is_some());
