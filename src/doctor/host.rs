@@ -4,8 +4,8 @@ use std::collections::HashMap;
 use std::fs::{self, File};
 use std::path::Path;
 
-use crate::types::{IpPrefix, NetInterface};
-use crate::verbs::{addresses, interfaces};
+use crate::types::NetInterface;
+use crate::verbs::{Addresses, addresses, interfaces};
 
 /// The machine, as far as RDMA is concerned. What cannot be read counts as absent.
 #[derive(Debug, Clone, Default)]
@@ -107,7 +107,7 @@ impl Host {
         Self::with_addresses(root, &addresses())
     }
 
-    pub(super) fn with_addresses(root: &Path, addresses: &HashMap<String, Vec<IpPrefix>>) -> Self {
+    pub(super) fn with_addresses(root: &Path, addresses: &HashMap<String, Addresses>) -> Self {
         let sys = root.join("sys");
         let mode = text(&sys.join("module/ib_core/parameters/netns_mode"));
         Self {

@@ -5,7 +5,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use super::ProtectionDomain;
-use super::net::rank_gids;
+use super::net::{best_path, rank_gids};
 use crate::error::{OpenError, SetupError, VerbError};
 use crate::provider::contract::Context as _;
 use crate::provider::dispatch::Context;
@@ -160,17 +160,8 @@ impl Device {
     }
 
     fn path(&self, peer: Option<Gid>) -> Result<(PortAttr, GidEntry), SetupError> {
-        let mut best: Option<(PortAttr, RankedGid)> = None;
-        for number in 1..=self.attr().ports {
-            let port = self.port(PortNum(number))?;
-            if port.state != PortState::Active {
-                continue;
-            }
-            let Some(first) = rank_gids(&port, peer).into_iter().next() else { continue };
-            if best.as_ref().is_none_or(|(_, gid)| first.merit() < gid.merit()) {
-                best = Some((port, first));
-            }
-        }
+        let ports: Result<Vec<_>, _> = (1..=self.attr().ports).map(|number| self.port(PortNum(number))).collect();
+        let best = best_path(ports?, |port| rank_gids(port, peer));
         let Some((port, gid)) = best else { return Err(SetupError::NoGid { port: self.attr().ports }) };
         tracing::debug!(device = self.name(), port = port.port.0, %gid, "path");
         Ok((port, gid.entry))

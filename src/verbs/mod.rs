@@ -31,7 +31,7 @@ pub use channel::Channel;
 pub use cq::Cq;
 pub use device::Device;
 pub use exposed::{ExposedRegion, ExposedSlice};
-pub(crate) use net::{addresses, interfaces};
+pub(crate) use net::{Addresses, addresses, interfaces};
 pub use pd::ProtectionDomain;
 pub use pool::{Pool, PoolBuilder, PoolError};
 pub use qp::{PostError, Qp, QpOptions};
