@@ -563,9 +563,10 @@ pub struct QueuePairEndpoint {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ConnectOptions {
     /// Time to wait for an acknowledgement. 67 ms unless set, code 14, as librdmacm and most applications do: far
-    /// above the latency of a loaded network, and seven retries notice a dead peer within some seconds.
+    /// above the latency of a loaded network, and six retries notice a dead peer within some seconds.
     pub timeout: AckTimeout,
-    /// Repetitions of what was not acknowledged, 0 to 7. 7 unless set.
+    /// Repetitions of what was not acknowledged, 0 to 7. 6 unless set: to the kernel's SoftRoCE 7 means for ever, and a
+    /// dead peer would never be noticed.
     pub retry_count: u8,
     /// Repetitions of what found no receive posted, 0 to 6, or 7 for ever. For ever unless set: the peer is there
     /// and slow, which deadlines of the service should decide about.
@@ -576,6 +577,6 @@ pub struct ConnectOptions {
 
 impl Default for ConnectOptions {
     fn default() -> Self {
-        Self { timeout: AckTimeout::from_code(14), retry_count: 7, rnr_retry: 7, rnr_timer: RnrTimer::from_code(12) }
+        Self { timeout: AckTimeout::from_code(14), retry_count: 6, rnr_retry: 7, rnr_timer: RnrTimer::from_code(12) }
     }
 }
