@@ -31,7 +31,6 @@ impl VerbError {
     #[cfg(feature = "ibverbs")]
     pub(crate) const ENOSYS: i32 = 38;
     /// The driver or the library does not have it.
-    #[cfg(feature = "ibverbs")]
     pub(crate) const EOPNOTSUPP: i32 = 95;
 
     pub(crate) const fn new(verb: &'static str, errno: i32) -> Self {

@@ -13,7 +13,7 @@ use super::in_flight::InFlightBatch;
 use super::slot::{Generation, NONE, Outcome};
 use super::wake::WakeList;
 use super::work_queue::{Patience, Poster, Posting, Queued, Refusal, What, WorkQueue};
-use crate::error::{LimitError, OpErrorKind};
+use crate::error::{LimitError, OpErrorKind, VerbError};
 use crate::sync::{MutexGuard, lock};
 use crate::types::{Data, QpAttr, QpState, SendFlags, SendOp, SendWr, Sge};
 use crate::verbs::{PostError, SgeList, Source};
@@ -92,6 +92,7 @@ impl WorkQueue {
                     sges: SgeList::from_slice(pieces(at)),
                     inline: None,
                     to: None,
+                    batch: true,
                 };
                 self.line_up(&mut posting, queued);
             }
@@ -103,7 +104,7 @@ impl WorkQueue {
     /// One doorbell for many. A refusal part-way ends the queue pair: of those already posted some are
     /// unsignalled, and only a completion behind them tells when their buffers are free.
     fn post_list(&self, mut posting: MutexGuard<'_, Posting>, list: &[SendWr<'_>], slots: &[(u32, Generation)]) {
-        let Some(Poster::Send(qp)) = posting.poster.clone() else {
+        let Some(Poster::Send(qp)) = &posting.poster else {
             unreachable!("batches are of send queues, and the caller saw it open")
         };
         for (at, &(index, _)) in slots.iter().enumerate() {
@@ -120,21 +121,34 @@ impl WorkQueue {
         for &(index, generation) in &slots[posted as usize..last] {
             self.settle(index, generation, failed, &mut woken);
         }
-        let beacon = SendWr { data: Data::Sges(&[]), op: SendOp::Send, flags: SendFlags::SIGNALED, ..list[last] };
-        let flushes = posted > 0 && {
-            tracing::warn!(qpn = %qp.qpn(), %error, posted, "batch refused part-way, ending the queue pair");
-            let ended = qp.modify(&QpAttr::to_state(QpState::Err)).is_ok();
-            self.slots.slot(slots[last].0).place(posting.posted as u32);
-            // SAFETY: S1: it names no memory.
-            ended && unsafe { qp.post_send(&[beacon]) }.is_ok()
-        };
-        if flushes {
-            posting.posted += 1;
-        } else if posted == 0 {
+        if posted > 0 {
+            self.flush_behind(&mut posting, slots[last].0, list[last], error);
+        } else {
             self.settle(slots[last].0, slots[last].1, failed, &mut woken);
         }
         drop(posting);
         woken.finish();
+    }
+
+    /// A part of a batch was refused, and parts before it may have been posted: ends the queue pair, with a work request
+    /// that is flushed in the place of `wr`, so that the last slot of the batch is finished when the device is done with
+    /// all before it. If even that is refused, it is finished when the queue pair is destroyed.
+    pub(super) fn flush_behind(&self, posting: &mut Posting, index: u32, wr: SendWr<'_>, error: VerbError) {
+        let Some(Poster::Send(qp)) = &posting.poster else { return };
+        tracing::warn!(qpn = %qp.qpn(), %error, "batch refused part-way, ending the queue pair");
+        if let Err(error) = qp.modify(&QpAttr::to_state(QpState::Err)) {
+            tracing::warn!(%error, "its buffers are held until the queue pair is destroyed");
+            return;
+        }
+        self.slots.slot(index).place(posting.posted as u32);
+        let beacon = SendWr { data: Data::Sges(&[]), op: SendOp::Send, flags: SendFlags::SIGNALED, ..wr };
+        // SAFETY: S1: it names no memory.
+        match unsafe { qp.post_send(&[beacon]) } {
+            Ok(()) => posting.posted += 1,
+            Err(refused) => {
+                tracing::warn!(error = %refused.error, "its buffers are held until the queue pair is destroyed")
+            }
+        }
     }
 
     fn check_batch<B: Source>(

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::drain::CqShared;
 use super::mode::CompletionMode;
@@ -30,7 +31,13 @@ impl CompletionQueue {
     /// A queue to be described further.
     #[must_use]
     pub fn builder(device: &Device) -> CompletionQueueBuilder {
-        CompletionQueueBuilder { device: device.clone(), capacity: 1024, mode: CompletionMode::default(), vector: 0 }
+        CompletionQueueBuilder {
+            device: device.clone(),
+            capacity: 1024,
+            mode: CompletionMode::default(),
+            vector: None,
+            moderation: None,
+        }
     }
 
     /// The device it belongs to.
@@ -72,7 +79,8 @@ pub struct CompletionQueueBuilder {
     device: Device,
     capacity: u32,
     mode: CompletionMode,
-    vector: u32,
+    vector: Option<u32>,
+    moderation: Option<(u16, Duration)>,
 }
 
 impl CompletionQueueBuilder {
@@ -90,10 +98,19 @@ impl CompletionQueueBuilder {
         self
     }
 
-    /// Which of the device's completion vectors interrupts; 0 unless set.
+    /// Which of the device's completion vectors interrupts; unless set, each of them in turn.
     #[must_use]
     pub fn vector(mut self, vector: u32) -> Self {
-        self.vector = vector;
+        self.vector = Some(vector);
+        self
+    }
+
+    /// Has the device raise an event only when so many `completions` are there, or so much time (in microseconds, at
+    /// most 65,535) has passed since the first of them, `ibv_modify_cq(3)`: fewer interrupts, later ones. Not unless
+    /// set.
+    #[must_use]
+    pub fn moderation(mut self, completions: u16, period: Duration) -> Self {
+        self.moderation = Some((completions, period));
         self
     }
 
@@ -101,10 +118,15 @@ impl CompletionQueueBuilder {
     ///
     /// # Errors
     ///
-    /// [`SetupError::Limit`] for a capacity of 0 or beyond the device's, [`SetupError::Verb`] if the provider refuses.
+    /// [`SetupError::Limit`] for a capacity of 0 or beyond the device's, [`SetupError::Verb`] if the provider refuses;
+    /// with EOPNOTSUPP, if it has no moderation.
     pub fn build(self) -> Result<CompletionQueue, SetupError> {
         let channel = if self.mode.arms() { Some(Channel::new(&self.device)?) } else { None };
-        let cq = Cq::on_vector(&self.device, self.capacity, channel.as_ref(), self.vector, 0)?;
+        let vector = self.vector.unwrap_or_else(|| self.device.next_vector());
+        let cq = Cq::on_vector(&self.device, self.capacity, channel.as_ref(), vector, 0)?;
+        if let Some((completions, period)) = self.moderation {
+            cq.moderate(completions, period)?;
+        }
         let shared = Arc::new(CqShared::new(cq, channel, self.mode));
         if let CompletionMode::BusyPoll(poller) = shared.mode() {
             poller.serve(&shared);

@@ -120,6 +120,8 @@ pub(super) struct Queued {
     pub(super) sges: SgeList,
     pub(super) inline: Option<SmallVec<[u8; 64]>>,
     pub(super) to: Option<(AddressHandle, Qpn, Qkey)>,
+    /// Part of a batch: what is refused of it must not be overtaken by the rest.
+    pub(super) batch: bool,
 }
 
 /// Where in its completion queue's table a work queue is, as part of a work request number.
@@ -323,6 +325,7 @@ impl WorkQueue {
                 sges,
                 inline: request.inline.map(SmallVec::from_slice),
                 to: request.to.map(|(handle, qpn, qkey)| (handle.clone(), qpn, qkey)),
+                batch: false,
             };
             self.line_up(&mut posting, queued);
             self.announce(posting);
@@ -392,6 +395,10 @@ impl WorkQueue {
             let wr_id = self.wr_id(next.index, next.generation);
             let wr = SendWr { wr_id, op: SendOp::Send, flags: next.flags, data, target };
             if let Err(error) = self.post_one(posting, next.index, next.what, wr, &next.sges) {
+                if next.batch {
+                    self.flush_behind(posting, next.index, wr, error);
+                    continue;
+                }
                 let failed = Outcome::Err(OpErrorKind::Post(error));
                 self.settle(next.index, next.generation, failed, woken);
             }

@@ -138,6 +138,9 @@ pub(crate) trait Cq: Debug + Send + Sync {
     /// `ibv_req_notify_cq(3)`. Completions already in the queue raise none: poll again afterwards.
     fn arm(&self, solicited_only: bool) -> Result<(), VerbError>;
 
+    /// Events only for so many `completions` or after `period` µs, `ibv_modify_cq(3)`. EOPNOTSUPP without moderation.
+    fn moderate(&self, completions: u16, period: u16) -> Result<(), VerbError>;
+
     /// Acknowledges `events` events, `ibv_ack_cq_events(3)`. Dropping the queue waits for events
     /// that were given and not acknowledged, so acknowledge all before.
     fn ack(&self, events: u32);

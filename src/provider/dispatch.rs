@@ -225,6 +225,10 @@ impl contract::Cq for Cq {
         each!(self, inner => inner.arm(solicited_only))
     }
 
+    fn moderate(&self, completions: u16, period: u16) -> Result<(), VerbError> {
+        each!(self, inner => inner.moderate(completions, period))
+    }
+
     fn ack(&self, events: u32) {
         each!(self, inner => inner.ack(events));
     }

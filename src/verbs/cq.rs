@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::{Channel, Device};
 use crate::error::{LimitError, SetupError, VerbError};
@@ -85,6 +86,18 @@ impl Cq {
     /// [`VerbError`] as the provider gives it.
     pub fn arm(&self, solicited_only: bool) -> Result<(), VerbError> {
         self.inner.raw.arm(solicited_only)
+    }
+
+    /// Has the device raise an event only when so many `completions` are there or `period` (at most 65,535 µs) has passed
+    /// since the first of them, `ibv_modify_cq(3)`. 0 and 0: at every completion.
+    ///
+    /// # Errors
+    ///
+    /// [`SetupError::Limit`] for a longer period, [`SetupError::Verb`] with EOPNOTSUPP if the device has no moderation.
+    pub fn moderate(&self, completions: u16, period: Duration) -> Result<(), SetupError> {
+        let period = u64::try_from(period.as_micros()).unwrap_or(u64::MAX);
+        LimitError::check("moderation period in microseconds", period, u16::MAX.into())?;
+        Ok(self.inner.raw.moderate(completions, period as u16)?)
     }
 
     /// Acknowledges events taken from the channel, `ibv_ack_cq_events(3)`.

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::ProtectionDomain;
 use super::net::{best_path, rank_gids};
@@ -15,7 +16,13 @@ use crate::types::{AsyncEvent, DeviceAttr, Gid, GidEntry, PortAttr, PortNum, Por
 /// An open device; clones share it.
 #[derive(Clone)]
 pub struct Device {
-    context: Arc<Context>,
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    context: Context,
+    /// Completion queues that were given a vector so far.
+    vectors: AtomicU32,
 }
 
 impl Device {
@@ -40,7 +47,7 @@ impl Device {
     /// As [`software`](Self::software).
     pub fn software_in(network: &soft::Network, name: &str) -> Result<Self, OpenError> {
         let context = network.open(name)?;
-        Ok(Self { context: Arc::new(Context::Soft(context)) })
+        Ok(Self::new(Context::Soft(context)))
     }
 
     /// Names of the devices that [`open`](Self::open) takes: those of libibverbs, if feature `ibverbs` is on, and the
@@ -64,7 +71,7 @@ impl Device {
             && let Some(context) = crate::provider::ibverbs::Context::open(name)?
         {
             tracing::debug!(device = name, "opened");
-            return Ok(Self { context: Arc::new(Context::Ibverbs(context)) });
+            return Ok(Self::new(Context::Ibverbs(context)));
         }
         Err(OpenError::NotFound { name: name.to_owned(), available: Self::list(), reason: real_devices().err() })
     }
@@ -99,7 +106,7 @@ impl Device {
     /// Limits and identity.
     #[must_use]
     pub fn attr(&self) -> &DeviceAttr {
-        self.context.attr()
+        self.inner.context.attr()
     }
 
     /// Name, for example `mlx5_0` or `soft0`.
@@ -114,7 +121,7 @@ impl Device {
     ///
     /// [`VerbError`] with EINVAL for a port the device does not have.
     pub fn port(&self, port: PortNum) -> Result<PortAttr, VerbError> {
-        self.context.port(port)
+        self.inner.context.port(port)
     }
 
     /// A new protection domain: objects of one may be used together, `ibv_alloc_pd(3)`.
@@ -181,7 +188,7 @@ impl Device {
 
     /// Descriptor that is readable while [`next_event`](Self::next_event) has something to give.
     pub(crate) fn event_fd(&self) -> BorrowedFd<'_> {
-        self.context.event_fd()
+        self.inner.context.event_fd()
     }
 
     /// Next asynchronous event, `ibv_get_async_event(3)`; `None` if there is none now.
@@ -192,21 +199,30 @@ impl Device {
     ///
     /// [`VerbError`] with ENODEV once the device is gone.
     pub fn next_event(&self) -> Result<Option<AsyncEvent>, VerbError> {
-        self.context.next_event()
+        self.inner.context.next_event()
     }
 
     /// A first packet sequence number that nobody can guess.
     pub(crate) fn random_psn(&self) -> Result<Psn, VerbError> {
-        Ok(Psn::new(self.context.random()? as u32))
+        Ok(Psn::new(self.inner.context.random()? as u32))
+    }
+
+    /// A completion vector for the next completion queue: each in turn, so that their interrupts are spread.
+    pub(crate) fn next_vector(&self) -> u32 {
+        self.inner.vectors.fetch_add(1, Ordering::Relaxed) % self.attr().completion_vectors.max(1)
+    }
+
+    fn new(context: Context) -> Self {
+        Self { inner: Arc::new(Inner { context, vectors: AtomicU32::new(0) }) }
     }
 
     pub(crate) fn context(&self) -> &Context {
-        &self.context
+        &self.inner.context
     }
 
     /// True if both are the same open device.
     pub(crate) fn same(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.context, &other.context)
+        Arc::ptr_eq(&self.inner, &other.inner)
     }
 }
 

@@ -1,6 +1,7 @@
 //! Completion queues: slots, order, overrun, arming, channels.
 
 use std::os::fd::{AsFd, AsRawFd};
+use std::time::Duration;
 
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
@@ -452,4 +453,18 @@ fn dead_completion_queue_ends_every_operation_on_it() {
             assert_eq!(pool.available(), 4, "{mode}: no buffer is lost");
         });
     }
+}
+
+#[test]
+fn events_are_moderated_or_that_is_refused() {
+    let setup = Setup::new();
+    let cq = Cq::new(&setup.a, 16, None, 0).unwrap();
+    match cq.moderate(4, Duration::from_micros(50)) {
+        Ok(()) => cq.moderate(0, Duration::ZERO).unwrap(),
+        // EOPNOTSUPP; some drivers have no such call at all and say ENOSYS.
+        Err(SetupError::Verb(error)) => assert!([95, 38].contains(&error.errno), "{error}"),
+        Err(error) => panic!("{error}"),
+    }
+    let too_long = cq.moderate(1, Duration::from_secs(1)).unwrap_err();
+    assert!(matches!(too_long, SetupError::Limit(limit) if limit.allowed == 65535), "{too_long}");
 }

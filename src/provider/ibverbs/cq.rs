@@ -83,6 +83,13 @@ impl contract::Cq for Cq {
         sys::status("ibv_req_notify_cq", unsafe { ibv_req_notify_cq(self.raw(), solicited_only.into()) })
     }
 
+    fn moderate(&self, completions: u16, period: u16) -> Result<(), VerbError> {
+        let moderate = ibv_moderate_cq { cq_count: completions, cq_period: period };
+        let mut attr = ibv_modify_cq_attr { attr_mask: ibv_cq_attr_mask::IBV_CQ_ATTR_MODERATE.0, moderate };
+        // SAFETY: S3: the queue is alive, the attributes ours.
+        sys::status("ibv_modify_cq", unsafe { ibv_modify_cq(self.raw(), &raw mut attr) })
+    }
+
     fn ack(&self, events: u32) {
         // SAFETY: S3: the queue is alive; the caller was given so many events.
         unsafe { ibv_ack_cq_events(self.raw(), events) };

@@ -294,6 +294,11 @@ impl contract::Cq for Cq {
         Ok(())
     }
 
+    fn moderate(&self, _completions: u16, _period: u16) -> Result<(), VerbError> {
+        // Nothing here interrupts anybody.
+        Err(VerbError::new("ibv_modify_cq", VerbError::EOPNOTSUPP))
+    }
+
     fn ack(&self, events: u32) {
         let Some((_, subscriber)) = &self.0.channel else {
             tracing::error!(cq = self.0.id, events, "acknowledged events of a completion queue without channel");

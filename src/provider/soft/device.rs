@@ -51,7 +51,11 @@ pub(super) struct DeviceInner {
     port_up: AtomicBool,
     /// Packets pass: neither dead nor down. One word for the hot path.
     linked: AtomicBool,
+    /// Sends to be posted before one is refused; [`NO_REFUSAL`] if none is to be.
+    refusal: AtomicU32,
 }
+
+const NO_REFUSAL: u32 = u32::MAX;
 
 impl fmt::Debug for DeviceInner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -102,6 +106,7 @@ impl DeviceInner {
             dead: AtomicBool::new(false),
             port_up: AtomicBool::new(true),
             linked: AtomicBool::new(true),
+            refusal: AtomicU32::new(NO_REFUSAL),
         }))
     }
 
@@ -110,6 +115,23 @@ impl DeviceInner {
     }
 
     #[inline]
+    /// Refuses one send after `posted` more.
+    pub(super) fn refuse_send(&self, posted: u32) {
+        self.refusal.store(posted.min(NO_REFUSAL - 1), Ordering::Relaxed);
+    }
+
+    /// True if the next send is to be refused.
+    #[inline]
+    pub(super) fn refuses(&self) -> bool {
+        self.refusal.load(Ordering::Relaxed) != NO_REFUSAL && self.count_refusal()
+    }
+
+    #[cold]
+    fn count_refusal(&self) -> bool {
+        let count = |left: u32| (left != NO_REFUSAL).then(|| left.checked_sub(1).unwrap_or(NO_REFUSAL));
+        self.refusal.fetch_update(Ordering::Relaxed, Ordering::Relaxed, count) == Ok(0)
+    }
+
     pub(super) fn is_linked(&self) -> bool {
         self.linked.load(Ordering::Relaxed)
     }

@@ -268,6 +268,12 @@ impl DeviceControl {
     pub fn set_port(&self, up: bool) {
         self.0.set_port(up);
     }
+
+    /// Takes `posted` more sends and refuses the one after them, once, as a driver that runs out of memory does:
+    /// ENOMEM, and nothing that stands behind it in the same list is posted.
+    pub fn refuse_send(&self, posted: u32) {
+        self.0.refuse_send(posted);
+    }
 }
 
 /// Address of the `index`th device of a network: its own loopback address, from 127.1.0.1 up.

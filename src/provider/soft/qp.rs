@@ -385,7 +385,8 @@ impl contract::Qp for Qp {
                         break;
                     };
                     let polled = qp.polled.send.load(Ordering::Acquire);
-                    if sender.machine.position().wrapping_sub(polled) >= qp.caps.max_send_wr {
+                    let full = sender.machine.position().wrapping_sub(polled) >= qp.caps.max_send_wr;
+                    if full || qp.device().refuses() {
                         result = refuse("ibv_post_send", posted, VerbError::ENOMEM);
                         break;
                     }
