@@ -207,7 +207,7 @@ impl fmt::Display for SetupError {
                  make it larger or the queues smaller"
             ),
             Self::Mismatch { what, ours, theirs } => write!(f, "{what} differs: ours is {ours}, the peer's {theirs}"),
-            Self::NoGid { port } => write!(f, "port {port} has no GID to send from"),
+            Self::NoGid { port } => write!(f, "port {port} is not active, or has no such GID to send from"),
             Self::Closed => f.write_str("the object is closed"),
         }
     }

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!        your service
+//!  doctor      what works on this machine, and what to do if not
 //!  op          QueuePair::{send, recv, write, read, compare_swap, fetch_add}, Batch → futures
 //!  completion  slot in flight ▸ drain one queue ▸ wake; watched by events, busy-poll or both
 //!  verbs       Device, ProtectionDomain, memory, Qp, Cq, Srq: freed in the right order
@@ -44,6 +45,7 @@
 #[doc = include_str!("../README.md")]
 mod readme {}
 
+pub mod doctor;
 pub mod types;
 pub mod verbs;
 

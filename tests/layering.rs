@@ -7,8 +7,17 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Layers from the bottom; who names one above its own breaks the rule. `error` and `sync` stand beside `types`.
-const LAYERS: [(&str, u32); 8] =
-    [("error", 0), ("sync", 0), ("types", 0), ("mem", 1), ("provider", 2), ("verbs", 3), ("completion", 4), ("op", 5)];
+const LAYERS: [(&str, u32); 9] = [
+    ("doctor", 6),
+    ("error", 0),
+    ("sync", 0),
+    ("types", 0),
+    ("mem", 1),
+    ("provider", 2),
+    ("verbs", 3),
+    ("completion", 4),
+    ("op", 5),
+];
 
 /// Files that may hold `unsafe`. To add one is a decision: docs/safety.md must say what it upholds.
 const UNSAFE: [&str; 27] = [
@@ -46,7 +55,7 @@ const UNSAFE: [&str; 27] = [
 const NAMES_SOFT: [&str; 4] = ["lib.rs", "provider/dispatch.rs", "provider/mod.rs", "verbs/device.rs"];
 
 /// Where Tokio is named; besides, in all of `completion`.
-const NAMES_TOKIO: [&str; 1] = ["verbs/pool.rs"];
+const NAMES_TOKIO: [&str; 2] = ["doctor/trial.rs", "verbs/pool.rs"];
 
 /// Lines of a file: past the first it wants splitting by concept, past the second it must be.
 const LONG: usize = 600;
@@ -73,7 +82,7 @@ fn c_library_is_named_by_its_provider_only() {
 }
 
 #[test]
-fn tokio_is_named_by_completion_and_the_pool_only() {
+fn tokio_is_named_where_something_waits_only() {
     expect_none(violations(|file| outsiders(file, &["tokio"], "completion/", &NAMES_TOKIO)));
 }
 

@@ -5,11 +5,15 @@ mod torture;
 
 use std::fmt::Debug;
 
+use tokio_rdma::doctor::{
+    Ability, Container, DeviceReport, Examine, Finding, Host, KernelDevice, Library, LockLimit, NodeAccess,
+    PciFunction, PortReport, Report, Severity, Verdict,
+};
 use tokio_rdma::types::{
-    AckTimeout, AddressVector, AsyncEvent, AtomicCapability, Data, DeviceAttr, Gid, GidEntry, GidKind, LinkLayer, Lkey,
-    Mtu, PortAttr, PortNum, PortState, Psn, Qkey, QpAttr, QpAttrMask, QpCaps, QpState, Qpn, RecvWr, RemoteAddr, Rkey,
-    RnrTimer, SendFlags, SendOp, SendWr, Sge, SrqCaps, TransitionError, Transport, UdTarget, WcFlags, WcOpcode,
-    WcStatus, WorkCompletion, WrId,
+    AckTimeout, AddressVector, AsyncEvent, AtomicCapability, Data, DeviceAttr, Gid, GidEntry, GidKind, GidReason,
+    IpPrefix, LinkLayer, Lkey, Mtu, PortAttr, PortNum, PortState, Psn, Qkey, QpAttr, QpAttrMask, QpCaps, QpState, Qpn,
+    RankedGid, RecvWr, RemoteAddr, Rkey, RnrTimer, SendFlags, SendOp, SendWr, Sge, SrqCaps, TransitionError, Transport,
+    UdTarget, WcFlags, WcOpcode, WcStatus, WorkCompletion, WrId,
 };
 use tokio_rdma::*;
 
@@ -41,6 +45,9 @@ fn objects_are_send_sync_unpin_and_debug() {
 #[test]
 fn values_are_send_sync_unpin_and_debug() {
     each!(value: AckTimeout, AddressVector, AsyncEvent, AtomicCapability, DeviceAttr, Gid, GidEntry, GidKind, LinkLayer, Lkey);
+    each!(value: GidReason, IpPrefix, RankedGid);
+    each!(value: Ability, Container, DeviceReport, Examine, Finding, Host, KernelDevice, Library, LockLimit);
+    each!(value: NodeAccess, PciFunction, PortReport, Report, Severity, Verdict);
     each!(value: Mtu, PortAttr, PortNum, PortState, Psn, Qkey, QpAttr, QpAttrMask, QpCaps, QpState, Qpn);
     each!(value: RemoteAddr, Rkey, RnrTimer, SendFlags, SendOp, Sge, SrqCaps, Transport, WcFlags, WcOpcode, WcStatus);
     each!(value: WorkCompletion, WrId, Data<'static>, RecvWr<'static>, SendWr<'static>, UdTarget<'static>);

@@ -10,8 +10,8 @@ use crate::mem::RemoteRegion;
 use crate::op::SharedReceiveQueue;
 use crate::provider::dispatch::{ReceiveCounters, SendCounters};
 use crate::types::{
-    Access, AckTimeout, AddressVector, Gid, LinkLayer, Mtu, PortNum, Psn, Qkey, QpAttr, QpCaps, QpState, Qpn, RnrTimer,
-    SendFlags, SendOp, Transport,
+    Access, AckTimeout, AddressVector, Gid, GidEntry, LinkLayer, Mtu, PortNum, Psn, Qkey, QpAttr, QpCaps, QpState, Qpn,
+    RnrTimer, SendFlags, SendOp, Transport,
 };
 use crate::verbs::{BufMut, PdKey, Pool, PoolError, ProtectionDomain, Qp, QpOptions};
 
@@ -55,8 +55,9 @@ impl Inner {
 #[derive(Debug, Clone, Copy)]
 struct Local {
     port: PortNum,
-    gid_index: u8,
-    gid: Gid,
+    gid: GidEntry,
+    /// The caller chose it by number.
+    chosen: bool,
     lid: u16,
     link_layer: LinkLayer,
     mtu: Mtu,
@@ -85,6 +86,7 @@ impl QueuePair {
             caps: QpCaps { max_send_wr: 128, max_recv_wr: 128, max_send_sge: 4, max_recv_sge: 4, max_inline: 64 },
             access: Access::REMOTE_ALL,
             qkey: Qkey(0),
+            path: Path::Any,
         }
     }
 
@@ -120,7 +122,7 @@ impl QueuePair {
             transport: self.inner.transport,
             qpn: self.inner.qpn,
             psn: self.inner.psn(),
-            gid,
+            gid: gid.gid,
             lid,
             link_layer,
             mtu,
@@ -151,10 +153,11 @@ impl QueuePair {
         let local = self.inner.local;
         self.agree("transport", self.inner.transport, peer.transport)?;
         self.agree("link layer", local.link_layer, peer.link_layer)?;
+        self.check_path(peer.gid)?;
         LimitError::check("retry_count", options.retry_count.into(), 7)?;
         LimitError::check("rnr_retry", options.rnr_retry.into(), 7)?;
         let reliable = self.inner.transport == Transport::Rc;
-        let mut address = AddressVector::new(local.port, local.gid_index, peer.gid);
+        let mut address = AddressVector::new(local.port, local.gid.index, peer.gid);
         address.dlid = peer.lid;
         self.modify(&QpAttr {
             address: Some(address),
@@ -185,6 +188,29 @@ impl QueuePair {
     pub fn activate(&self) -> Result<(), SetupError> {
         self.modify(&QpAttr::to_state(QpState::Rtr))?;
         self.modify(&QpAttr { sq_psn: Some(self.inner.psn()), ..QpAttr::to_state(QpState::Rts) })
+    }
+
+    /// An IPv4 packet cannot leave from an IPv6 address, nor the reverse. Whatever else does not fit may work all the
+    /// same, by routing.
+    fn check_path(&self, peer: Gid) -> Result<(), SetupError> {
+        let Local { port, gid, chosen, .. } = self.inner.local;
+        let (ours, theirs) = (gid.gid.to_ip(), peer.to_ip());
+        if gid.is_roce_v2() && ours.is_ipv4() != theirs.is_ipv4() {
+            let (ours, theirs) = (ours.to_string(), theirs.to_string());
+            return Err(SetupError::Mismatch { what: "address family (see QueuePairBuilder::peer)", ours, theirs });
+        }
+        if chosen {
+            return Ok(());
+        }
+        let ranked = self.inner.pd.device().gids(port, Some(peer))?;
+        let used = ranked.iter().find(|other| other.entry.index == gid.index);
+        if let (Some(used), Some(better)) = (used, ranked.first())
+            && better.merit() < used.merit()
+        {
+            let _entered = self.inner.span.enter();
+            tracing::warn!(%used, %better, peer = %theirs, "another GID fits this peer better: QueuePairBuilder::peer");
+        }
+        Ok(())
     }
 
     fn agree<T: fmt::Debug + PartialEq>(&self, what: &'static str, ours: T, theirs: T) -> Result<(), SetupError> {
@@ -338,6 +364,15 @@ pub struct QueuePairBuilder {
     caps: QpCaps,
     access: Access,
     qkey: Qkey,
+    path: Path,
+}
+
+/// How the port and its GID are chosen.
+#[derive(Debug, Clone, Copy)]
+enum Path {
+    Any,
+    To(Gid),
+    From(PortNum, u8),
 }
 
 impl QueuePairBuilder {
@@ -406,17 +441,40 @@ impl QueuePairBuilder {
         self
     }
 
+    /// Chooses port and GID to reach this peer, as [`Device::path_to`](crate::Device::path_to) does; without it they
+    /// are those of [`Device::default_path`](crate::Device::default_path).
+    ///
+    /// The GID is part of the [`endpoint`](QueuePair::endpoint): the peer sends to it, and may refuse packets from
+    /// another one. So it is chosen here and does not change when the queue pair connects.
+    #[must_use]
+    pub fn peer(mut self, peer: impl Into<Gid>) -> Self {
+        self.path = Path::To(peer.into());
+        self
+    }
+
+    /// Sends from this entry of this port's GID table, whatever [`Device::gids`](crate::Device::gids) prefers.
+    #[must_use]
+    pub fn source(mut self, port: PortNum, gid_index: u8) -> Self {
+        self.path = Path::From(port, gid_index);
+        self
+    }
+
     /// Makes it, in INIT: receives can be posted, nothing arrives yet.
     ///
     /// # Errors
     ///
     /// [`SetupError::Limit`] beyond a limit of the device, [`SetupError::CompletionQueueFull`] if the completion queue
     /// has no room for its work, [`SetupError::Foreign`] for queues of another device or protection domain,
-    /// [`SetupError::NoGid`] without an active port, [`SetupError::Verb`] if the provider refuses.
+    /// [`SetupError::NoGid`] without an active port or the entry asked for, [`SetupError::Verb`] if the provider
+    /// refuses.
     pub fn build(self) -> Result<QueuePair, SetupError> {
-        let Self { pd, send_queue, recv_queue, srq, transport, mut caps, access, qkey } = self;
+        let Self { pd, send_queue, recv_queue, srq, transport, mut caps, access, qkey, path } = self;
         let device = pd.device();
-        let (port, gid) = device.default_path()?;
+        let (port, gid) = match path {
+            Path::Any => device.default_path()?,
+            Path::To(peer) => device.path_to(peer)?,
+            Path::From(port, gid_index) => device.path_from(port, gid_index)?,
+        };
         // Its work request numbers mean something there only, and there is room set aside for them.
         let recv_queue = srq.as_ref().map_or(recv_queue, |srq| srq.completion_queue().clone());
         if srq.is_some() {
@@ -456,8 +514,8 @@ impl QueuePairBuilder {
         span.in_scope(|| tracing::debug!(?caps, "created"));
         let local = Local {
             port: port.port,
-            gid_index: gid.index,
-            gid: gid.gid,
+            gid,
+            chosen: matches!(path, Path::From(..)),
             lid: port.lid,
             link_layer: port.link_layer,
             mtu: port.active_mtu,

@@ -22,12 +22,6 @@ impl Gid {
     pub fn is_zero(self) -> bool {
         self.0 == [0; 16]
     }
-
-    /// True for `fe80::/10`: reaches ends of the same link only.
-    #[must_use]
-    pub fn is_unicast_link_local(self) -> bool {
-        Ipv6Addr::from(self.0).is_unicast_link_local()
-    }
 }
 
 impl From<IpAddr> for Gid {
@@ -209,13 +203,6 @@ mod tests {
         }
         assert_eq!(Mtu::from_code(0), None);
         assert_eq!(Mtu::from_code(6), None);
-    }
-
-    #[test]
-    fn gid_made_from_mac_address_is_of_the_link_alone() {
-        let of_mac: Ipv6Addr = "fe80::ff:fe00:1".parse().unwrap();
-        assert!(Gid::from(IpAddr::from(of_mac)).is_unicast_link_local());
-        assert!(!Gid::from(Ipv4Addr::new(10, 9, 0, 1)).is_unicast_link_local());
     }
 
     #[test]

@@ -6,11 +6,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::ProtectionDomain;
+use super::net::{best_path, rank_gids};
 use crate::error::{OpenError, SetupError, VerbError};
 use crate::provider::contract::Context as _;
 use crate::provider::dispatch::Context;
 use crate::provider::soft;
-use crate::types::{AsyncEvent, DeviceAttr, GidEntry, PortAttr, PortNum, PortState, Psn};
+use crate::types::{AsyncEvent, DeviceAttr, Gid, GidEntry, PortAttr, PortNum, PortState, Psn, RankedGid};
 
 /// An open device; clones share it.
 #[derive(Clone)]
@@ -132,32 +133,57 @@ impl Device {
         ProtectionDomain::new(self)
     }
 
-    /// First active port and the entry of its GID table to send from: RoCE v2 before others, and of these one that is
-    /// not of the link alone.
+    /// The GID table of a port, best first, with the reasons.
     ///
-    /// Each RoCE device has a GID made from its MAC address, `fe80::…`, mostly the first one, whether or not its
-    /// interface has that address or IPv6 at all: from it no router is reached, and perhaps nobody.
+    /// In this order: entries whose interface is up and in this network namespace; RoCE v2 before v1; then, if `peer`
+    /// is given, its address family, its subnet, the address from which the kernel routes to it; interfaces without
+    /// VLAN; addresses that are not link-local, unless the peer's is; the lowest index. On InfiniBand the subnet prefix
+    /// of the peer, then the lowest index.
     ///
     /// # Errors
     ///
-    /// [`SetupError::NoGid`] if no port is active or the active one has no GID.
+    /// As [`port`](Self::port).
+    pub fn gids(&self, port: PortNum, peer: Option<Gid>) -> Result<Vec<RankedGid>, VerbError> {
+        Ok(rank_gids(&self.port(port)?, peer))
+    }
+
+    /// Active port and entry of its GID table to send from when nothing is known of the peer: the first of
+    /// [`gids`](Self::gids), of several active ports the one whose first is better, else the lower one.
+    ///
+    /// # Errors
+    ///
+    /// [`SetupError::NoGid`] if no port is active or no active one has a GID.
     pub fn default_path(&self) -> Result<(PortAttr, GidEntry), SetupError> {
-        let mut last = SetupError::NoGid { port: 1 };
-        for number in 1..=self.attr().ports {
-            let port = self.port(PortNum(number))?;
-            let best = port
-                .gids
-                .iter()
-                .max_by_key(|entry| {
-                    (entry.is_roce_v2(), !entry.gid.is_unicast_link_local(), std::cmp::Reverse(entry.index))
-                })
-                .copied();
-            match best {
-                Some(gid) if port.state == PortState::Active => return Ok((port, gid)),
-                _ => last = SetupError::NoGid { port: number },
-            }
-        }
-        Err(last)
+        self.path(None)
+    }
+
+    /// Active port and entry of its GID table to reach `peer` from, chosen as by [`default_path`](Self::default_path).
+    ///
+    /// # Errors
+    ///
+    /// As [`default_path`](Self::default_path).
+    pub fn path_to(&self, peer: Gid) -> Result<(PortAttr, GidEntry), SetupError> {
+        self.path(Some(peer))
+    }
+
+    fn path(&self, peer: Option<Gid>) -> Result<(PortAttr, GidEntry), SetupError> {
+        let ports: Result<Vec<_>, _> = (1..=self.attr().ports).map(|number| self.port(PortNum(number))).collect();
+        let best = best_path(ports?, |port| rank_gids(port, peer));
+        let Some((port, gid)) = best else { return Err(SetupError::NoGid { port: self.attr().ports }) };
+        tracing::debug!(device = self.name(), port = port.port.0, %gid, "path");
+        Ok((port, gid.entry))
+    }
+
+    /// An active port and the entry of its GID table with this index.
+    ///
+    /// # Errors
+    ///
+    /// [`SetupError::NoGid`] if the port is not active or has no such entry; as [`port`](Self::port) otherwise.
+    pub(crate) fn path_from(&self, port: PortNum, gid_index: u8) -> Result<(PortAttr, GidEntry), SetupError> {
+        let attr = self.port(port)?;
+        let entry = attr.gids.iter().find(|entry| entry.index == gid_index && attr.state == PortState::Active);
+        let entry = *entry.ok_or(SetupError::NoGid { port: port.0 })?;
+        Ok((attr, entry))
     }
 
     /// Descriptor that is readable while [`next_event`](Self::next_event) has something to give.

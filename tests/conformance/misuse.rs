@@ -1,10 +1,12 @@
 //! Bad use of the crate: the right status or a typed error, the buffers back, and never a hang.
 
-use tokio_rdma::types::{AckTimeout, Mtu, QpAttr, QpState, Rkey, Transport, WcStatus};
+use std::net::IpAddr;
+
+use tokio_rdma::types::{AckTimeout, Mtu, PortNum, QpAttr, QpState, Rkey, Transport, WcStatus};
 use tokio_rdma::verbs::{Qp, QpOptions};
 use tokio_rdma::{
     Access, CompletionQueue, ConnectOptions, ExposedRegion, HostMemory, LimitError, OpErrorKind, Pool, PoolError,
-    QueuePair, QueuePairBuilder, RemoteRegion, SetupError, SharedReceiveQueue, TryError,
+    QueuePair, QueuePairBuilder, QueuePairEndpoint, RemoteRegion, SetupError, SharedReceiveQueue, TryError,
 };
 
 use crate::common::pair::{Pair, QKEY, Shape, connect};
@@ -431,6 +433,33 @@ fn connections_that_cannot_be_are_refused_with_the_reason() {
     assert_eq!(rc.query().unwrap().0, QpState::Rts);
     ud.activate().unwrap();
     assert!(matches!(ud.activate().unwrap_err(), SetupError::Transition(_)), "twice");
+}
+
+#[test]
+fn gid_is_chosen_by_number_or_by_peer_and_must_fit() {
+    let setup = Setup::new();
+    let pd = setup.a.protection_domain().unwrap();
+    let queue = CompletionQueue::new(&setup.a, mode_of("cooperative")).unwrap();
+    let builder = || QueuePair::builder(&pd, &queue).max_send_wr(4).max_recv_wr(4);
+    let (port, entry) = setup.a.default_path().unwrap();
+
+    let qp = builder().source(port.port, entry.index).build().unwrap();
+    assert_eq!(qp.endpoint().gid, entry.gid);
+    for (number, index) in [(port.port, 255), (PortNum(77), entry.index)] {
+        assert!(builder().source(number, index).build().is_err(), "there is no such entry");
+    }
+    let peer = setup.b.default_path().unwrap().1.gid;
+    let ours = setup.a.path_to(peer).unwrap().1;
+    assert_eq!(builder().peer(peer).build().unwrap().endpoint().gid, ours.gid);
+    let ranked = setup.a.gids(port.port, Some(peer)).unwrap();
+    assert_eq!((ranked[0].entry, ranked.len()), (ours, port.gids.len()));
+
+    if entry.is_roce_v2() {
+        let other: IpAddr = if entry.gid.to_ip().is_ipv4() { [0xfd; 16].into() } else { [10, 9, 9, 9].into() };
+        let error = qp.connect(&QueuePairEndpoint { gid: other.into(), ..qp.endpoint() }).unwrap_err();
+        assert!(matches!(error, SetupError::Mismatch { .. }), "{error}");
+        assert_eq!(qp.query().unwrap().0, QpState::Init, "nothing has changed");
+    }
 }
 
 #[test]

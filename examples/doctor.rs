@@ -1,0 +1,191 @@
+//! What works on this machine, and what to do about the rest: `cargo run --example doctor`.
+//!
+//! ```text
+//! --device NAME    this device only
+//! --memory BYTES   whether this much can be registered
+//! --hardware       the software device does not count
+//! --json           for programs
+//! ```
+//!
+//! Exits with 0 if a device works, which is to say that an awaited WRITE to itself succeeded; with 1 if none does; with
+//! 2 for arguments it does not understand. The software device works everywhere and counts, since programs run on it;
+//! with `--hardware`, or `--device` and another name, it does not.
+
+use std::io::Write;
+use std::process::ExitCode;
+
+use serde_json::{Value, json};
+use tokio_rdma::doctor::{Ability, DeviceReport, Examine, Finding, Host, PortReport, Report, Verdict};
+use tokio_rdma::types::{DeviceAttr, RankedGid};
+
+#[derive(Default)]
+struct Options {
+    device: Option<String>,
+    memory: Option<u64>,
+    hardware: bool,
+    json: bool,
+}
+
+fn main() -> ExitCode {
+    let options = match options() {
+        Ok(options) => options,
+        Err(error) => {
+            eprintln!("{error}\nusage: doctor [--device NAME] [--memory BYTES] [--hardware] [--json]");
+            return ExitCode::from(2);
+        }
+    };
+    let mut examine = Examine::new();
+    if let Some(bytes) = options.memory {
+        examine = examine.memory(bytes);
+    }
+    if let Some(name) = &options.device {
+        examine = examine.device(name);
+    }
+    let report = examine.run();
+    let works = report.devices.iter().any(|device| device.works() && !(options.hardware && device.is_software()));
+    let mut text = report.to_string();
+    if options.json {
+        text = format!("{:#}\n", report_as_json(&report, works));
+    }
+    // Who reads through `head` has seen enough.
+    let _ = std::io::stdout().write_all(text.as_bytes());
+    if works { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn options() -> Result<Options, lexopt::Error> {
+    use lexopt::prelude::{Long, ValueExt};
+    let mut options = Options::default();
+    let mut arguments = lexopt::Parser::from_env();
+    while let Some(argument) = arguments.next()? {
+        match argument {
+            Long("device") => options.device = Some(arguments.value()?.string()?),
+            Long("memory") => options.memory = Some(arguments.value()?.parse()?),
+            Long("hardware") => options.hardware = true,
+            Long("json") => options.json = true,
+            other => return Err(other.unexpected()),
+        }
+    }
+    Ok(options)
+}
+
+// JSON. Names are those of the types; what is absent is null.
+
+fn report_as_json(report: &Report, works: bool) -> Value {
+    json!({
+        "version": env!("CARGO_PKG_VERSION"),
+        "works": works,
+        "library": report.library.to_string(),
+        "host": host(&report.host),
+        "devices": report.devices.iter().map(device).collect::<Vec<_>>(),
+        "findings": report.findings.iter().map(finding).collect::<Vec<_>>(),
+    })
+}
+
+fn host(host: &Host) -> Value {
+    let hardware = host.hardware.iter().map(|function| {
+        json!({
+            "address": function.address,
+            "vendor": function.vendor,
+            "driver": function.driver,
+            "rdma_module": function.rdma_module,
+        })
+    });
+    let devices = host.devices.iter().map(|device| {
+        json!({
+            "name": device.name,
+            "node": device.node,
+            "access": format!("{:?}", device.access),
+            "unreachable_gids": device.unreachable_gids,
+        })
+    });
+    json!({
+        "hardware": hardware.collect::<Vec<_>>(),
+        "devices": devices.collect::<Vec<_>>(),
+        "modules": host.modules,
+        "shared_namespaces": host.shared_namespaces,
+        "container": host.container.map(|container| format!("{container:?}")),
+        "locked_memory": host.locked_memory.map(|limit| {
+            json!({ "current": limit.current, "highest": limit.highest, "exempt": limit.exempt })
+        }),
+    })
+}
+
+fn device(device: &DeviceReport) -> Value {
+    json!({
+        "name": device.name,
+        "software": device.is_software(),
+        "works": device.works(),
+        "error": device.error,
+        "attr": device.attr.as_ref().map(attr),
+        "ports": device.ports.iter().map(port).collect::<Vec<_>>(),
+        "abilities": device.abilities.iter().map(ability).collect::<serde_json::Map<_, _>>(),
+    })
+}
+
+fn attr(attr: &DeviceAttr) -> Value {
+    json!({
+        "guid": format!("{:016x}", attr.guid),
+        "vendor_id": attr.vendor_id,
+        "vendor_part_id": attr.vendor_part_id,
+        "firmware": attr.firmware,
+        "max_qp": attr.max_qp,
+        "max_qp_wr": attr.max_qp_wr,
+        "max_sge": attr.max_sge,
+        "max_inline": attr.max_inline,
+        "max_cq": attr.max_cq,
+        "max_cqe": attr.max_cqe,
+        "max_mr": attr.max_mr,
+        "max_mr_size": attr.max_mr_size,
+        "max_mw": attr.max_mw,
+        "max_pd": attr.max_pd,
+        "max_qp_rd_atom": attr.max_qp_rd_atom,
+        "max_qp_init_rd_atom": attr.max_qp_init_rd_atom,
+        "max_srq": attr.max_srq,
+        "max_srq_wr": attr.max_srq_wr,
+        "max_srq_sge": attr.max_srq_sge,
+        "completion_vectors": attr.completion_vectors,
+        "atomic": format!("{:?}", attr.atomic),
+        "on_demand_paging": attr.on_demand_paging,
+        "dc": attr.dc,
+    })
+}
+
+fn port(port: &PortReport) -> Value {
+    json!({
+        "port": port.attr.port.0,
+        "state": format!("{:?}", port.attr.state),
+        "link_layer": format!("{:?}", port.attr.link_layer),
+        "active_mtu": port.attr.active_mtu.bytes(),
+        "max_mtu": port.attr.max_mtu.bytes(),
+        "lid": port.attr.lid,
+        "pkeys": port.attr.pkey_table,
+        "gids": port.gids.iter().map(gid).collect::<Vec<_>>(),
+    })
+}
+
+fn gid(gid: &RankedGid) -> Value {
+    let reasons = gid.reasons.iter().map(|reason| json!({ "favours": reason.favours(), "what": reason.to_string() }));
+    json!({
+        "index": gid.entry.index,
+        "gid": gid.entry.gid.to_string(),
+        "kind": gid.entry.kind.to_string(),
+        "interface": gid.interface,
+        "usable": gid.is_usable(),
+        "reasons": reasons.collect::<Vec<_>>(),
+    })
+}
+
+fn ability(ability: &Ability) -> (String, Value) {
+    let (verdict, detail) = match &ability.verdict {
+        Verdict::Works(seen) => ("works", seen.as_str()),
+        Verdict::Claimed(how) => ("claimed", how.as_str()),
+        Verdict::Absent => ("absent", ""),
+        Verdict::Failed(error) => ("failed", error.as_str()),
+        _ => ("unknown", ""),
+    };
+    (ability.name.to_owned(), json!({ "verdict": verdict, "detail": detail }))
+}
+
+fn finding(finding: &Finding) -> Value {
+    json!({ "severity": finding.severity.to_string(), "what": finding.what, "advice": finding.advice })
+}

@@ -1,0 +1,277 @@
+//! The machine as its kernel shows it: `/sys`, `/proc`, `/dev`. Reads files and nothing else.
+
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::path::Path;
+
+use crate::types::NetInterface;
+use crate::verbs::{Addresses, addresses, interfaces};
+
+/// The machine, as far as RDMA is concerned. What cannot be read counts as absent.
+#[derive(Debug, Clone, Default)]
+#[non_exhaustive]
+pub struct Host {
+    /// Adapters on the PCI bus that can do RDMA, or may.
+    pub hardware: Vec<PciFunction>,
+    /// Devices of `/sys/class/infiniband`.
+    pub devices: Vec<KernelDevice>,
+    /// Kernel modules that have to do with RDMA and are loaded, or built in and visible.
+    pub modules: Vec<String>,
+    /// True if all network namespaces see all RDMA devices; `None` if the kernel does not say.
+    pub shared_namespaces: Option<bool>,
+    /// The container that this process runs in, if it looks like one.
+    pub container: Option<Container>,
+    /// Memory that this process may lock, and so register; `None` if the kernel does not say.
+    pub locked_memory: Option<LockLimit>,
+    /// Network interfaces, by index.
+    pub(crate) interfaces: Vec<NetInterface>,
+}
+
+/// A function of a PCI device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PciFunction {
+    /// Address, as in `lspci -D`.
+    pub address: String,
+    /// Who makes it.
+    pub vendor: &'static str,
+    /// Its kernel driver, if it has one.
+    pub driver: Option<String>,
+    /// The kernel module that makes it an RDMA device.
+    pub rdma_module: &'static str,
+}
+
+/// An RDMA device of the kernel.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct KernelDevice {
+    /// Name, `mlx5_0`.
+    pub name: String,
+    /// Name of its node for programs, `uverbs0`; `None` if module `ib_uverbs` made none.
+    pub node: Option<String>,
+    /// Whether the node can be opened.
+    pub access: NodeAccess,
+    /// Entries of its GID tables beyond index 255, which nothing can be sent from.
+    pub unreachable_gids: usize,
+}
+
+/// Whether a device node can be opened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum NodeAccess {
+    /// It can.
+    Open,
+    /// It is not in `/dev/infiniband`.
+    Missing,
+    /// Its mode or owner forbid it (EACCES).
+    Denied,
+    /// Something else forbids it, as the device rules of a container (EPERM).
+    Forbidden,
+    /// It failed with this `errno`.
+    Failed(i32),
+}
+
+/// Kind of container.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Container {
+    /// A pod of Kubernetes.
+    Kubernetes,
+    /// Docker, Podman or the like.
+    Other,
+}
+
+/// Limit of locked memory, `RLIMIT_MEMLOCK` of `getrlimit(2)`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct LockLimit {
+    /// Bytes in force; `None` is no limit.
+    pub current: Option<u64>,
+    /// Bytes to which this process may raise it; `None` is no limit.
+    pub highest: Option<u64>,
+    /// The process has CAP_IPC_LOCK, so that the limit does not bind it.
+    pub exempt: bool,
+}
+
+impl LockLimit {
+    /// Bytes that can be locked; `None` is no limit.
+    #[must_use]
+    pub const fn effective(&self) -> Option<u64> {
+        if self.exempt { None } else { self.current }
+    }
+}
+
+impl Host {
+    /// Reads the machine whose file system starts at `root`.
+    pub(super) fn read(root: &Path) -> Self {
+        Self::with_addresses(root, &addresses())
+    }
+
+    pub(super) fn with_addresses(root: &Path, addresses: &HashMap<String, Addresses>) -> Self {
+        let sys = root.join("sys");
+        let mode = text(&sys.join("module/ib_core/parameters/netns_mode"));
+        Self {
+            hardware: hardware(&sys),
+            devices: devices(root),
+            modules: modules(&sys),
+            shared_namespaces: match mode.as_deref() {
+                Some("Y" | "1") => Some(true),
+                Some("N" | "0") => Some(false),
+                _ => None,
+            },
+            container: container(root),
+            locked_memory: locked_memory(root),
+            interfaces: interfaces(root, addresses),
+        }
+    }
+
+    /// True if a module of this name is loaded.
+    #[must_use]
+    pub fn has_module(&self, name: &str) -> bool {
+        self.modules.iter().any(|module| module == name)
+    }
+}
+
+/// Content of a file without the white space around it.
+fn text(path: &Path) -> Option<String> {
+    fs::read_to_string(path).ok().map(|text| text.trim().to_owned())
+}
+
+/// Names in a directory, sorted.
+fn names(path: &Path) -> Vec<String> {
+    let entries = fs::read_dir(path).into_iter().flatten().flatten();
+    let mut names: Vec<String> = entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    names
+}
+
+/// Last part of where a symbolic link points to.
+fn link(path: &Path) -> Option<String> {
+    Some(fs::read_link(path).ok()?.file_name()?.to_string_lossy().into_owned())
+}
+
+/// Network drivers and what makes RDMA devices of their adapters: vendor, name, network driver, RDMA module.
+const ADAPTERS: [(&str, &str, &str, &str); 13] = [
+    ("15b3", "NVIDIA (Mellanox)", "mlx5_core", "mlx5_ib"),
+    ("15b3", "NVIDIA (Mellanox)", "mlx4_core", "mlx4_ib"),
+    ("14e4", "Broadcom", "bnxt_en", "bnxt_re"),
+    ("8086", "Intel", "ice", "irdma"),
+    ("8086", "Intel", "i40e", "irdma"),
+    ("8086", "Intel", "idpf", "irdma"),
+    ("1425", "Chelsio", "cxgb4", "iw_cxgb4"),
+    ("1077", "Marvell (QLogic)", "qede", "qedr"),
+    ("19e5", "HiSilicon", "hns3", "hns_roce_hw_v2"),
+    ("1d0f", "Amazon", "efa", "efa"),
+    ("1414", "Microsoft", "mana", "mana_ib"),
+    ("1dd8", "AMD (Pensando)", "ionic", "ionic_rdma"),
+    ("1ded", "Alibaba", "erdma", "erdma"),
+];
+
+fn hardware(sys: &Path) -> Vec<PciFunction> {
+    let bus = sys.join("bus/pci/devices");
+    let mut found = Vec::new();
+    for address in names(&bus) {
+        let function = bus.join(&address);
+        // Class 02: network controllers, those of InfiniBand among them.
+        let is_network = text(&function.join("class")).is_some_and(|class| class.starts_with("0x02"));
+        let Some(vendor) = text(&function.join("vendor")).filter(|_| is_network) else { continue };
+        let driver = link(&function.join("driver"));
+        // Vendors make adapters without RDMA too. The driver tells them apart; without one, or with one that only
+        // hands the adapter on, what the vendor's usual one needs is the best guess.
+        let of_vendor = |row: &&(&str, _, _, _)| vendor.strip_prefix("0x") == Some(row.0);
+        let known = match driver.as_deref() {
+            Some(driver) if !HANDED_ON.contains(&driver) => ADAPTERS.iter().find(|row| row.2 == driver),
+            _ => ADAPTERS.iter().filter(|row| RDMA_BY_VENDOR.contains(&row.0)).find(of_vendor),
+        };
+        if let Some(&(_, vendor, _, rdma_module)) = known {
+            found.push(PciFunction { address, vendor, driver, rdma_module });
+        }
+    }
+    found
+}
+
+/// Drivers that leave the adapter to a virtual machine or to a program.
+pub(super) const HANDED_ON: [&str; 3] = ["vfio-pci", "uio_pci_generic", "pci-stub"];
+
+/// Vendors all of whose network adapters that are likely to be met do RDMA.
+const RDMA_BY_VENDOR: [&str; 3] = ["15b3", "1425", "1dd8"];
+
+fn modules(sys: &Path) -> Vec<String> {
+    const OTHERS: [&str; 9] =
+        ["ib_core", "ib_uverbs", "rdma_cm", "rdma_ucm", "rdma_rxe", "siw", "mlx5_core", "mlx4_core", "vmw_pvrdma"];
+    let known = |name: &String| OTHERS.contains(&name.as_str()) || ADAPTERS.iter().any(|row| row.3 == name);
+    names(&sys.join("module")).into_iter().filter(known).collect()
+}
+
+fn devices(root: &Path) -> Vec<KernelDevice> {
+    let sys = root.join("sys/class");
+    let nodes: Vec<(String, String)> = names(&sys.join("infiniband_verbs"))
+        .into_iter()
+        .filter_map(|node| Some((text(&sys.join("infiniband_verbs").join(&node).join("ibdev"))?, node)))
+        .collect();
+    let device = |name: String| {
+        let node = nodes.iter().find(|(device, _)| *device == name).map(|(_, node)| node.clone());
+        let access = match &node {
+            Some(node) => access(&root.join("dev/infiniband").join(node)),
+            None => NodeAccess::Missing,
+        };
+        let unreachable_gids = unreachable_gids(&sys.join("infiniband").join(&name));
+        KernelDevice { name, node, access, unreachable_gids }
+    };
+    names(&sys.join("infiniband")).into_iter().map(device).collect()
+}
+
+/// Opens and closes the node, as libibverbs would.
+fn access(node: &Path) -> NodeAccess {
+    match File::options().read(true).write(true).open(node) {
+        Ok(_) => NodeAccess::Open,
+        Err(error) => match error.raw_os_error() {
+            Some(1) => NodeAccess::Forbidden,
+            Some(2) => NodeAccess::Missing,
+            Some(13) => NodeAccess::Denied,
+            other => NodeAccess::Failed(other.unwrap_or(0)),
+        },
+    }
+}
+
+/// An address handle has eight bits for the index.
+fn unreachable_gids(device: &Path) -> usize {
+    let ports = names(&device.join("ports"));
+    let tables = ports.iter().map(|port| device.join("ports").join(port).join("gids"));
+    let used = |gid: String| gid.chars().any(|c| c != '0' && c != ':');
+    let beyond = |table: &Path, name: &String| {
+        name.parse().is_ok_and(|index: u32| index > u8::MAX.into()) && text(&table.join(name)).is_some_and(used)
+    };
+    tables.map(|table| names(&table).iter().filter(|name| beyond(&table, name)).count()).sum()
+}
+
+fn container(root: &Path) -> Option<Container> {
+    // By the first process: environment variables say nothing about it in a `sudo` shell.
+    let groups = text(&root.join("proc/1/cgroup")).unwrap_or_default();
+    if groups.contains("kubepods") || root.join("var/run/secrets/kubernetes.io").exists() {
+        return Some(Container::Kubernetes);
+    }
+    let marked = root.join(".dockerenv").exists() || root.join("run/.containerenv").exists();
+    let named = ["docker", "containerd", "libpod", "lxc"].iter().any(|name| groups.contains(name));
+    (marked || named).then_some(Container::Other)
+}
+
+fn locked_memory(root: &Path) -> Option<LockLimit> {
+    let limits = text(&root.join("proc/self/limits"))?;
+    let values = limits.lines().find_map(|line| line.strip_prefix("Max locked memory"))?;
+    let mut values = values.split_whitespace().map(|value| match value {
+        "unlimited" => Some(None),
+        bytes => bytes.parse().ok().map(Some),
+    });
+    let (current, highest) = (values.next()??, values.next()??);
+    let status = text(&root.join("proc/self/status")).unwrap_or_default();
+    let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
+    let effective = effective.and_then(|bits| u64::from_str_radix(bits.trim(), 16).ok()).unwrap_or(0);
+    // The kernel asks for the capability in the first user namespace; that of a rootless container does not count.
+    let users = text(&root.join("proc/self/uid_map")).unwrap_or_default();
+    let first = users.split_whitespace().eq(["0", "0", "4294967295"]) || users.is_empty();
+    Some(LockLimit { current, highest, exempt: first && effective & CAP_IPC_LOCK != 0 })
+}
+
+/// capabilities(7).
+const CAP_IPC_LOCK: u64 = 1 << 14;
