@@ -45,7 +45,7 @@ macro_rules! objects {
     };
 }
 
-objects!(Context, Pd, Mr, Channel, Cq, Qp, Srq, Ah);
+objects!(Context, Pd, Mr, Mw, Channel, Cq, Qp, Srq, Ah);
 
 /// Calls the same method on whichever provider's object this is.
 macro_rules! each {
@@ -118,6 +118,12 @@ impl contract::Pd<Any> for Pd {
         }
     }
 
+    fn create_mw(&self) -> Result<Mw, VerbError> {
+        match self {
+            Self::Soft(inner) => inner.create_mw().map(Mw::Soft),
+        }
+    }
+
     fn create_srq(&self, caps: SrqCaps) -> Result<Srq, VerbError> {
         match self {
             Self::Soft(inner) => inner.create_srq(caps).map(Srq::Soft),
@@ -138,6 +144,20 @@ impl contract::Mr for Mr {
 
     fn rkey(&self) -> Rkey {
         each!(self, inner => inner.rkey())
+    }
+
+    fn handle(&self) -> usize {
+        each!(self, inner => inner.handle())
+    }
+}
+
+impl contract::Mw for Mw {
+    fn rkey(&self) -> Rkey {
+        each!(self, inner => inner.rkey())
+    }
+
+    fn handle(&self) -> usize {
+        each!(self, inner => inner.handle())
     }
 }
 

@@ -28,6 +28,8 @@ pub struct DeviceAttr {
     pub max_mr: u32,
     /// Largest registration, bytes.
     pub max_mr_size: u64,
+    /// Most memory windows of type 2; 0 means not supported.
+    pub max_mw: u32,
     /// Most protection domains.
     pub max_pd: u32,
     /// Most READ and atomic requests that a queue pair serves at once.
@@ -61,6 +63,7 @@ impl DeviceAttr {
             max_cqe: 0,
             max_mr: 0,
             max_mr_size: 0,
+            max_mw: 0,
             max_pd: 0,
             max_qp_rd_atom: 0,
             max_qp_init_rd_atom: 0,

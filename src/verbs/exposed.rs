@@ -130,15 +130,19 @@ impl ExposedRegion {
     /// [`SetupError::Limit`] if the range ends before it starts, reaches beyond the region, or is longer than a
     /// scatter/gather element (2^32 - 1 bytes).
     pub fn slice(&self, range: Range<usize>) -> Result<ExposedSlice, SetupError> {
-        LimitError::check("start of the slice", range.start as u64, range.end as u64)?;
-        let len = range.end - range.start;
-        OutOfBounds::check(range.start as u64, len as u64, self.len() as u64).map_err(|error| LimitError {
-            field: "end of the slice",
-            asked: error.offset.saturating_add(error.len),
-            allowed: error.size,
-        })?;
-        LimitError::check("slice bytes", len as u64, u64::from(u32::MAX))?;
-        Ok(ExposedSlice { inner: self.inner.clone(), offset: range.start, len: len as u32 })
+        self.check(&range)?;
+        LimitError::check("slice bytes", range.len() as u64, u64::from(u32::MAX))?;
+        Ok(ExposedSlice { inner: self.inner.clone(), offset: range.start, len: range.len() as u32 })
+    }
+
+    /// `Ok` if the range is one, and within the region.
+    pub(super) fn check(&self, range: &Range<usize>) -> Result<(), LimitError> {
+        LimitError::check("start of the range", range.start as u64, range.end as u64)?;
+        LimitError::check("end of the range", range.end as u64, self.len() as u64)
+    }
+
+    pub(super) fn registration(&self) -> &Arc<Registration> {
+        &self.inner
     }
 
     /// Revokes the access and gives the memory back.

@@ -3,6 +3,7 @@
 //! ```text
 //! Device ── ProtectionDomain ── Registration ── BufMut, Buf, Pool, ExposedRegion
 //!   │              ├─────────── Qp, SharedQueue (Srq)
+//!   │              ├─────────── MemoryWindow
 //!   │              └─────────── AddressHandle
 //!   └────── Channel ─────────── Cq
 //! ```
@@ -23,6 +24,7 @@ mod qp;
 mod registration;
 mod source;
 mod srq;
+mod window;
 
 pub use ah::AddressHandle;
 pub use buf::{Buf, BufMut};
@@ -36,3 +38,4 @@ pub use qp::{PostError, Qp, QpOptions};
 pub(crate) use source::{PdKey, Sealed, SgeList};
 pub use source::{Source, Target};
 pub use srq::Srq;
+pub use window::MemoryWindow;

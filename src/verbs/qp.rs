@@ -169,6 +169,8 @@ impl Qp {
     /// The memory that the list names stays valid and untouched until its completion has been polled or this
     /// queue pair was dropped. If completions go to the queue of a [`CompletionQueue`](crate::CompletionQueue), no work
     /// request number is taken for that of an operation there: the queue would give back what that operation holds.
+    /// What a window is bound to stays registered, and untouched but through its [`ExposedRegion`](super::ExposedRegion),
+    /// until the window was invalidated or dropped; windows that it bound are dropped before this queue pair.
     #[inline]
     pub unsafe fn post_send(&self, list: &[SendWr<'_>]) -> Result<(), PostError> {
         // SAFETY: S1: promised by the caller.

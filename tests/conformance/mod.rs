@@ -11,3 +11,4 @@ mod operations;
 mod shared;
 mod states;
 mod transitions;
+mod windows;

@@ -77,6 +77,7 @@ impl DeviceInner {
             max_cqe: 1 << 22,
             max_mr: MAX_REGISTRATIONS,
             max_mr_size: MAX_MR_SIZE,
+            max_mw: MAX_REGISTRATIONS,
             max_pd: 1 << 24,
             max_qp_rd_atom: 16,
             max_qp_init_rd_atom: 16,
@@ -303,6 +304,15 @@ impl contract::Pd<Soft> for Pd {
         qp::create(&self.context, self.id, init)
     }
 
+    fn create_mw(&self) -> Result<Mw, VerbError> {
+        const VERB: &str = "ibv_alloc_mw";
+        let device = self.context.device();
+        device.alive(VERB)?;
+        let random = device.network.random()?;
+        let key = device.keys.add_window(self.id, random).ok_or(VerbError::new(VERB, VerbError::ENOMEM))?;
+        Ok(Mw { device: Arc::clone(device), key })
+    }
+
     fn create_srq(&self, caps: SrqCaps) -> Result<Srq, VerbError> {
         const VERB: &str = "ibv_create_srq";
         let device = self.context.device();
@@ -339,11 +349,39 @@ impl contract::Mr for Mr {
     fn rkey(&self) -> Rkey {
         Rkey(self.key)
     }
+
+    fn handle(&self) -> usize {
+        self.key as usize
+    }
 }
 
 impl Drop for Mr {
     fn drop(&mut self) {
         self.device.keys.remove(self.key);
+    }
+}
+
+/// Memory window, see [`contract::Mw`]. A registration that ends first takes the access through its windows along.
+#[derive(Debug)]
+pub(crate) struct Mw {
+    device: Arc<DeviceInner>,
+    /// As allocated.
+    key: u32,
+}
+
+impl contract::Mw for Mw {
+    fn rkey(&self) -> Rkey {
+        Rkey(self.key)
+    }
+
+    fn handle(&self) -> usize {
+        self.key as usize
+    }
+}
+
+impl Drop for Mw {
+    fn drop(&mut self) {
+        self.device.keys.remove_window(self.key);
     }
 }
 

@@ -79,6 +79,12 @@ impl Region {
         self.len.store(memory.len, Ordering::Relaxed);
     }
 
+    /// Changes the memory to that of a segment. As [`assign`](Self::assign); besides, nobody finds a use of this region
+    /// any more before the registration behind the segment ends: it ends its windows.
+    pub(super) fn assign_window(&self, of: &Segment<'_>) {
+        self.assign(Memory { base: of.pointer, len: of.len });
+    }
+
     /// `addr..addr + len`, if that is within the region.
     #[inline]
     pub(super) fn piece<'k>(&self, addr: u64, len: usize, shared: bool, hold: Use<'k>) -> Option<Segment<'k>> {

@@ -40,6 +40,7 @@ mod responder;
 mod ring;
 mod scheduler;
 mod srq;
+mod windows;
 mod wire;
 
 #[cfg(test)]
@@ -49,7 +50,7 @@ mod tests;
 pub(crate) use channel::Channel;
 pub(crate) use cq::Cq;
 pub use cq::CqCounters;
-pub(crate) use device::{Ah, Context, Mr, Pd};
+pub(crate) use device::{Ah, Context, Mr, Mw, Pd};
 pub use faults::{Faults, LinkCounters};
 pub use network::{DeviceControl, Network};
 pub(crate) use qp::Qp;
@@ -67,6 +68,7 @@ impl contract::Provider for Soft {
     type Context = Context;
     type Pd = Pd;
     type Mr = Mr;
+    type Mw = Mw;
     type Channel = Channel;
     type Cq = Cq;
     type Qp = Qp;

@@ -1,7 +1,7 @@
 //! Requester and responder alone, packet by packet.
 
 use super::*;
-use crate::types::{Gid, Imm, WcStatus};
+use crate::types::{Gid, Imm, WcStatus, WindowBind};
 
 use super::super::dma::{Gather, Memory, Payload};
 use super::super::keys::Keys;
@@ -12,7 +12,7 @@ use super::super::wire::{Aeth, AtomicOp, Body, Nak, Packet, Part, Reth, Syndrome
 const MTU: usize = 256;
 const PSN: Psn = Psn::new(0xff_fffe);
 const PD: u32 = 1;
-const ALL: Access = Access::LOCAL_WRITE.union(Access::REMOTE_ALL);
+const ALL: Access = Access::LOCAL_WRITE.union(Access::REMOTE_ALL).union(Access::MW_BIND);
 
 /// Keys over one leaked buffer.
 fn memory() -> (Keys, u64, u32) {
@@ -326,6 +326,44 @@ fn whatever_a_peer_sends_is_survived() {
             step += random.u32(..2);
         }
     }
+}
+
+#[test]
+fn repeated_invalidation_does_not_end_a_later_binding() {
+    let mut it = Responding::new(1);
+    let sge = Sge { addr: it.base, length: 8192, lkey: Lkey(it.key) };
+    let window = it.keys.add_window(PD, 7).unwrap();
+    let bind = |keys: &Keys, current: Rkey, rkey: Rkey| {
+        let (window, region) = (window as usize, it.key as usize);
+        let (addr, len, access) = (sge.addr, sge.length.into(), Access::REMOTE_WRITE);
+        let bind = WindowBind { window, region, current, rkey, lkey: sge.lkey, addr, len, access };
+        keys.bind_window(Qpn(2), PD, &bind).unwrap();
+    };
+    let key = Rkey(window).next();
+    bind(&it.keys, Rkey(window), key);
+    it.machine.post(&RecvWr { wr_id: WrId(1), sges: &[sge] }, &mut it.log);
+    let invalidation = Body::Send { part: Part::Only, tail: Tail::Invalidate(key) };
+    let packet = |steps, body| Packet {
+        transport: Transport::Rc,
+        dest: Qpn(2),
+        psn: PSN.add(steps),
+        solicited: false,
+        ack_request: true,
+        body,
+    };
+    let payload = Payload::Bytes(&[1; 8]);
+    it.machine.on_request(&packet(0, invalidation), Gid::default(), &payload, &it.keys, &mut it.log);
+    assert_eq!(it.log.completions, [(1, WcStatus::SUCCESS)]);
+    // All the way round, to the same key.
+    bind(&it.keys, key, key.next());
+    it.keys.invalidate(key.next(), Qpn(2)).unwrap();
+    bind(&it.keys, key.next(), key);
+    it.machine.on_request(&packet(0, invalidation), Gid::default(), &payload, &it.keys, &mut it.log);
+    assert_eq!(it.machine.counters.duplicates, 1);
+    let remote = RemoteAddr { addr: sge.addr, rkey: key };
+    let write = Body::Write { part: Part::Only, reth: Reth { remote, length: 8 }, imm: None };
+    it.machine.on_request(&packet(1, write), Gid::default(), &payload, &it.keys, &mut it.log);
+    assert_eq!(it.syndromes(), [(1, Syndrome::ACK)]);
 }
 
 struct Requesting {
