@@ -20,7 +20,7 @@ use crate::types::{Access, Sge};
 /// copies, which can see a peer's write half done, and in words of 8 bytes, which cannot. Order comes from
 /// messages: what a peer wrote before it sent one is seen after that one was received.
 ///
-/// Dropping the region (and all slices in flight) revokes the access first and frees the memory after; what
+/// Dropping the region (and all slices in flight, and all [leases](crate::Lease)) revokes the access first and frees the memory after; what
 /// peers do with the key from then on fails at their side with
 /// [`REM_ACCESS_ERR`](crate::types::WcStatus::REM_ACCESS_ERR).
 pub struct ExposedRegion {
@@ -61,7 +61,8 @@ impl ExposedRegion {
     /// Address and key of the whole region, to hand to a peer.
     ///
     /// Whoever knows them can use them over any queue pair of the same protection domain that allows remote
-    /// access, until the region is dropped.
+    /// access, until the region is dropped. [`QueuePair::lease`](crate::QueuePair::lease) grants a part of it to one peer,
+    /// for a time.
     #[must_use]
     pub fn grant(&self) -> RemoteRegion {
         RemoteRegion::new(self.inner.base().addr().get() as u64, self.inner.len() as u64, self.inner.rkey())
@@ -149,7 +150,7 @@ impl ExposedRegion {
     ///
     /// # Errors
     ///
-    /// The region itself, if operations or slices still use it or the memory is not an `S`.
+    /// The region itself, if operations, slices or leases still use it or the memory is not an `S`.
     pub fn into_storage<S: Storage>(self) -> Result<S, Self> {
         if !self.inner.holds::<S>() {
             return Err(self);

@@ -25,6 +25,7 @@ mod registration;
 mod source;
 mod srq;
 mod window;
+mod window_set;
 
 pub use ah::AddressHandle;
 pub use buf::{Buf, BufMut};
@@ -39,3 +40,4 @@ pub(crate) use source::{PdKey, Sealed, SgeList};
 pub use source::{Source, Target};
 pub use srq::Srq;
 pub use window::MemoryWindow;
+pub(crate) use window_set::{BoundWindow, WindowSet};

@@ -21,6 +21,8 @@ use crate::types::{Access, Rkey, WindowBind};
 /// pair, a [`LocalInvalidate`](crate::types::SendOp::LocalInvalidate) closes it, and so does the peer's
 /// [`SendWithInvalidate`](crate::types::SendOp::SendWithInvalidate). Dropping it ends the access whatever state the queue
 /// pair is in, and only then lets go of the regions it was [prepared](Self::prepare) for.
+///
+/// Most programs rather use a [`Lease`](crate::Lease).
 pub struct MemoryWindow {
     state: Mutex<State>,
     pd: ProtectionDomain,
@@ -94,6 +96,18 @@ impl MemoryWindow {
             len: range.len() as u64,
             access,
         }
+    }
+
+    /// It is not bound: lets go of the regions.
+    pub(super) fn unbound(&self) {
+        self.state.lock().regions.clear();
+    }
+
+    /// Ends the access and the window.
+    pub(super) fn free(&self) {
+        let mut state = self.state.lock();
+        state.raw = None;
+        state.regions.clear();
     }
 }
 

@@ -5,6 +5,7 @@ mod completions;
 mod datagrams;
 mod errors;
 mod events;
+mod leases;
 mod lifetimes;
 mod misuse;
 mod operations;
