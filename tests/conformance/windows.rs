@@ -340,7 +340,12 @@ fn binding_that_cannot_be_is_a_bind_error_and_ends_the_connection() {
         (WindowBind { region, lkey, addr, ..bind }, Some((window, memory)))
     }
     for (what, case) in cases {
-        let Some((_a, b, _setup)) = ends("binding_that_cannot_be", &Options::default()) else { return };
+        let Some((_a, b, setup)) = ends("binding_that_cannot_be", &Options::default()) else { return };
+        if !setup.is_software() && ["wraps around", "endless"].contains(&what) {
+            // rxe adds without looking, and what it binds then nobody wants to know.
+            skip("binding_that_cannot_be", what);
+            continue;
+        }
         let memory = closed(&b, 64);
         let window = MemoryWindow::new(&b.pd).unwrap();
         let good = window.prepare(&memory.0, 0..64, Access::REMOTE_ALL).unwrap();
