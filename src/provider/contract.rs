@@ -146,7 +146,7 @@ pub(crate) trait Cq: Debug + Send + Sync {
 
     /// Takes the oldest completions, `ibv_poll_cq(3)`; how many were written to `out`.
     ///
-    /// A queue that was overrun gives an error for ever.
+    /// A queue that was overrun gives an error for ever, and so does one of a device that is lost, once it is empty.
     fn poll(&self, out: &mut [WorkCompletion]) -> Result<usize, VerbError>;
 
     /// Asks for one event at the next completion, or the next solicited or failed one,

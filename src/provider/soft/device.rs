@@ -20,7 +20,7 @@ use crate::types::{
 };
 
 use super::channel::{Channel, Mailbox, os_error};
-use super::cq::Cq;
+use super::cq::{Cq, CqInner};
 use super::deferred::Deferred;
 use super::dma::Memory;
 use super::keys::{Keys, MAX_REGISTRATIONS};
@@ -43,6 +43,7 @@ pub(super) struct DeviceInner {
     pub(super) keys: Keys,
     attr: DeviceAttr,
     queue_pairs: RwLock<HashMap<Qpn, Weak<QpInner>>>,
+    completion_queues: Mutex<Vec<Weak<CqInner>>>,
     contexts: Mutex<Vec<Weak<ContextInner>>>,
     next_id: AtomicU64,
     next_pd: AtomicU32,
@@ -94,6 +95,7 @@ impl DeviceInner {
             keys: Keys::new(seed as u32),
             attr,
             queue_pairs: RwLock::default(),
+            completion_queues: Mutex::default(),
             contexts: Mutex::default(),
             next_id: AtomicU64::new(1),
             next_pd: AtomicU32::new(1),
@@ -176,6 +178,23 @@ impl DeviceInner {
             qp.fail(None, None, &deferred);
         }
         deferred.run();
+        // After all flushes: what no flush ends, as receives of a shared queue, ends by the error.
+        for cq in self.completion_queues.lock().iter().filter_map(Weak::upgrade) {
+            cq.lose();
+        }
+    }
+
+    /// Knows of a completion queue until it is gone.
+    fn add_completion_queue(&self, cq: &Cq) {
+        let mut all = self.completion_queues.lock();
+        if all.len() == all.capacity() {
+            all.retain(|cq| cq.strong_count() > 0);
+        }
+        all.push(Arc::downgrade(&cq.0));
+        // Lost meanwhile, without being told.
+        if self.is_dead() {
+            cq.0.lose();
+        }
     }
 
     pub(super) fn set_port(&self, up: bool) {
@@ -257,7 +276,9 @@ impl contract::Context<Soft> for Context {
         if capacity == 0 || capacity > attr.max_cqe || vector >= attr.completion_vectors {
             return Err(VerbError::new("ibv_create_cq", VerbError::EINVAL));
         }
-        Ok(Cq::new(self.0.device.id(), capacity, Arc::clone(&self.0), channel, cookie))
+        let cq = Cq::new(self.0.device.id(), capacity, Arc::clone(&self.0), channel, cookie);
+        self.0.device.add_completion_queue(&cq);
+        Ok(cq)
     }
 
     fn event_fd(&self) -> BorrowedFd<'_> {
