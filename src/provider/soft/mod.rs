@@ -21,7 +21,7 @@
 //! exchange encoded packets.
 //!
 //! Locks, in the order they are taken: requester half of one queue pair, responder half of one queue
-//! pair, then one of completion queue, shared receive queue, channel, scheduler. What would need
+//! pair, then one of completion queue, shared receive queue, channel, windows, scheduler. What would need
 //! another order (a queue pair that takes a second one down with it) is put on a
 //! [`Deferred`](deferred::Deferred) list and done when no lock is held.
 

@@ -93,6 +93,14 @@ impl Responding {
         self.machine.post(&RecvWr { wr_id: WrId(wr_id), sges: &sges }, &mut self.log);
     }
 
+    /// Binds a window over everything, for writing.
+    fn bind(&self, current: Rkey, rkey: Rkey) {
+        let (window, region) = (current.0 as usize, self.key as usize);
+        let (addr, len, access) = (self.base, 8192, Access::REMOTE_WRITE);
+        let bind = WindowBind { window, region, current, rkey, lkey: Lkey(self.key), addr, len, access };
+        self.keys.bind_window(Qpn(2), PD, &bind).unwrap();
+    }
+
     /// Hands in a request `steps` after the first.
     fn request(&mut self, steps: u32, body: Body, payload: &[u8]) {
         let packet = Packet {
@@ -301,12 +309,14 @@ fn whatever_a_peer_sends_is_survived() {
         let mut it = Responding::new(2);
         it.recv(1, 600);
         it.recv(2, 0);
+        let window = Rkey(it.keys.add_window(PD, 7).unwrap());
+        it.bind(window, window.next());
         let mut step = 0;
         for _ in 0..6 {
             let part = Part::of(random.u32(..3), random.u32(1..4));
             let edge = [0, 1, 8, it.base, it.base + 8184, u64::MAX, u64::MAX - 7];
             let addr = edge[random.usize(..edge.len())];
-            let rkey = Rkey(if random.bool() { it.key } else { random.u32(..) });
+            let rkey = [Rkey(it.key), window, window.next(), Rkey(random.u32(..))][random.usize(..4)];
             let remote = RemoteAddr { addr, rkey };
             let lengths = [0, 1, 255, 256, 257, 8192, u32::MAX, 1 << 31];
             let reth = Reth { remote, length: lengths[random.usize(..lengths.len())] };
@@ -332,15 +342,9 @@ fn whatever_a_peer_sends_is_survived() {
 fn repeated_invalidation_does_not_end_a_later_binding() {
     let mut it = Responding::new(1);
     let sge = Sge { addr: it.base, length: 8192, lkey: Lkey(it.key) };
-    let window = it.keys.add_window(PD, 7).unwrap();
-    let bind = |keys: &Keys, current: Rkey, rkey: Rkey| {
-        let (window, region) = (window as usize, it.key as usize);
-        let (addr, len, access) = (sge.addr, sge.length.into(), Access::REMOTE_WRITE);
-        let bind = WindowBind { window, region, current, rkey, lkey: sge.lkey, addr, len, access };
-        keys.bind_window(Qpn(2), PD, &bind).unwrap();
-    };
-    let key = Rkey(window).next();
-    bind(&it.keys, Rkey(window), key);
+    let window = Rkey(it.keys.add_window(PD, 7).unwrap());
+    let key = window.next();
+    it.bind(window, key);
     it.machine.post(&RecvWr { wr_id: WrId(1), sges: &[sge] }, &mut it.log);
     let invalidation = Body::Send { part: Part::Only, tail: Tail::Invalidate(key) };
     let packet = |steps, body| Packet {
@@ -355,9 +359,9 @@ fn repeated_invalidation_does_not_end_a_later_binding() {
     it.machine.on_request(&packet(0, invalidation), Gid::default(), &payload, &it.keys, &mut it.log);
     assert_eq!(it.log.completions, [(1, WcStatus::SUCCESS)]);
     // All the way round, to the same key.
-    bind(&it.keys, key, key.next());
+    it.bind(key, key.next());
     it.keys.invalidate(key.next(), Qpn(2)).unwrap();
-    bind(&it.keys, key.next(), key);
+    it.bind(key.next(), key);
     it.machine.on_request(&packet(0, invalidation), Gid::default(), &payload, &it.keys, &mut it.log);
     assert_eq!(it.machine.counters.duplicates, 1);
     let remote = RemoteAddr { addr: sge.addr, rkey: key };
