@@ -20,10 +20,10 @@ use crate::mem::shared;
 
 /// Piece of registered memory that stays registered while this lives.
 ///
-/// Invariant: `pointer..pointer + len` lies within the registration that `_use` holds, itself or through a window, and was valid
-/// for reads and writes when it was registered. `Pd::register` has the promise of its caller that the
-/// memory stays allocated until the registration was dropped; dropping waits for every `Use`, of a window
-/// that is bound to it too.
+/// Invariant: `pointer..pointer + len` lies within the registration that `_use` holds, itself or through a
+/// window, and was valid for reads and writes when it was registered. `Pd::register` has the promise of its
+/// caller that the memory stays allocated until the registration was dropped; dropping waits for every `Use`,
+/// of a window that is bound to it too.
 #[derive(Debug)]
 pub(super) struct Segment<'k> {
     pointer: *mut u8,
