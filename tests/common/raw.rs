@@ -86,13 +86,24 @@ impl End {
             Some(srq) => srq.protection_domain().clone(),
             None => device.protection_domain().unwrap(),
         };
+        Self::within(&pd, options, send_cq, recv_cq, srq)
+    }
+
+    fn within(pd: &ProtectionDomain, options: &Options, send_cq: Cq, recv_cq: Cq, srq: Option<&Srq>) -> Self {
         let mut caps = options.caps;
         if srq.is_some() {
             caps.max_recv_wr = 0;
         }
-        let qp = Qp::new(&pd, &send_cq, &recv_cq, srq, &QpOptions { transport: options.transport, caps }).unwrap();
-        let scratch = Memory::new(&pd, 64);
-        Self { qp, send_cq, recv_cq, scratch, pd, device: device.clone() }
+        let qp = Qp::new(pd, &send_cq, &recv_cq, srq, &QpOptions { transport: options.transport, caps }).unwrap();
+        let scratch = Memory::new(pd, 64);
+        Self { qp, send_cq, recv_cq, scratch, pd: pd.clone(), device: pd.device().clone() }
+    }
+
+    /// In RESET, in the protection domain of another.
+    pub(crate) fn beside(other: &Self, options: &Options) -> Self {
+        let send_cq = Cq::new(&other.device, options.send_cqe, None, 1).unwrap();
+        let recv_cq = Cq::new(&other.device, options.recv_cqe, None, 2).unwrap();
+        Self::within(&other.pd, options, send_cq, recv_cq, None)
     }
 
     /// The route to it.

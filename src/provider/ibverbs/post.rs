@@ -124,6 +124,11 @@ unsafe fn write_send(element: *mut Element, next: *mut ibv_send_wr, wr: &SendWr<
                 atomic(remote, add, 0);
                 code::IBV_WR_ATOMIC_FETCH_AND_ADD
             }
+            SendOp::LocalInvalidate(rkey) => {
+                immediate(rkey.0);
+                code::IBV_WR_LOCAL_INV
+            }
+            SendOp::BindWindow => code::IBV_WR_BIND_MW,
         };
         (*raw).wr_id = wr.wr_id.0;
         (*raw).next = next;
@@ -144,6 +149,16 @@ unsafe fn write_send(element: *mut Element, next: *mut ibv_send_wr, wr: &SendWr<
                 (*raw).sg_list = &raw mut (*element).inline;
                 (*raw).num_sge = 1;
                 (*raw).send_flags = flags | ibv_send_flags::IBV_SEND_INLINE.0;
+            }
+            Data::Window(bind) => {
+                (*raw).sg_list = ptr::null_mut();
+                (*raw).num_sge = 0;
+                (*raw).send_flags = flags;
+                (*raw).bind_mw_tso_union.bind_mw = bind_mw_t {
+                    mw: ptr::with_exposed_provenance_mut(bind.window),
+                    rkey: bind.rkey.0,
+                    bind_info: convert::bind_info(bind),
+                };
             }
         }
     }
@@ -192,6 +207,17 @@ unsafe fn operation(qp: *mut ibv_qp_ex, wr: &SendWr<'_>) -> bool {
     // SAFETY: S1, S3: as for `extended`.
     unsafe {
         match wr.op {
+            // The two that have no data and take no setter.
+            SendOp::LocalInvalidate(rkey) => {
+                call!(wr_local_inv, rkey.0);
+                return true;
+            }
+            SendOp::BindWindow => {
+                let Data::Window(bind) = wr.data else { return false };
+                let window = ptr::with_exposed_provenance_mut(bind.window);
+                call!(wr_bind_mw, window, bind.rkey.0, &convert::bind_info(bind));
+                return true;
+            }
             SendOp::Send => call!(wr_send),
             SendOp::SendWithImm(imm) => call!(wr_send_imm, imm.0.to_be()),
             SendOp::SendWithInvalidate(rkey) => call!(wr_send_inv, rkey.0),
@@ -210,6 +236,7 @@ unsafe fn operation(qp: *mut ibv_qp_ex, wr: &SendWr<'_>) -> bool {
             Data::Sges(&[sge]) => call!(wr_set_sge, sge.lkey.0, sge.addr, sge.length),
             Data::Sges(sges) => call!(wr_set_sge_list, sges.len(), convert::sge_list(sges)),
             Data::Inline(bytes) => call!(wr_set_inline_data, bytes.as_ptr().cast_mut().cast(), bytes.len()),
+            Data::Window(_) => return false,
         }
     }
     true

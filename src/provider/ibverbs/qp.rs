@@ -103,6 +103,10 @@ fn send_operations(transport: Transport, device: &DeviceAttr) -> ibv_qp_create_s
             if device.atomic != AtomicCapability::None {
                 all = all | op::IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP | op::IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD;
             }
+            if device.max_mw > 0 {
+                all =
+                    all | op::IBV_QP_EX_WITH_SEND_WITH_INV | op::IBV_QP_EX_WITH_LOCAL_INV | op::IBV_QP_EX_WITH_BIND_MW;
+            }
             all
         }
     }
