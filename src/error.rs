@@ -4,7 +4,7 @@ use std::fmt;
 use std::io;
 use std::ops::{Bound, RangeBounds};
 
-use crate::types::{Qpn, TransitionError, WcStatus};
+use crate::types::{Access, Qpn, TransitionError, WcStatus};
 
 /// A verb that the provider refused: its name and the `errno` it gave.
 ///
@@ -283,7 +283,7 @@ impl std::error::Error for CompletionError {}
 pub enum OpErrorKind {
     /// The device tried and reports a failure.
     Completion(CompletionError),
-    /// The device refused the work request; nothing was sent.
+    /// The device refused the work request, or something that it needs; nothing was sent.
     Post(VerbError),
     /// The work request is beyond a limit of the queue pair; nothing was sent.
     Limit(LimitError),
@@ -291,6 +291,11 @@ pub enum OpErrorKind {
     Foreign {
         /// Which one.
         what: &'static str,
+    },
+    /// The region was not exposed with rights that the operation needs; nothing was sent.
+    Rights {
+        /// Those it lacks.
+        missing: Access,
     },
     /// The operation does not exist on this transport; nothing was sent.
     Unsupported {
@@ -335,7 +340,9 @@ impl OpErrorKind {
                 _ => ErrorKind::Other,
             },
             Self::Post(verb) | Self::CompletionQueue(verb) => io::Error::from(*verb).kind(),
-            Self::Limit(_) | Self::Foreign { .. } | Self::Misaligned { .. } => ErrorKind::InvalidInput,
+            Self::Limit(_) | Self::Foreign { .. } | Self::Rights { .. } | Self::Misaligned { .. } => {
+                ErrorKind::InvalidInput
+            }
             Self::Unsupported { .. } => ErrorKind::Unsupported,
             Self::Closed => ErrorKind::NotConnected,
         }
@@ -349,6 +356,7 @@ impl fmt::Display for OpErrorKind {
             Self::Post(error) => error.fmt(f),
             Self::Limit(error) => error.fmt(f),
             Self::Foreign { what } => write!(f, "{what} belongs to another protection domain"),
+            Self::Rights { missing } => write!(f, "the region lacks the access rights {missing:?}"),
             Self::Unsupported { what } => write!(f, "{what} does not exist on this transport"),
             Self::Misaligned { addr, len } => {
                 write!(f, "an atomic needs 8 bytes on an 8-byte boundary, not {len} at {addr:#x}")

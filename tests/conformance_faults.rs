@@ -7,6 +7,8 @@ mod common;
 
 #[path = "conformance/batches.rs"]
 mod batches;
+#[path = "conformance/leases.rs"]
+mod leases;
 #[path = "conformance/operations.rs"]
 mod operations;
 

@@ -13,7 +13,7 @@ use tokio_rdma::types::{
     AckTimeout, AddressVector, AsyncEvent, AtomicCapability, Data, DeviceAttr, Gid, GidEntry, GidKind, GidReason,
     IpPrefix, LinkLayer, Lkey, Mtu, PortAttr, PortNum, PortState, Psn, Qkey, QpAttr, QpAttrMask, QpCaps, QpState, Qpn,
     RankedGid, RecvWr, RemoteAddr, Rkey, RnrTimer, SendFlags, SendOp, SendWr, Sge, SrqCaps, TransitionError, Transport,
-    UdTarget, WcFlags, WcOpcode, WcStatus, WorkCompletion, WrId,
+    UdTarget, WcFlags, WcOpcode, WcStatus, WindowBind, WorkCompletion, WrId,
 };
 use tokio_rdma::*;
 
@@ -36,7 +36,7 @@ fn objects_are_send_sync_unpin_and_debug() {
     each!(value: SharedReceiveQueue, AddressHandle, Buf, Device, ExposedSlice, Pool, PoolBuilder, PoolError);
     each!(value: ProtectionDomain, Access, Imm);
     each!(free: DeviceEvents, HostMemory, Batch<BufMut>, Batch<Vec<Buf>>, BatchResult<BufMut>, Received<BufMut>);
-    each!(free: BufMut, ExposedRegion);
+    each!(free: BufMut, ExposedRegion, Lease, verbs::MemoryWindow);
     each!(free: verbs::Channel, verbs::Cq, verbs::Qp, verbs::QpOptions, verbs::Srq, verbs::PostError);
     each!(value: software::DeviceControl, software::Faults, software::LinkCounters, software::Network);
     each!(value: software::CqCounters, software::SendCounters, software::ReceiveCounters);
@@ -50,7 +50,7 @@ fn values_are_send_sync_unpin_and_debug() {
     each!(value: NodeAccess, PciFunction, PortReport, Report, Severity, Verdict);
     each!(value: Mtu, PortAttr, PortNum, PortState, Psn, Qkey, QpAttr, QpAttrMask, QpCaps, QpState, Qpn);
     each!(value: RemoteAddr, Rkey, RnrTimer, SendFlags, SendOp, Sge, SrqCaps, Transport, WcFlags, WcOpcode, WcStatus);
-    each!(value: WorkCompletion, WrId, Data<'static>, RecvWr<'static>, SendWr<'static>, UdTarget<'static>);
+    each!(value: WorkCompletion, WrId, Data<'static>, WindowBind, RecvWr<'static>, SendWr<'static>, UdTarget<'static>);
 }
 
 #[test]
@@ -65,6 +65,7 @@ fn operations_are_futures_that_may_be_moved_to_any_task_even_after_they_were_pol
     each!(future: Send<ExposedSlice>, SendTo<Buf>, SendTo<BufMut>, Write<Buf>, Write<()>, Read<BufMut>);
     each!(future: Read<Vec<BufMut>>, Read<ExposedSlice>, Recv<BufMut>, Recv<Vec<BufMut>>, Recv<()>, Recv<ExposedSlice>);
     each!(future: Drive<std::future::Ready<()>>, Drive<Write<Buf>>);
+    each!(future: Leasing, Invalidate);
     each!(future: Atomic, BatchOp<BufMut>, BatchOp<Buf>, BatchOp<Vec<Buf>>);
 }
 

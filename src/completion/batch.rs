@@ -91,6 +91,7 @@ impl WorkQueue {
                     flags: flags(at),
                     sges: SgeList::from_slice(pieces(at)),
                     inline: None,
+                    window: None,
                     to: None,
                     batch: true,
                 };

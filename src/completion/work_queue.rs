@@ -16,7 +16,9 @@ use super::slots::{Cursor, INDEX_BITS, Slots};
 use super::wake::WakeList;
 use crate::error::{LimitError, OpErrorKind, VerbError};
 use crate::sync::{AtomicU32, Mutex, MutexGuard, Ordering, lock};
-use crate::types::{Data, Qkey, Qpn, RecvWr, SendFlags, SendOp, SendWr, Sge, WcStatus, WorkCompletion, WrId};
+use crate::types::{
+    Data, Qkey, Qpn, RecvWr, SendFlags, SendOp, SendWr, Sge, WcStatus, WindowBind, WorkCompletion, WrId,
+};
 use crate::verbs::{AddressHandle, PdKey, PostError, Qp, SgeList, Source, Srq};
 
 /// No queue is given the other kind of work.
@@ -70,6 +72,8 @@ pub(crate) struct Request<'a> {
     pub(crate) flags: SendFlags,
     /// Data that is copied while posting, instead of a buffer.
     pub(crate) inline: Option<&'a [u8]>,
+    /// What a binding binds, which its buffer keeps.
+    pub(crate) window: Option<&'a WindowBind>,
     /// Receiver of a datagram.
     pub(crate) to: Option<(&'a AddressHandle, Qpn, Qkey)>,
     /// Bytes at the remote end, if it is memory.
@@ -119,6 +123,7 @@ pub(super) struct Queued {
     pub(super) flags: SendFlags,
     pub(super) sges: SgeList,
     pub(super) inline: Option<SmallVec<[u8; 64]>>,
+    pub(super) window: Option<Box<WindowBind>>,
     pub(super) to: Option<(AddressHandle, Qpn, Qkey)>,
     /// Part of a batch: what is refused of it must not be overtaken by the rest.
     pub(super) batch: bool,
@@ -308,7 +313,7 @@ impl WorkQueue {
             return Err(Refusal::Error(self.too_many(), buffer));
         };
         if direct {
-            let data = request.inline.map_or(Data::Sges(&sges), Data::Inline);
+            let data = data_of(&sges, request.inline, request.window);
             let target = request.to.map(|(handle, qpn, qkey)| handle.target(qpn, qkey));
             let wr =
                 SendWr { wr_id: self.wr_id(index, generation), op: SendOp::Send, flags: request.flags, data, target };
@@ -324,6 +329,7 @@ impl WorkQueue {
                 flags: request.flags,
                 sges,
                 inline: request.inline.map(SmallVec::from_slice),
+                window: request.window.map(|bind| Box::new(*bind)),
                 to: request.to.map(|(handle, qpn, qkey)| (handle.clone(), qpn, qkey)),
                 batch: false,
             };
@@ -345,7 +351,8 @@ impl WorkQueue {
     ) -> Result<(), VerbError> {
         self.slots.slot(index).place(posting.posted as u32);
         let result = match (what, &posting.poster) {
-            // SAFETY: S1: for all three: the elements name buffers that the operation owns. It keeps them until
+            // SAFETY: S1: for all three: the elements name buffers that the operation owns, and what a window is bound
+            // to, the window keeps until it is not bound any more. The operation keeps them until
             // the slot is COMPLETE, or leaves them in the slot, which `shutdown` empties only after the queue
             // pair is destroyed.
             (What::Send(op), Some(Poster::Send(qp))) => unsafe { qp.post_send(&[SendWr { op, ..wr }]) },
@@ -390,7 +397,7 @@ impl WorkQueue {
             && let Some(next) = posting.queued.pop_front()
         {
             self.cq.no_longer_waiting();
-            let data = next.inline.as_ref().map_or(Data::Sges(&next.sges), |bytes| Data::Inline(bytes));
+            let data = data_of(&next.sges, next.inline.as_deref(), next.window.as_deref());
             let target = next.to.as_ref().map(|(handle, qpn, qkey)| handle.target(*qpn, *qkey));
             let wr_id = self.wr_id(next.index, next.generation);
             let wr = SendWr { wr_id, op: SendOp::Send, flags: next.flags, data, target };
@@ -440,7 +447,8 @@ impl WorkQueue {
         // First the room, then the result: whoever has seen the result finds the room.
         self.retire(slot.position(), woken);
         match slot.finish(generation, Ok(*wc)) {
-            Finished::Unwatched => {}
+            // It holds nothing to be dropped.
+            finished @ Finished::Unwatched => std::mem::forget(finished),
             finished => self.follow_up(index, finished, woken),
         }
     }
@@ -577,6 +585,14 @@ impl WorkQueue {
     pub(super) fn too_many(&self) -> OpErrorKind {
         let allowed = 1 << INDEX_BITS;
         OpErrorKind::Limit(LimitError { field: "operations not yet awaited", asked: allowed + 1, allowed })
+    }
+}
+
+fn data_of<'a>(sges: &'a [Sge], inline: Option<&'a [u8]>, window: Option<&'a WindowBind>) -> Data<'a> {
+    match (window, inline) {
+        (Some(bind), _) => Data::Window(bind),
+        (None, Some(bytes)) => Data::Inline(bytes),
+        (None, None) => Data::Sges(sges),
     }
 }
 

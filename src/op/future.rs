@@ -58,7 +58,9 @@ impl<F: Finish> Operation<F> {
     pub(super) fn post(queue: &Arc<WorkQueue>, what: What, flags: SendFlags, room: u64, held: F::Held) -> Self {
         match queue.submit_now(what, flags, room, held) {
             Ok(in_flight) => Self { state: State::InFlight(in_flight) },
-            Err(held) => Self::post_any(queue, Request { what, flags, inline: None, to: None, room }, held),
+            Err(held) => {
+                Self::post_any(queue, Request { what, flags, inline: None, window: None, to: None, room }, held)
+            }
         }
     }
 

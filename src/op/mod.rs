@@ -9,6 +9,7 @@
 mod atomic;
 mod batch;
 mod future;
+mod lease;
 mod queue_pair;
 mod read;
 mod recv;
@@ -19,6 +20,7 @@ mod write;
 pub use atomic::Atomic;
 pub use batch::{Batch, BatchOp, BatchResult};
 pub use future::Operation;
+pub use lease::{Invalidate, Lease, Leasing};
 pub use queue_pair::{ConnectOptions, QueuePair, QueuePairBuilder, QueuePairEndpoint};
 pub use read::Read;
 pub use recv::{Received, Recv};

@@ -313,7 +313,7 @@ impl QueuePair {
     }
 
     pub(super) fn request(&self, what: What, room: u64) -> Request<'static> {
-        Request { what, flags: self.signaled(), inline: None, to: None, room }
+        Request { what, flags: self.signaled(), inline: None, window: None, to: None, room }
     }
 
     /// Why an operation does not exist on this transport.

@@ -7,7 +7,7 @@ use super::future::{Finish, Operation};
 use super::queue_pair::QueuePair;
 use crate::completion::{Request, What, WorkQueue};
 use crate::error::{OpErrorKind, TryError};
-use crate::types::{Imm, Qpn, SendFlags, WcFlags, WcOpcode, WorkCompletion};
+use crate::types::{Imm, Qpn, Rkey, SendFlags, WcFlags, WcOpcode, WorkCompletion};
 use crate::verbs::Target;
 
 /// A receive in flight; gives what was [`Received`].
@@ -25,6 +25,9 @@ pub struct Received<B> {
     pub len: usize,
     /// Four bytes beside it, if the peer sent them.
     pub imm: Option<Imm>,
+    /// The key of ours that the peer invalidated with it, if it did: that of a [`Lease`](crate::Lease), which has ended
+    /// then and is to be dropped.
+    pub invalidated: Option<Rkey>,
     /// True if it is a WRITE_WITH_IMM: the data are where the peer wrote them.
     pub written: bool,
     /// Queue pair it arrived on: of interest with a shared receive queue.
@@ -53,6 +56,7 @@ impl<B: Target> Finish for Receipt<B> {
             buffer: held,
             len,
             imm: completion.imm(),
+            invalidated: completion.invalidated(),
             written,
             qpn: completion.qpn,
             src_qpn: completion.src_qpn,
@@ -67,7 +71,7 @@ impl<B: Target> Finish for Receipt<B> {
 }
 
 const REQUEST: Request<'static> =
-    Request { what: What::Receive, flags: SendFlags::empty(), inline: None, to: None, room: u64::MAX };
+    Request { what: What::Receive, flags: SendFlags::empty(), inline: None, window: None, to: None, room: u64::MAX };
 
 #[inline(always)]
 pub(super) fn recv<B: Target>(queue: &Arc<WorkQueue>, buffer: B) -> Recv<B> {

@@ -4,6 +4,7 @@ use super::future::{Finish, Operation, Return};
 use super::queue_pair::QueuePair;
 use crate::completion::{Request, What};
 use crate::error::TryError;
+use crate::mem::RemoteRegion;
 use crate::types::{Imm, Qkey, Qpn, SendOp, Transport, WorkCompletion};
 use crate::verbs::{AddressHandle, PdKey, Sealed, Source};
 
@@ -36,6 +37,25 @@ impl QueuePair {
     #[inline(always)]
     pub fn send_with_imm<B: Source>(&self, buffer: B, imm: Imm) -> Send<B> {
         self.post_send(SendOp::SendWithImm(imm), buffer)
+    }
+
+    /// As [`send`](Self::send); the peer's device invalidates the key of `remote`, a lease of the peer's that this queue pair
+    /// was granted, before the message is received there (RC). The receiver finds the key in
+    /// [`Received::invalidated`](crate::Received::invalidated).
+    ///
+    /// READs that use the key must be done: await them before, or send [`fenced`](Self::fenced).
+    ///
+    /// # Errors
+    ///
+    /// Of the future, with the buffer, as [`send`](Self::send). If the key is not that of a lease in force, the connection
+    /// ends at the peer's side ([`REM_INV_REQ_ERR`](crate::types::WcStatus::REM_INV_REQ_ERR) of its receive), and here with
+    /// [`RETRY_EXC_ERR`](crate::types::WcStatus::RETRY_EXC_ERR), for there is no negative answer to that; by some devices
+    /// this message, and only the next, succeeds.
+    pub fn send_with_invalidate<B: Source>(&self, buffer: B, remote: RemoteRegion) -> Send<B> {
+        if let Some(kind) = self.unsupported("SEND with invalidate", &[Transport::Rc]) {
+            return Operation::refused(kind, buffer);
+        }
+        self.post_send(SendOp::SendWithInvalidate(remote.rkey()), buffer)
     }
 
     /// As [`send`](Self::send), of at most `max_inline` bytes that are copied now: `bytes` can be reused at once.

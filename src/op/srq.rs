@@ -57,8 +57,8 @@ impl SharedReceiveQueue {
     /// # Errors
     ///
     /// Of the future, with the buffer; see [`QueuePair::recv`](super::QueuePair::recv). Receives that no message has
-    /// found are not flushed when a queue pair ends, nor when the device is lost; they fail as
-    /// [`OpErrorKind::Closed`] when the shared queue is dropped with its last queue pair.
+    /// found are not flushed when a queue pair ends; they fail as [`OpErrorKind::CompletionQueue`] when the device is lost,
+    /// and as [`OpErrorKind::Closed`] when the shared queue is dropped with its last queue pair.
     ///
     /// # Cancel safety
     ///

@@ -23,6 +23,7 @@ pub(crate) trait Provider: Sized + 'static {
     type Context: Context<Self>;
     type Pd: Pd<Self>;
     type Mr: Mr;
+    type Mw: Mw;
     type Channel: Channel;
     type Cq: Cq;
     type Qp: Qp;
@@ -80,6 +81,9 @@ pub(crate) trait Pd<P: Provider>: Debug + Send + Sync {
     /// holds a reference to it.
     unsafe fn register(&self, addr: NonNull<u8>, len: usize, access: Access, shared: bool) -> Result<P::Mr, VerbError>;
 
+    /// `ibv_alloc_mw(3)` of type 2, bound to nothing. A device whose `max_mw` is 0 has none.
+    fn create_mw(&self) -> Result<P::Mw, VerbError>;
+
     /// `ibv_create_qp(3)`, in RESET. EINVAL if a size is above the device's limit.
     fn create_qp(&self, init: &QpInit<'_, P>) -> Result<P::Qp, VerbError>;
 
@@ -101,14 +105,29 @@ pub(crate) struct QpInit<'a, P: Provider> {
 }
 
 /// Registration, `ibv_reg_mr(3)`. Its drop tries to end it, and cannot tell whether it did.
+///
+/// A window that is bound to it is dropped first: a device may refuse to end a registration under one.
 pub(crate) trait Mr: Debug + Send + Sync {
     fn lkey(&self) -> Lkey;
     fn rkey(&self) -> Rkey;
+    /// What [`WindowBind::region`](crate::types::WindowBind::region) carries.
+    fn handle(&self) -> usize;
 
     /// `ibv_dereg_mr(3)`. When it returns `Ok`, the device does not touch the memory any more; work that names it fails
     /// with a protection or access error, and nothing may be asked of it any more. After an error it may go on, so the
     /// memory must never be used again unless a further attempt succeeds.
     fn deregister(&mut self) -> Result<(), VerbError>;
+}
+
+/// Memory window of type 2, `ibv_alloc_mw(3)`. When its drop returns, bound or not, no peer reaches anything through
+/// it any more; it is dropped before the queue pair that bound it, and before the registration.
+///
+/// A binding belongs to the queue pair that made it (type 2B): the key is good for its peer only.
+pub(crate) trait Mw: Debug + Send + Sync {
+    /// As allocated; the first binding has the [next](Rkey::next) one.
+    fn rkey(&self) -> Rkey;
+    /// What [`WindowBind::window`](crate::types::WindowBind::window) carries.
+    fn handle(&self) -> usize;
 }
 
 /// Completion channel, `ibv_create_comp_channel(3)`.
@@ -131,7 +150,7 @@ pub(crate) trait Cq: Debug + Send + Sync {
 
     /// Takes the oldest completions, `ibv_poll_cq(3)`; how many were written to `out`.
     ///
-    /// A queue that was overrun gives an error for ever.
+    /// A queue that was overrun gives an error for ever, and so does one of a device that is lost, once it is empty.
     fn poll(&self, out: &mut [WorkCompletion]) -> Result<usize, VerbError>;
 
     /// Asks for one event at the next completion, or the next solicited or failed one,
@@ -171,10 +190,15 @@ pub(crate) trait Qp: Debug + Send + Sync {
     /// Posts a list with one doorbell, `ibv_post_send(3)`. A slot of the send queue is free again when
     /// a completion at or after it has been polled.
     ///
+    /// A `BindWindow` without a window, one of another work request, and a `LocalInvalidate` with data are EINVAL.
+    /// Work behind a binding finds it done; a `LocalInvalidate` waits for all work before it, and when it has completed
+    /// no peer reaches anything by that key. A bad binding is `MW_BIND_ERR`, a bad key `LOC_QP_OP_ERR`, and the queue
+    /// pair is in ERR then.
+    ///
     /// # Safety
     ///
     /// The memory that the list names stays valid and untouched until its completion has been
-    /// polled or the queue pair was dropped.
+    /// polled or the queue pair was dropped. The registration that a window is bound to outlives the window.
     unsafe fn post_send(&self, list: &[SendWr<'_>]) -> Result<(), PostError>;
 
     /// Posts a list, `ibv_post_recv(3)`.

@@ -64,7 +64,7 @@ macro_rules! objects {
 #[cfg(feature = "ibverbs")]
 const FOREIGN: VerbError = VerbError::new("provider", VerbError::EINVAL);
 
-objects!(Context, Pd, Mr, Channel, Cq, Qp, Srq, Ah);
+objects!(Context, Pd, Mr, Mw, Channel, Cq, Qp, Srq, Ah);
 
 /// Calls the same method on whichever provider's object this is.
 macro_rules! each {
@@ -163,6 +163,10 @@ impl contract::Pd<Any> for Pd {
         }
     }
 
+    fn create_mw(&self) -> Result<Mw, VerbError> {
+        make!(self, Mw, inner => inner.create_mw())
+    }
+
     fn create_srq(&self, caps: SrqCaps) -> Result<Srq, VerbError> {
         make!(self, Srq, inner => inner.create_srq(caps))
     }
@@ -181,8 +185,22 @@ impl contract::Mr for Mr {
         each!(self, inner => inner.rkey())
     }
 
+    fn handle(&self) -> usize {
+        each!(self, inner => inner.handle())
+    }
+
     fn deregister(&mut self) -> Result<(), VerbError> {
         each!(self, inner => inner.deregister())
+    }
+}
+
+impl contract::Mw for Mw {
+    fn rkey(&self) -> Rkey {
+        each!(self, inner => inner.rkey())
+    }
+
+    fn handle(&self) -> usize {
+        each!(self, inner => inner.handle())
     }
 }
 

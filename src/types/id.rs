@@ -54,6 +54,14 @@ number! {
     Imm(u32)
 }
 
+impl Rkey {
+    /// The key with which a memory window is bound next: its low byte counted up, wrapping, `ibv_inc_rkey(3)`.
+    #[must_use]
+    pub const fn next(self) -> Self {
+        Self(self.0 & !0xff | (self.0.wrapping_add(1) & 0xff))
+    }
+}
+
 impl Qpn {
     /// Largest queue pair number.
     pub const MAX: Self = Self(0x00ff_ffff);
@@ -109,6 +117,13 @@ impl fmt::Debug for Psn {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn next_key_of_a_window_counts_in_the_low_byte_only() {
+        assert_eq!(Rkey(0x1234_5677).next(), Rkey(0x1234_5678));
+        assert_eq!(Rkey(0x1234_56ff).next(), Rkey(0x1234_5600));
+        assert_eq!(Rkey(u32::MAX).next(), Rkey(0xffff_ff00));
+    }
 
     #[test]
     fn psn_distance_wraps_at_24_bits() {

@@ -26,4 +26,4 @@ pub use id::{Imm, Lkey, PortNum, Psn, Qkey, Qpn, Rkey, WrId};
 pub use qp::{AckTimeout, QpAttr, QpAttrMask, QpState, RnrTimer, Transport};
 pub use transition::{Transition, TransitionError, check_transition, transition};
 pub use wc::{WcFlags, WcOpcode, WcStatus, WorkCompletion};
-pub use wr::{Data, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, Sge, UdTarget};
+pub use wr::{Data, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, Sge, UdTarget, WindowBind};

@@ -112,6 +112,10 @@ pub enum WcOpcode {
     CompareSwap,
     /// Fetch-and-add.
     FetchAdd,
+    /// A memory window was bound.
+    BindWindow,
+    /// A key of ours was invalidated.
+    LocalInvalidate,
     /// A message arrived.
     Recv,
     /// A peer's WRITE_WITH_IMM consumed a receive.

@@ -2,7 +2,7 @@
 
 use bitflags::bitflags;
 
-use super::{AddressVector, Imm, Lkey, Qkey, Qpn, Rkey, WrId};
+use super::{Access, AddressVector, Imm, Lkey, Qkey, Qpn, Rkey, WrId};
 
 /// Scatter/gather element: a piece of registered local memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -57,6 +57,10 @@ pub enum SendOp {
         /// Value to add, wrapping.
         add: u64,
     },
+    /// Nothing is sent: the window of this key, bound by this queue pair, ends to be within reach of the peer.
+    LocalInvalidate(Rkey),
+    /// Nothing is sent: what [`Data::Window`] says comes within reach of the peer.
+    BindWindow,
 }
 
 impl SendOp {
@@ -64,6 +68,12 @@ impl SendOp {
     #[must_use]
     pub const fn reads_back(&self) -> bool {
         matches!(self, Self::Read(_) | Self::CompareSwap { .. } | Self::FetchAdd { .. })
+    }
+
+    /// True for what the own device does without telling the peer.
+    #[must_use]
+    pub const fn is_local(&self) -> bool {
+        matches!(self, Self::LocalInvalidate(_) | Self::BindWindow)
     }
 }
 
@@ -87,6 +97,31 @@ pub enum Data<'a> {
     Sges(&'a [Sge]),
     /// Copied while posting; at most `max_inline` bytes.
     Inline(&'a [u8]),
+    /// What a [`SendOp::BindWindow`] binds, and no other.
+    Window(&'a WindowBind),
+}
+
+/// Binding of a memory window of type 2, `struct ibv_mw_bind_info` of `ibv_bind_mw(3)`.
+///
+/// [`MemoryWindow::prepare`](crate::verbs::MemoryWindow::prepare) makes one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WindowBind {
+    /// The provider's number of the window: an `ibv_mw` of libibverbs.
+    pub window: usize,
+    /// The provider's number of the registration: an `ibv_mr` of libibverbs.
+    pub region: usize,
+    /// The window's key now.
+    pub current: Rkey,
+    /// The key it is to have: another low byte, the rest the same. See [`Rkey::next`].
+    pub rkey: Rkey,
+    /// Key of the registration.
+    pub lkey: Lkey,
+    /// First byte that the peer may reach.
+    pub addr: u64,
+    /// Bytes; at least 1.
+    pub len: u64,
+    /// What the peer may do: any of [`Access::REMOTE_ALL`].
+    pub access: Access,
 }
 
 /// Receiver of a datagram.

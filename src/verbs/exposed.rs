@@ -20,7 +20,7 @@ use crate::types::{Access, Sge};
 /// copies, which can see a peer's write half done, and in words of 8 bytes, which cannot. Order comes from
 /// messages: what a peer wrote before it sent one is seen after that one was received.
 ///
-/// Dropping the region (and all slices in flight) revokes the access first and frees the memory after; what
+/// Dropping the region (and all slices in flight, and all [leases](crate::Lease)) revokes the access first and frees the memory after; what
 /// peers do with the key from then on fails at their side with
 /// [`REM_ACCESS_ERR`](crate::types::WcStatus::REM_ACCESS_ERR).
 pub struct ExposedRegion {
@@ -61,7 +61,8 @@ impl ExposedRegion {
     /// Address and key of the whole region, to hand to a peer.
     ///
     /// Whoever knows them can use them over any queue pair of the same protection domain that allows remote
-    /// access, until the region is dropped.
+    /// access, until the region is dropped. [`QueuePair::lease`](crate::QueuePair::lease) grants a part of it to one peer,
+    /// for a time.
     #[must_use]
     pub fn grant(&self) -> RemoteRegion {
         RemoteRegion::new(self.inner.base().addr().get() as u64, self.inner.len() as u64, self.inner.rkey())
@@ -130,22 +131,27 @@ impl ExposedRegion {
     /// [`SetupError::Limit`] if the range ends before it starts, reaches beyond the region, or is longer than a
     /// scatter/gather element (2^32 - 1 bytes).
     pub fn slice(&self, range: Range<usize>) -> Result<ExposedSlice, SetupError> {
-        LimitError::check("start of the slice", range.start as u64, range.end as u64)?;
-        let len = range.end - range.start;
-        OutOfBounds::check(range.start as u64, len as u64, self.len() as u64).map_err(|error| LimitError {
-            field: "end of the slice",
-            asked: error.offset.saturating_add(error.len),
-            allowed: error.size,
-        })?;
-        LimitError::check("slice bytes", len as u64, u64::from(u32::MAX))?;
-        Ok(ExposedSlice { inner: self.inner.clone(), offset: range.start, len: len as u32 })
+        self.check(&range)?;
+        LimitError::check("slice bytes", range.len() as u64, u64::from(u32::MAX))?;
+        Ok(ExposedSlice { inner: self.inner.clone(), offset: range.start, len: range.len() as u32 })
+    }
+
+    /// `Ok` if the range is one, and within the region.
+    pub(super) fn check(&self, range: &Range<usize>) -> Result<(), LimitError> {
+        LimitError::check("start of the range", range.start as u64, range.end as u64)?;
+        LimitError::check("end of the range", range.end as u64, self.len() as u64)
+    }
+
+    pub(super) fn registration(&self) -> &Arc<Registration> {
+        &self.inner
     }
 
     /// Revokes the access and gives the memory back.
     ///
     /// # Errors
     ///
-    /// The region itself, if operations or slices still use it, the memory is not an `S`, or its registration does not end.
+    /// The region itself, if operations, slices or leases still use it, the memory is not an `S`, or its registration does
+    /// not end.
     pub fn into_storage<S: Storage>(self) -> Result<S, Self> {
         if !self.inner.holds::<S>() {
             return Err(self);

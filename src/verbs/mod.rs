@@ -3,6 +3,7 @@
 //! ```text
 //! Device ── ProtectionDomain ── Registration ── BufMut, Buf, Pool, ExposedRegion
 //!   │              ├─────────── Qp, SharedQueue (Srq)
+//!   │              ├─────────── MemoryWindow
 //!   │              └─────────── AddressHandle
 //!   └────── Channel ─────────── Cq
 //! ```
@@ -24,6 +25,8 @@ mod qp;
 mod registration;
 mod source;
 mod srq;
+mod window;
+mod window_set;
 
 pub use ah::AddressHandle;
 pub use buf::{Buf, BufMut};
@@ -38,3 +41,5 @@ pub use qp::{PostError, Qp, QpOptions};
 pub(crate) use source::{PdKey, Sealed, SgeList};
 pub use source::{Source, Target};
 pub use srq::Srq;
+pub use window::MemoryWindow;
+pub(crate) use window_set::{BoundWindow, WindowSet};

@@ -3,10 +3,11 @@
 #![allow(unsafe_code)]
 
 use std::fmt;
+use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::{Cq, ProtectionDomain, Srq};
+use super::{Cq, ProtectionDomain, Srq, WindowSet};
 use crate::error::{LimitError, SetupError, VerbError};
 use crate::provider::contract::{self, Pd as _, Qp as _, QpInit};
 use crate::provider::dispatch;
@@ -26,6 +27,8 @@ pub struct QpOptions {
 ///
 /// Dropping it destroys it: work in flight is abandoned, completions not yet polled are gone.
 pub struct Qp {
+    /// Windows of leases, which go before it.
+    windows: Arc<WindowSet>,
     raw: dispatch::Qp,
     transport: Transport,
     /// One transition at a time, so that what is checked is what is changed.
@@ -72,6 +75,7 @@ impl Qp {
             caps,
         })?;
         Ok(Self {
+            windows: Arc::default(),
             raw,
             transport: options.transport,
             transition: Mutex::new(()),
@@ -104,6 +108,10 @@ impl Qp {
     #[must_use]
     pub fn protection_domain(&self) -> &ProtectionDomain {
         &self.pd
+    }
+
+    pub(crate) fn windows(&self) -> &Arc<WindowSet> {
+        &self.windows
     }
 
     /// Queue of its send completions.
@@ -169,6 +177,8 @@ impl Qp {
     /// The memory that the list names stays valid and untouched until its completion has been polled or this
     /// queue pair was dropped. If completions go to the queue of a [`CompletionQueue`](crate::CompletionQueue), no work
     /// request number is taken for that of an operation there: the queue would give back what that operation holds.
+    /// What a window is bound to stays registered, and untouched but through its [`ExposedRegion`](super::ExposedRegion),
+    /// until the window was invalidated or dropped; windows that it bound are dropped before this queue pair.
     #[inline]
     pub unsafe fn post_send(&self, list: &[SendWr<'_>]) -> Result<(), PostError> {
         // SAFETY: S1: promised by the caller.
@@ -188,6 +198,12 @@ impl Qp {
     pub unsafe fn post_recv(&self, list: &[RecvWr<'_>]) -> Result<(), PostError> {
         // SAFETY: S1: promised by the caller.
         unsafe { self.raw.post_recv(list) }.map_err(PostError::from)
+    }
+}
+
+impl Drop for Qp {
+    fn drop(&mut self) {
+        self.windows.end();
     }
 }
 

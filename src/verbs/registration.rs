@@ -66,6 +66,11 @@ impl Registration {
         self.rkey
     }
 
+    /// The provider's number of it.
+    pub(super) fn handle(&self) -> usize {
+        self.held.as_ref().map_or(0, |(raw, _)| raw.handle())
+    }
+
     pub(crate) fn pd(&self) -> &ProtectionDomain {
         &self.pd
     }

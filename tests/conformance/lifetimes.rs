@@ -52,6 +52,14 @@ fn everything(setup: Setup, mode: &str, transport: Transport) -> Things {
     let memory = Memory::new(&a.pd, 64);
     things.push(Box::new(memory.0.slice(0..8).unwrap()));
     things.push(Box::new(memory.0));
+    if transport != Transport::Ud && a.pd.device().attr().max_mw > 0 {
+        let leased = Memory::with(&a.pd, 64, tokio_rdma::Access::MW_BIND);
+        for _ in 0..4 {
+            things.push(Box::new(a.qp.lease(&leased.0, 0..64, tokio_rdma::Access::REMOTE_ALL)));
+        }
+        drop(a.qp.lease(&leased.0, 0..64, tokio_rdma::Access::REMOTE_ALL));
+        things.push(Box::new(leased.0));
+    }
     things.push(Box::new(region));
     things.push(Box::new((sharing, a.qp.clone())));
     things.push(Box::new(srq));

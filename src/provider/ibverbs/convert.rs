@@ -3,12 +3,13 @@
 #![allow(unsafe_code)]
 
 use std::mem;
+use std::ptr;
 
 use rdma_sys::*;
 
 use crate::types::{
     Access, AckTimeout, AddressVector, Gid, LinkLayer, Lkey, Mtu, PortNum, PortState, Psn, Qkey, QpAttr, QpCaps,
-    QpState, Qpn, RnrTimer, SendFlags, Sge, Transport, WcFlags, WcOpcode, WcStatus, WorkCompletion, WrId,
+    QpState, Qpn, RnrTimer, SendFlags, Sge, Transport, WcFlags, WcOpcode, WcStatus, WindowBind, WorkCompletion, WrId,
 };
 
 // A scatter/gather list is handed over as it is.
@@ -36,6 +37,16 @@ pub(super) fn access_flags(access: Access) -> u32 {
         (Access::MW_BIND, ibv_access_flags::IBV_ACCESS_MW_BIND),
     ];
     PAIRS.iter().filter(|(ours, _)| access.contains(*ours)).fold(0, |flags, (_, theirs)| flags | theirs.0)
+}
+
+/// What a window is bound to.
+pub(super) fn bind_info(bind: &WindowBind) -> ibv_mw_bind_info {
+    ibv_mw_bind_info {
+        mr: ptr::with_exposed_provenance_mut(bind.region),
+        addr: bind.addr,
+        length: bind.len,
+        mw_access_flags: access_flags(bind.access),
+    }
 }
 
 fn access_of(flags: u32) -> Access {
@@ -148,6 +159,13 @@ fn state_from(code: ibv_qp_state::Type) -> QpState {
     QpState::ALL.into_iter().find(|&state| state as u32 == code).unwrap_or(QpState::Err)
 }
 
+/// False for a value with more bits than its field has on the wire or in a device's memory: drivers cut it down without
+/// a word.
+pub(super) fn fits(attr: &QpAttr) -> bool {
+    let three_bits = |value: Option<u8>| value.is_none_or(|value| value < 1 << 3);
+    three_bits(attr.retry_count) && three_bits(attr.rnr_retry) && attr.dest_qpn.is_none_or(|qpn| qpn.0 < 1 << 24)
+}
+
 /// Values for `ibv_modify_qp(3)`; which of them count is in [`QpAttr::mask`], whose bits are the same.
 pub(super) fn qp_attr_to(attr: &QpAttr) -> ibv_qp_attr {
     // SAFETY: S3: all zero is a value of every field: numbers, and null or no pointers.
@@ -220,6 +238,8 @@ pub(super) fn completion_from(wc: &ibv_wc) -> WorkCompletion {
         ibv_wc_opcode::IBV_WC_RDMA_READ => WcOpcode::RdmaRead,
         ibv_wc_opcode::IBV_WC_COMP_SWAP => WcOpcode::CompareSwap,
         ibv_wc_opcode::IBV_WC_FETCH_ADD => WcOpcode::FetchAdd,
+        ibv_wc_opcode::IBV_WC_BIND_MW => WcOpcode::BindWindow,
+        ibv_wc_opcode::IBV_WC_LOCAL_INV => WcOpcode::LocalInvalidate,
         ibv_wc_opcode::IBV_WC_RECV => WcOpcode::Recv,
         ibv_wc_opcode::IBV_WC_RECV_RDMA_WITH_IMM => WcOpcode::RecvRdmaWithImm,
         other => WcOpcode::Other(other),

@@ -1,4 +1,4 @@
-//! Protection domain and memory registration.
+//! Protection domain, memory registration, memory window.
 
 #![allow(unsafe_code)]
 
@@ -47,6 +47,12 @@ impl contract::Pd<Ibverbs> for Pd {
         Qp::new(self.raw, init, self.extended.as_ref())
     }
 
+    fn create_mw(&self) -> Result<Mw, VerbError> {
+        // SAFETY: S3: the protection domain is alive.
+        let raw = unsafe { ibv_alloc_mw(self.raw.as_ptr(), ibv_mw_type::IBV_MW_TYPE_2) };
+        Ok(Mw { raw: sys::handle("ibv_alloc_mw", raw)? })
+    }
+
     fn create_srq(&self, caps: SrqCaps) -> Result<Srq, VerbError> {
         Srq::new(self.raw, caps)
     }
@@ -86,6 +92,10 @@ impl contract::Mr for Mr {
         Rkey(unsafe { self.raw.as_ref().rkey })
     }
 
+    fn handle(&self) -> usize {
+        self.raw.as_ptr().expose_provenance()
+    }
+
     fn deregister(&mut self) -> Result<(), VerbError> {
         if !self.ended {
             // SAFETY: S3: made by us, and not used again once it has ended.
@@ -101,5 +111,35 @@ impl Drop for Mr {
         if let Err(error) = contract::Mr::deregister(self) {
             tracing::error!(%error, "not freed");
         }
+    }
+}
+
+/// `ibv_mw`.
+#[derive(Debug)]
+pub(crate) struct Mw {
+    raw: NonNull<ibv_mw>,
+}
+
+// SAFETY: S3: libibverbs is safe to call from any thread at once; the handle is used until `Drop` only.
+unsafe impl Send for Mw {}
+// SAFETY: S3: as above.
+unsafe impl Sync for Mw {}
+
+impl contract::Mw for Mw {
+    fn rkey(&self) -> Rkey {
+        // SAFETY: S3: the window is alive.
+        Rkey(unsafe { self.raw.as_ref().rkey })
+    }
+
+    fn handle(&self) -> usize {
+        self.raw.as_ptr().expose_provenance()
+    }
+}
+
+impl Drop for Mw {
+    fn drop(&mut self) {
+        // If it fails, so will the end of the registration it is bound to, whose memory is leaked then.
+        // SAFETY: S3: made by us and not used again.
+        sys::freed("ibv_dealloc_mw", unsafe { ibv_dealloc_mw(self.raw.as_ptr()) });
     }
 }

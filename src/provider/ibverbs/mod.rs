@@ -28,6 +28,7 @@ impl Provider for Ibverbs {
     type Context = Context;
     type Pd = memory::Pd;
     type Mr = memory::Mr;
+    type Mw = memory::Mw;
     type Channel = channel::Channel;
     type Cq = cq::Cq;
     type Qp = qp::Qp;

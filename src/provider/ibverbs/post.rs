@@ -11,7 +11,7 @@ use rdma_sys::*;
 use super::{convert, sys};
 use crate::error::VerbError;
 use crate::provider::contract::PostError;
-use crate::types::{Data, RecvWr, RemoteAddr, SendOp, SendWr, UdTarget};
+use crate::types::{Data, RecvWr, RemoteAddr, SendOp, SendWr, Transport, UdTarget};
 
 /// Work requests of one chain: a longer list rings one doorbell for each so many. They stand on the stack while posted.
 const CHAIN: usize = 16;
@@ -21,6 +21,45 @@ const CHAIN: usize = 16;
 struct Element {
     wr: ibv_send_wr,
     inline: ibv_sge,
+}
+
+/// What of `list` comes before the first request that a queue pair of `transport` cannot execute, and that one's refusal.
+///
+/// Drivers do not look: they take the address handle of a datagram for granted, and what they make of an operation that
+/// the transport does not have is theirs.
+#[inline]
+pub(super) fn possible<'a, 'b>(
+    transport: Transport,
+    list: &'a [SendWr<'b>],
+) -> (&'a [SendWr<'b>], Result<(), PostError>) {
+    match list.iter().position(|wr| !is_possible(transport, wr)) {
+        None => (list, Ok(())),
+        Some(posted) => {
+            let error = VerbError::new("ibv_post_send", VerbError::EINVAL);
+            (&list[..posted], Err(PostError { posted, error }))
+        }
+    }
+}
+
+#[inline]
+fn is_possible(transport: Transport, wr: &SendWr<'_>) -> bool {
+    let has_operation = match wr.op {
+        SendOp::Send | SendOp::SendWithImm(_) => true,
+        SendOp::Write(_) | SendOp::WriteWithImm(..) => transport != Transport::Ud,
+        SendOp::SendWithInvalidate(_) | SendOp::Read(_) | SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. } => {
+            transport == Transport::Rc
+        }
+        SendOp::LocalInvalidate(_) => return transport != Transport::Ud && matches!(wr.data, Data::Sges([])),
+        SendOp::BindWindow => return transport != Transport::Ud && matches!(wr.data, Data::Window(_)),
+    };
+    let addressed = transport != Transport::Ud || wr.target.is_some();
+    // What an operation brings back needs a place to go to.
+    let placed = match wr.data {
+        Data::Sges(_) => true,
+        Data::Inline(_) => !wr.op.reads_back(),
+        Data::Window(_) => false,
+    };
+    has_operation && addressed && placed
 }
 
 /// Posts `list` by `post`, which takes a chain and says through its second argument which element was refused.
@@ -124,6 +163,11 @@ unsafe fn write_send(element: *mut Element, next: *mut ibv_send_wr, wr: &SendWr<
                 atomic(remote, add, 0);
                 code::IBV_WR_ATOMIC_FETCH_AND_ADD
             }
+            SendOp::LocalInvalidate(rkey) => {
+                immediate(rkey.0);
+                code::IBV_WR_LOCAL_INV
+            }
+            SendOp::BindWindow => code::IBV_WR_BIND_MW,
         };
         (*raw).wr_id = wr.wr_id.0;
         (*raw).next = next;
@@ -145,6 +189,16 @@ unsafe fn write_send(element: *mut Element, next: *mut ibv_send_wr, wr: &SendWr<
                 (*raw).num_sge = 1;
                 (*raw).send_flags = flags | ibv_send_flags::IBV_SEND_INLINE.0;
             }
+            Data::Window(bind) => {
+                (*raw).sg_list = ptr::null_mut();
+                (*raw).num_sge = 0;
+                (*raw).send_flags = flags;
+                (*raw).bind_mw_tso_union.bind_mw = bind_mw_t {
+                    mw: ptr::with_exposed_provenance_mut(bind.window),
+                    rkey: bind.rkey.0,
+                    bind_info: convert::bind_info(bind),
+                };
+            }
         }
     }
 }
@@ -156,6 +210,9 @@ unsafe fn write_send(element: *mut Element, next: *mut ibv_send_wr, wr: &SendWr<
 /// `qp` is alive, and the memory of the list is kept as for `ibv_post_send(3)`.
 #[inline]
 pub(super) unsafe fn extended(qp: *mut ibv_qp_ex, list: &[SendWr<'_>]) -> Result<(), PostError> {
+    if list.is_empty() {
+        return Ok(());
+    }
     // SAFETY: S1, S3: as the caller promises; each request is one operation and one or two setters, between start and
     // completion, as the manual page asks.
     let result = unsafe {
@@ -192,6 +249,17 @@ unsafe fn operation(qp: *mut ibv_qp_ex, wr: &SendWr<'_>) -> bool {
     // SAFETY: S1, S3: as for `extended`.
     unsafe {
         match wr.op {
+            // The two that have no data and take no setter.
+            SendOp::LocalInvalidate(rkey) => {
+                call!(wr_local_inv, rkey.0);
+                return true;
+            }
+            SendOp::BindWindow => {
+                let Data::Window(bind) = wr.data else { return false };
+                let window = ptr::with_exposed_provenance_mut(bind.window);
+                call!(wr_bind_mw, window, bind.rkey.0, &convert::bind_info(bind));
+                return true;
+            }
             SendOp::Send => call!(wr_send),
             SendOp::SendWithImm(imm) => call!(wr_send_imm, imm.0.to_be()),
             SendOp::SendWithInvalidate(rkey) => call!(wr_send_inv, rkey.0),
@@ -210,6 +278,7 @@ unsafe fn operation(qp: *mut ibv_qp_ex, wr: &SendWr<'_>) -> bool {
             Data::Sges(&[sge]) => call!(wr_set_sge, sge.lkey.0, sge.addr, sge.length),
             Data::Sges(sges) => call!(wr_set_sge_list, sges.len(), convert::sge_list(sges)),
             Data::Inline(bytes) => call!(wr_set_inline_data, bytes.as_ptr().cast_mut().cast(), bytes.len()),
+            Data::Window(_) => return false,
         }
     }
     true

@@ -23,6 +23,15 @@ enum Arm {
     Next,
 }
 
+/// What is left of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Health {
+    Good,
+    /// The device is lost: what is there can be taken, and nothing comes after it.
+    Lost,
+    Overrun,
+}
+
 /// How far completions of a queue pair have been polled: what frees the slots of its queues.
 #[derive(Debug, Default)]
 pub(super) struct Polled {
@@ -67,7 +76,7 @@ struct Attached {
 struct State {
     entries: Ring<Entry>,
     arm: Arm,
-    overrun: bool,
+    health: Health,
     attached: Vec<Option<Attached>>,
     /// Indexes of `attached` that are free.
     vacant: Vec<u32>,
@@ -83,6 +92,38 @@ pub struct CqCounters {
     pub events: u64,
     /// Completions lost because it was full.
     pub lost: u64,
+}
+
+impl State {
+    /// Entries that polling looks for. A queue that has ended never looks empty, so that polling it finds the error.
+    fn left(&self) -> usize {
+        self.entries.len().max(usize::from(self.health != Health::Good))
+    }
+
+    /// Takes the oldest completions.
+    #[inline(always)]
+    fn take(&mut self, out: &mut [WorkCompletion]) -> usize {
+        let mut count = 0;
+        for target in out {
+            let Some(entry) = self.entries.front() else { break };
+            if let Some(Some(owner)) = self.attached.get(entry.owner as usize) {
+                match entry.frees {
+                    // Release: the poster that sees the slot free also sees the work as done.
+                    Frees::Send(position) => owner.polled.send.store(position, Ordering::Release),
+                    Frees::Recv(position) => owner.polled.recv.store(position, Ordering::Release),
+                    Frees::Shared => {
+                        if let Some(srq) = &owner.srq {
+                            srq.release();
+                        }
+                    }
+                }
+            }
+            *target = entry.completion;
+            self.entries.pop();
+            count += 1;
+        }
+        count
+    }
 }
 
 pub(super) struct CqInner {
@@ -121,9 +162,9 @@ impl CqInner {
     ) -> Result<(), Overrun> {
         let mut state = self.state.lock();
         let state = &mut *state;
-        if state.overrun || state.entries.len() >= self.capacity as usize {
+        if state.health == Health::Overrun || state.entries.len() >= self.capacity as usize {
             state.counters.lost += 1;
-            let first = !std::mem::replace(&mut state.overrun, true);
+            let first = std::mem::replace(&mut state.health, Health::Overrun) != Health::Overrun;
             return if first { Err(Overrun) } else { Ok(()) };
         }
         let entry = state.entries.push_slot();
@@ -141,7 +182,7 @@ impl CqInner {
 
     #[cold]
     fn fire(&self, state: &mut State, solicited: bool) {
-        if state.arm == Arm::Next || solicited {
+        if state.arm == Arm::Next || solicited && state.arm != Arm::Off {
             state.arm = Arm::Off;
             if let Some((channel, subscriber)) = &self.channel {
                 state.counters.events += 1;
@@ -175,8 +216,19 @@ impl CqInner {
             }
             keep
         });
-        // An overrun queue never looks empty, so that polling it always finds the error.
-        self.waiting.store(state.entries.len().max(usize::from(state.overrun)), Ordering::Release);
+        self.waiting.store(state.left(), Ordering::Release);
+    }
+
+    /// The device is lost, and all queue pairs have been flushed: once empty it gives an error, and whoever waits for it
+    /// is told to look.
+    pub(super) fn lose(&self) {
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        if state.health == Health::Good {
+            state.health = Health::Lost;
+        }
+        self.waiting.store(state.left(), Ordering::Release);
+        self.fire(state, true);
     }
 
     /// Ends what [`attach`](Self::attach) began.
@@ -230,12 +282,22 @@ impl Cq {
             state: Mutex::new(State {
                 entries: Ring::new(),
                 arm: Arm::Off,
-                overrun: false,
+                health: Health::Good,
                 attached: Vec::new(),
                 vacant: Vec::new(),
                 counters: CqCounters::default(),
             }),
         }))
+    }
+
+    #[cold]
+    fn poll_ended(&self, state: &mut State, out: &mut [WorkCompletion]) -> Result<usize, VerbError> {
+        if state.health == Health::Overrun || state.entries.is_empty() {
+            return Err(VerbError::new("ibv_poll_cq", VerbError::EIO));
+        }
+        let count = state.take(out);
+        self.0.waiting.store(state.left(), Ordering::Release);
+        Ok(count)
     }
 
     /// What has happened so far.
@@ -254,34 +316,15 @@ impl contract::Cq for Cq {
     }
 
     fn poll(&self, out: &mut [WorkCompletion]) -> Result<usize, VerbError> {
-        // A queue that was overrun holds entries for ever, so it never looks empty here.
         if self.0.waiting.load(Ordering::Acquire) == 0 {
             return Ok(0);
         }
         let mut state = self.0.state.lock();
         let state = &mut *state;
-        if state.overrun {
-            return Err(VerbError::new("ibv_poll_cq", VerbError::EIO));
+        if state.health != Health::Good {
+            return self.poll_ended(state, out);
         }
-        let mut count = 0;
-        for target in out {
-            let Some(entry) = state.entries.front() else { break };
-            if let Some(Some(owner)) = state.attached.get(entry.owner as usize) {
-                match entry.frees {
-                    // Release: the poster that sees the slot free also sees the work as done.
-                    Frees::Send(position) => owner.polled.send.store(position, Ordering::Release),
-                    Frees::Recv(position) => owner.polled.recv.store(position, Ordering::Release),
-                    Frees::Shared => {
-                        if let Some(srq) = &owner.srq {
-                            srq.release();
-                        }
-                    }
-                }
-            }
-            *target = entry.completion;
-            state.entries.pop();
-            count += 1;
-        }
+        let count = state.take(out);
         self.0.waiting.store(state.entries.len(), Ordering::Release);
         Ok(count)
     }

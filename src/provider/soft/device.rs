@@ -21,7 +21,7 @@ use crate::types::{
 };
 
 use super::channel::{Channel, Mailbox, os_error};
-use super::cq::Cq;
+use super::cq::{Cq, CqInner};
 use super::deferred::Deferred;
 use super::dma::Memory;
 use super::keys::{Keys, MAX_REGISTRATIONS};
@@ -44,6 +44,7 @@ pub(super) struct DeviceInner {
     pub(super) keys: Keys,
     attr: DeviceAttr,
     queue_pairs: RwLock<HashMap<Qpn, Weak<QpInner>>>,
+    completion_queues: Mutex<Vec<Weak<CqInner>>>,
     contexts: Mutex<Vec<Weak<ContextInner>>>,
     next_id: AtomicU64,
     next_pd: AtomicU32,
@@ -83,6 +84,7 @@ impl DeviceInner {
             max_cqe: 1 << 22,
             max_mr: MAX_REGISTRATIONS,
             max_mr_size: MAX_MR_SIZE,
+            max_mw: MAX_REGISTRATIONS,
             max_pd: 1 << 24,
             max_qp_rd_atom: 16,
             max_qp_init_rd_atom: 16,
@@ -100,6 +102,7 @@ impl DeviceInner {
             keys: Keys::new(seed as u32),
             attr,
             queue_pairs: RwLock::default(),
+            completion_queues: Mutex::default(),
             contexts: Mutex::default(),
             next_id: AtomicU64::new(1),
             next_pd: AtomicU32::new(1),
@@ -200,6 +203,23 @@ impl DeviceInner {
             qp.fail(None, None, &deferred);
         }
         deferred.run();
+        // After all flushes: what no flush ends, as receives of a shared queue, ends by the error.
+        for cq in self.completion_queues.lock().iter().filter_map(Weak::upgrade) {
+            cq.lose();
+        }
+    }
+
+    /// Knows of a completion queue until it is gone.
+    fn add_completion_queue(&self, cq: &Cq) {
+        let mut all = self.completion_queues.lock();
+        if all.len() == all.capacity() {
+            all.retain(|cq| cq.strong_count() > 0);
+        }
+        all.push(Arc::downgrade(&cq.0));
+        // Lost meanwhile, without being told.
+        if self.is_dead() {
+            cq.0.lose();
+        }
     }
 
     pub(super) fn set_port(&self, up: bool) {
@@ -281,7 +301,9 @@ impl contract::Context<Soft> for Context {
         if capacity == 0 || capacity > attr.max_cqe || vector >= attr.completion_vectors {
             return Err(VerbError::new("ibv_create_cq", VerbError::EINVAL));
         }
-        Ok(Cq::new(self.0.device.id(), capacity, Arc::clone(&self.0), channel, cookie))
+        let cq = Cq::new(self.0.device.id(), capacity, Arc::clone(&self.0), channel, cookie);
+        self.0.device.add_completion_queue(&cq);
+        Ok(cq)
     }
 
     fn event_fd(&self) -> BorrowedFd<'_> {
@@ -328,6 +350,15 @@ impl contract::Pd<Soft> for Pd {
         qp::create(&self.context, self.id, init)
     }
 
+    fn create_mw(&self) -> Result<Mw, VerbError> {
+        const VERB: &str = "ibv_alloc_mw";
+        let device = self.context.device();
+        device.alive(VERB)?;
+        let random = device.network.random()?;
+        let key = device.keys.add_window(self.id, random).ok_or(VerbError::new(VERB, VerbError::ENOMEM))?;
+        Ok(Mw { device: Arc::clone(device), key })
+    }
+
     fn create_srq(&self, caps: SrqCaps) -> Result<Srq, VerbError> {
         const VERB: &str = "ibv_create_srq";
         let device = self.context.device();
@@ -366,6 +397,10 @@ impl contract::Mr for Mr {
         Rkey(self.key)
     }
 
+    fn handle(&self) -> usize {
+        self.key as usize
+    }
+
     fn deregister(&mut self) -> Result<(), VerbError> {
         if !mem::replace(&mut self.ended, true) {
             self.device.keys.remove(self.key);
@@ -378,6 +413,30 @@ impl Drop for Mr {
     fn drop(&mut self) {
         // Never fails here.
         let _ = contract::Mr::deregister(self);
+    }
+}
+
+/// Memory window, see [`contract::Mw`]. A registration that ends first takes the access through its windows along.
+#[derive(Debug)]
+pub(crate) struct Mw {
+    device: Arc<DeviceInner>,
+    /// As allocated.
+    key: u32,
+}
+
+impl contract::Mw for Mw {
+    fn rkey(&self) -> Rkey {
+        Rkey(self.key)
+    }
+
+    fn handle(&self) -> usize {
+        self.key as usize
+    }
+}
+
+impl Drop for Mw {
+    fn drop(&mut self) {
+        self.device.keys.remove_window(self.key);
     }
 }
 

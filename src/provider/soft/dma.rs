@@ -20,9 +20,10 @@ use crate::mem::shared;
 
 /// Piece of registered memory that stays registered while this lives.
 ///
-/// Invariant: `pointer..pointer + len` lies within the registration that `_use` holds, and was valid
-/// for reads and writes when it was registered. `Pd::register` has the promise of its caller that the
-/// memory stays allocated until the registration was dropped; dropping waits for every `Use`.
+/// Invariant: `pointer..pointer + len` lies within the registration that `_use` holds, itself or through a
+/// window, and was valid for reads and writes when it was registered. `Pd::register` has the promise of its
+/// caller that the memory stays allocated until the registration was dropped; dropping waits for every `Use`,
+/// of a window that is bound to it too.
 #[derive(Debug)]
 pub(super) struct Segment<'k> {
     pointer: *mut u8,
@@ -77,6 +78,12 @@ impl Region {
     pub(super) fn assign(&self, memory: Memory) {
         self.base.store(memory.base, Ordering::Relaxed);
         self.len.store(memory.len, Ordering::Relaxed);
+    }
+
+    /// Changes the memory to that of a segment. As [`assign`](Self::assign); besides, nobody finds a use of this region
+    /// any more before the registration behind the segment ends: it ends its windows.
+    pub(super) fn assign_window(&self, of: &Segment<'_>) {
+        self.assign(Memory { base: of.pointer, len: of.len });
     }
 
     /// `addr..addr + len`, if that is within the region.

@@ -92,7 +92,7 @@ impl QpInner {
                         segment = found;
                         Payload::Segments(std::slice::from_ref(&segment))
                     }
-                    Data::Sges(_) => break,
+                    Data::Sges(_) | Data::Window(_) => break,
                 };
                 let done = match &payload {
                     Payload::Segments([into]) if reads_back => {

@@ -5,30 +5,43 @@
 //! touched any more, and while a copy runs its memory stays registered.
 //!
 //! ```text
-//!  key ──unmix──▶ variant(12) index(20) ──▶ slot { users | CLOSED, key, base, len, rights }
+//!  key ──unmix──▶ chunk(12) variant(4) place(8) ── slot { users | CLOSED, key, base, len, rights }
+//!      ──────────────────────────────────▶ tag(8)
 //! ```
+//!
+//! The tag stands in the key as it is: a memory window keeps its slot whatever low byte it is bound with, and its slot is
+//! closed while it is not bound. See [`windows`](super::windows).
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
-use crate::types::{Access, Sge};
+use crate::types::{Access, Qpn, Sge};
 
 use super::dma::{Gather, Memory, Region, Segment};
+use super::windows::Window;
 
 /// Most registrations of a device.
 pub(super) const MAX_REGISTRATIONS: u32 = 1 << INDEX_BITS;
 
 const INDEX_BITS: u32 = 20;
-const INDEX_MASK: u32 = MAX_REGISTRATIONS - 1;
 /// Slots are made a chunk at a time.
 const CHUNK: u32 = 256;
 const CHUNKS: usize = (MAX_REGISTRATIONS / CHUNK) as usize;
+/// What a key is made of, see the module: where its parts are before they are mixed.
+const TAG_BITS: u32 = 8;
+const TAG_MASK: u32 = (1 << TAG_BITS) - 1;
+const PLACE_SHIFT: u32 = TAG_BITS;
+const VARIANT_SHIFT: u32 = 16;
+const VARIANT_MASK: u32 = 15;
+const CHUNK_SHIFT: u32 = 20;
 /// Bit of [`Slot::rights`], above those of `Access`: reached by atomic accesses only.
 const SHARED: u32 = 1 << 31;
+/// Bit of the owner in [`Slot::rights`]: not a protection domain but the queue pair that bound a window.
+const WINDOW: u32 = 1 << 31;
 /// Bit of [`Slot::users`]: not registered.
 const CLOSED: u32 = 1 << 31;
 
@@ -45,6 +58,8 @@ pub(super) struct Keys {
     inverse: u32,
     chunks: Box<[OnceLock<Box<[Slot; CHUNK as usize]>>; CHUNKS]>,
     free: Mutex<FreeList>,
+    /// By their keys without the tag.
+    pub(super) windows: Mutex<HashMap<u32, Window>>,
 }
 
 impl fmt::Debug for Keys {
@@ -63,14 +78,14 @@ struct FreeList {
 }
 
 #[derive(Debug)]
-struct Slot {
+pub(super) struct Slot {
     /// Copies in progress, and [`CLOSED`]. All else is constant while not closed.
     users: AtomicU32,
     key: AtomicU32,
     region: Region,
-    /// Access and [`SHARED`] in the low half, protection domain in the high half.
+    /// Access and [`SHARED`] in the low half, owner in the high half: a protection domain, or [`WINDOW`] and a queue pair.
     rights: AtomicU64,
-    /// Odd distance between the variants of successive registrations: 4096 of them before one returns.
+    /// Odd distance between the variants (tag included) of successive registrations: 4096 before one returns.
     stride: AtomicU32,
 }
 
@@ -98,6 +113,36 @@ impl Drop for Use<'_> {
     }
 }
 
+impl Slot {
+    /// Lets uses begin. `owner` is as in `rights`.
+    pub(super) fn open(&self, key: u32, owner: u32, access: Access, shared: bool) {
+        let shared = if shared { SHARED } else { 0 };
+        self.key.store(key, Ordering::Relaxed);
+        self.rights.store(u64::from(owner) << 32 | u64::from(access.bits() | shared), Ordering::Relaxed);
+        // Release pairs with the acquire in `find`: who sees the slot open sees its fields.
+        self.users.fetch_and(!CLOSED, Ordering::Release);
+    }
+
+    /// No new use begins, and it returns when no use is left.
+    pub(super) fn close(&self) {
+        self.users.fetch_or(CLOSED, Ordering::AcqRel);
+        // A use is one packet's copy, microseconds; nobody sleeps while holding one.
+        let mut spins = 0_u32;
+        while self.users.load(Ordering::Acquire) != CLOSED {
+            spins += 1;
+            if spins < 64 {
+                std::hint::spin_loop();
+            } else {
+                std::thread::yield_now();
+            }
+        }
+    }
+
+    pub(super) fn region(&self) -> &Region {
+        &self.region
+    }
+}
+
 impl Keys {
     /// An empty table whose keys depend on `seed`.
     pub(super) fn new(seed: u32) -> Self {
@@ -110,12 +155,29 @@ impl Keys {
             inverse,
             chunks: Box::new([const { OnceLock::new() }; CHUNKS]),
             free: Mutex::new(FreeList::default()),
+            windows: Mutex::default(),
         }
     }
 
     /// Registers memory, that is reached by atomic accesses if it is `shared` or peers may reach it; its key, or `None`
     /// if the table is full.
     pub(super) fn insert(&self, memory: Memory, access: Access, shared: bool, pd: u32, random: u64) -> Option<u32> {
+        let (slot, key) = self.claim(random)?;
+        slot.region.assign(memory);
+        slot.open(key, pd, access, shared || access.is_remote());
+        Some(key)
+    }
+
+    /// Ends a registration: no new use begins, of its windows neither, and it returns when no use is left.
+    pub(super) fn remove(&self, key: u32) {
+        let Some(slot) = self.slot(key) else { return };
+        slot.close();
+        self.end_windows(|window| window.region() == Some(key));
+        self.release(key);
+    }
+
+    /// A closed slot, and the next of its keys.
+    pub(super) fn claim(&self, random: u64) -> Option<(&Slot, u32)> {
         let index = {
             let mut free = self.free.lock();
             // A fresh slot is cheaper than a short cycle of one slot's keys.
@@ -126,47 +188,33 @@ impl Keys {
                 free.returned.pop_front()?
             }
         };
-        let (chunk, offset) = position(index);
+        let (chunk, place) = ((index / CHUNK) as usize, (index % CHUNK) as usize);
         let slots = self.chunks[chunk].get_or_init(|| Box::new(std::array::from_fn(|_| Slot::default())));
-        let slot = &slots[offset];
+        let slot = &slots[place];
         let mut stride = slot.stride.load(Ordering::Relaxed);
         let mut variant = if stride == 0 {
             stride = (random >> 32) as u32 | 1;
             slot.stride.store(stride, Ordering::Relaxed);
             random as u32
         } else {
-            (self.unmix(slot.key.load(Ordering::Relaxed)) >> INDEX_BITS).wrapping_add(stride)
+            let last = slot.key.load(Ordering::Relaxed);
+            ((self.unmix(last) >> VARIANT_SHIFT & VARIANT_MASK) << TAG_BITS | last & TAG_MASK).wrapping_add(stride)
         };
-        let mut key = self.mix(variant << INDEX_BITS | index);
-        if key == 0 {
-            // 0 is what an uninitialized key looks like; it shall name nothing.
+        loop {
+            let key = self.mix(index, variant);
+            // 0 is what an uninitialized key looks like; whatever its tag, it shall name nothing.
+            if key & !TAG_MASK != 0 {
+                slot.key.store(key, Ordering::Relaxed);
+                return Some((slot, key));
+            }
             variant = variant.wrapping_add(stride);
-            key = self.mix(variant << INDEX_BITS | index);
         }
-        slot.key.store(key, Ordering::Relaxed);
-        slot.region.assign(memory);
-        let shared = if shared || access.is_remote() { SHARED } else { 0 };
-        slot.rights.store(u64::from(pd) << 32 | u64::from(access.bits() | shared), Ordering::Relaxed);
-        // Release pairs with the acquire in `resolve`: who sees the slot open sees its fields.
-        slot.users.fetch_and(!CLOSED, Ordering::Release);
-        Some(key)
     }
 
-    /// Ends a registration: no new use begins, and it returns when no use is left.
-    pub(super) fn remove(&self, key: u32) {
-        let Some(slot) = self.slot(key) else { return };
-        slot.users.fetch_or(CLOSED, Ordering::AcqRel);
-        // A use is one packet's copy, microseconds; nobody sleeps while holding one.
-        let mut spins = 0_u32;
-        while slot.users.load(Ordering::Acquire) != CLOSED {
-            spins += 1;
-            if spins < 64 {
-                std::hint::spin_loop();
-            } else {
-                std::thread::yield_now();
-            }
-        }
-        self.free.lock().returned.push_back(self.unmix(key) & INDEX_MASK);
+    /// The slot of a key is closed and free for another.
+    pub(super) fn release(&self, key: u32) {
+        let (chunk, place) = self.position(key);
+        self.free.lock().returned.push_back(chunk as u32 * CHUNK + place as u32);
     }
 
     /// `addr..addr + len` by `key`, if it is registered in `pd` with all of `need`.
@@ -179,8 +227,33 @@ impl Keys {
         len: usize,
         need: Access,
     ) -> Result<Segment<'_>, NotCovered> {
+        self.find(key, |owner| owner == pd, addr, len, need)
+    }
+
+    /// As [`resolve`](Self::resolve) for the peer of `qpn`, which windows that this queue pair bound are open to as well.
+    #[inline]
+    pub(super) fn resolve_remote(
+        &self,
+        key: u32,
+        (pd, qpn): (u32, Qpn),
+        addr: u64,
+        len: usize,
+        need: Access,
+    ) -> Result<Segment<'_>, NotCovered> {
+        self.find(key, |owner| owner == pd || owner == window_owner(qpn), addr, len, need)
+    }
+
+    #[inline(always)]
+    fn find(
+        &self,
+        key: u32,
+        is_owner: impl FnOnce(u32) -> bool,
+        addr: u64,
+        len: usize,
+        need: Access,
+    ) -> Result<Segment<'_>, NotCovered> {
         let slot = self.slot(key).ok_or(NotCovered)?;
-        // Acquire pairs with `insert`. From here on `hold` gives the count back.
+        // Acquire pairs with `open`. From here on `hold` gives the count back.
         let before = slot.users.fetch_add(1, Ordering::Acquire);
         let hold = Use(slot);
         if before & CLOSED != 0 || slot.key.load(Ordering::Relaxed) != key {
@@ -188,7 +261,7 @@ impl Keys {
         }
         let rights = slot.rights.load(Ordering::Relaxed);
         let access = Access::from_bits_retain(rights as u32);
-        if (rights >> 32) as u32 != pd || !access.contains(need) {
+        if !is_owner((rights >> 32) as u32) || !access.contains(need) {
             return Err(NotCovered);
         }
         slot.region.piece(addr, len, rights as u32 & SHARED != 0, hold).ok_or(NotCovered)
@@ -228,21 +301,53 @@ impl Keys {
     }
 
     #[inline]
-    fn slot(&self, key: u32) -> Option<&Slot> {
-        let (chunk, offset) = position(self.unmix(key) & INDEX_MASK);
-        Some(&self.chunks[chunk].get()?[offset])
+    pub(super) fn slot(&self, key: u32) -> Option<&Slot> {
+        let (chunk, place) = self.position(key);
+        Some(&self.chunks[chunk].get()?[place])
     }
 
-    const fn mix(&self, plain: u32) -> u32 {
-        plain.wrapping_mul(self.factor)
+    /// Chunk of a key's slot and the place in it.
+    #[inline]
+    fn position(&self, key: u32) -> (usize, usize) {
+        let plain = self.unmix(key);
+        ((plain >> CHUNK_SHIFT) as usize, (plain >> PLACE_SHIFT & (CHUNK - 1)) as usize)
     }
 
+    const fn mix(&self, index: u32, variant: u32) -> u32 {
+        let (chunk, place) = (index / CHUNK, index % CHUNK);
+        let upper = variant >> TAG_BITS & VARIANT_MASK;
+        let plain = chunk << CHUNK_SHIFT | upper << VARIANT_SHIFT | place << PLACE_SHIFT;
+        plain.wrapping_mul(self.factor) | variant & TAG_MASK
+    }
+
+    /// Without the tag.
     const fn unmix(&self, key: u32) -> u32 {
-        key.wrapping_mul(self.inverse)
+        (key & !TAG_MASK).wrapping_mul(self.inverse)
     }
 }
 
-/// Chunk of an index and the place in it.
-const fn position(index: u32) -> (usize, usize) {
-    (((index & INDEX_MASK) / CHUNK) as usize, (index % CHUNK) as usize)
+/// Owner of a slot that is a window bound by `qpn`.
+#[inline]
+pub(super) const fn window_owner(qpn: Qpn) -> u32 {
+    WINDOW | qpn.0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_of_a_slot_differ_and_lead_to_it() {
+        let keys = Keys::new(0x9e37_79b1);
+        for index in [0, 1, 255, 256, MAX_REGISTRATIONS - 1] {
+            let mut seen = std::collections::HashSet::new();
+            for variant in 0..4096 {
+                let key = keys.mix(index, variant);
+                assert!(seen.insert(key), "{index} {variant}");
+                assert_eq!(keys.position(key), ((index / CHUNK) as usize, (index % CHUNK) as usize));
+                assert_eq!(keys.unmix(key) >> VARIANT_SHIFT & VARIANT_MASK, variant >> TAG_BITS);
+                assert_eq!(key & TAG_MASK, variant & TAG_MASK);
+            }
+        }
+    }
 }

@@ -21,7 +21,7 @@
 //! exchange encoded packets.
 //!
 //! Locks, in the order they are taken: requester half of one queue pair, responder half of one queue
-//! pair, then one of completion queue, shared receive queue, channel, scheduler. What would need
+//! pair, then one of completion queue, shared receive queue, channel, windows, scheduler. What would need
 //! another order (a queue pair that takes a second one down with it) is put on a
 //! [`Deferred`](deferred::Deferred) list and done when no lock is held.
 
@@ -40,6 +40,7 @@ mod responder;
 mod ring;
 mod scheduler;
 mod srq;
+mod windows;
 mod wire;
 
 #[cfg(test)]
@@ -49,7 +50,7 @@ mod tests;
 pub(crate) use channel::Channel;
 pub(crate) use cq::Cq;
 pub use cq::CqCounters;
-pub(crate) use device::{Ah, Context, Mr, Pd};
+pub(crate) use device::{Ah, Context, Mr, Mw, Pd};
 pub use faults::{Faults, LinkCounters};
 pub use network::{DeviceControl, Network};
 pub(crate) use qp::Qp;
@@ -67,6 +68,7 @@ impl contract::Provider for Soft {
     type Context = Context;
     type Pd = Pd;
     type Mr = Mr;
+    type Mw = Mw;
     type Channel = Channel;
     type Cq = Cq;
     type Qp = Qp;

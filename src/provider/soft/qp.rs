@@ -298,21 +298,8 @@ impl QpInner {
     #[inline]
     fn check_send(&self, wr: &SendWr<'_>) -> Option<u32> {
         let length = match wr.data {
-            Data::Sges([one]) if self.caps.max_send_sge > 0 => one.length,
-            Data::Sges(sges) => {
-                if sges.len() > self.caps.max_send_sge as usize {
-                    return None;
-                }
-                let total: u64 = sges.iter().map(|sge| u64::from(sge.length)).sum();
-                // Larger than any message: reported as such when its turn comes.
-                u32::try_from(total).unwrap_or(u32::MAX)
-            }
-            Data::Inline(bytes) => {
-                if bytes.len() > self.caps.max_inline as usize || wr.op.reads_back() {
-                    return None;
-                }
-                bytes.len() as u32
-            }
+            Data::Sges([one]) if self.caps.max_send_sge > 0 && !wr.op.is_local() => one.length,
+            _ => self.length(wr)?,
         };
         let allowed = match self.transport {
             Transport::Rc => true,
@@ -325,6 +312,24 @@ impl QpInner {
         };
         allowed.then_some(length)
     }
+
+    /// Length of a send work request, if its data are of a kind that its operation takes.
+    fn length(&self, wr: &SendWr<'_>) -> Option<u32> {
+        match (wr.data, wr.op) {
+            (Data::Window(_), SendOp::BindWindow) | (Data::Sges([]), SendOp::LocalInvalidate(_)) => Some(0),
+            (Data::Window(_), _) | (_, SendOp::BindWindow | SendOp::LocalInvalidate(_)) => None,
+            (Data::Sges(sges), _) => {
+                let total: u64 = sges.iter().map(|sge| u64::from(sge.length)).sum();
+                // Larger than any message: reported as such when its turn comes.
+                let length = u32::try_from(total).unwrap_or(u32::MAX);
+                (sges.len() <= self.caps.max_send_sge as usize).then_some(length)
+            }
+            (Data::Inline(bytes), op) => {
+                let fits = bytes.len() <= self.caps.max_inline as usize && !op.reads_back();
+                fits.then_some(bytes.len() as u32)
+            }
+        }
+    }
 }
 
 /// Queue pair, see [`contract::Qp`].
@@ -333,8 +338,9 @@ impl QpInner {
 ///   strict form of mlx5: a program that never asks for a completion fills its send queue.
 /// - Destroying or resetting it removes its completions from their queue.
 /// - READ and atomics with `max_rd_atomic` 0 fail with `LOC_QP_OP_ERR`: they could never start.
-/// - `SendWithInvalidate` always names an invalid key, as there are no memory windows: the receiver's
-///   completion is `REM_INV_REQ_ERR` and, as there is no NAK for it, the sender's retries run out.
+/// - A `SendWithInvalidate` that names no window bound by the receiving queue pair ends the receive with
+///   `REM_INV_REQ_ERR` and, as there is no NAK for it, the sender's retries run out.
+/// - Destroying it ends the access through all windows that it bound.
 #[derive(Debug)]
 pub(crate) struct Qp(pub(super) Arc<QpInner>);
 
@@ -577,6 +583,7 @@ impl Drop for Qp {
             let peer = sender.peer.take();
             qp.reset(&mut sender, &mut receiver, &deferred);
             qp.destroyed.store(true, Ordering::Relaxed);
+            qp.device().keys.end_windows_of(qp.qpn);
             qp.send_cq.detach(qp.send_owner);
             if !Arc::ptr_eq(&qp.send_cq, &qp.recv_cq) {
                 qp.recv_cq.detach(qp.recv_owner);

@@ -14,6 +14,7 @@
 //! Recovery is go-back-N: the cursor returns to the oldest unacknowledged packet (IBTA 9.7.5).
 
 mod answers;
+mod local;
 mod quiet;
 mod wqe;
 
@@ -229,6 +230,7 @@ impl Requester {
                 wqe.one = Sge::default();
                 wqe.several.extend_from_slice(sges);
             }
+            Data::Window(bind) => wqe.keep(bind),
             Data::Inline(bytes) => {
                 wqe.inline = true;
                 match wqe.short.get_mut(..bytes.len()) {
@@ -260,6 +262,9 @@ impl Requester {
     ) -> Option<Outgoing> {
         if !matches!(self.state, QpState::Rts | QpState::Sqd) || self.wait != Wait::None {
             return None;
+        }
+        while self.queue.get(self.cursor)?.op.is_local() {
+            self.run_local(keys, out)?;
         }
         let index = self.cursor;
         let wqe = self.queue.get_mut(index)?;

@@ -1,8 +1,8 @@
 //! Send work request: its place in the queue, and the packets it is cut into.
 
 use crate::types::{
-    Access, Gid, Psn, Qkey, Qpn, RemoteAddr, SendFlags, SendOp, Sge, Transport, WcOpcode, WcStatus, WorkCompletion,
-    WrId,
+    Access, Gid, Psn, Qkey, Qpn, RemoteAddr, SendFlags, SendOp, Sge, Transport, WcOpcode, WcStatus, WindowBind,
+    WorkCompletion, WrId,
 };
 
 use crate::provider::soft::dma::Gather;
@@ -40,6 +40,8 @@ pub(super) struct SendWqe {
     pub(super) one: Sge,
     /// All of them if there are several.
     pub(super) several: Vec<Sge>,
+    /// What a `BindWindow` binds.
+    pub(super) bind: Option<Box<WindowBind>>,
     /// Inline bytes, as far as they fit.
     pub(super) short: [u8; SHORT],
     /// All of them if they do not.
@@ -61,6 +63,7 @@ impl Default for SendWqe {
             inline: false,
             one: Sge::default(),
             several: Vec::new(),
+            bind: None,
             short: [0; SHORT],
             long: Vec::new(),
             to: Destination::default(),
@@ -72,6 +75,13 @@ impl SendWqe {
     #[inline]
     pub(super) fn sges(&self) -> &[Sge] {
         if self.several.is_empty() { std::slice::from_ref(&self.one) } else { &self.several }
+    }
+
+    #[cold]
+    pub(super) fn keep(&mut self, bind: &WindowBind) {
+        self.inline = false;
+        self.one = Sge::default();
+        self.bind = Some(Box::new(*bind));
     }
 
     #[inline]
@@ -95,6 +105,8 @@ impl SendWqe {
             SendOp::Read(_) => WcOpcode::RdmaRead,
             SendOp::CompareSwap { .. } => WcOpcode::CompareSwap,
             SendOp::FetchAdd { .. } => WcOpcode::FetchAdd,
+            SendOp::BindWindow => WcOpcode::BindWindow,
+            SendOp::LocalInvalidate(_) => WcOpcode::LocalInvalidate,
         };
         WorkCompletion {
             wr_id: self.wr_id,
@@ -139,7 +151,8 @@ pub(super) fn body_of(wqe: &SendWqe, part: Part, offset: u32, psn: Psn, config: 
     }
     let reth = |remote| Reth { remote, length: wqe.length };
     match wqe.op {
-        SendOp::Send => (Body::Send { part, tail: Tail::None }, next),
+        // What is local never comes here.
+        SendOp::Send | SendOp::BindWindow | SendOp::LocalInvalidate(_) => (Body::Send { part, tail: Tail::None }, next),
         SendOp::SendWithImm(imm) => {
             (Body::Send { part, tail: if part.ends() { Tail::Imm(imm) } else { Tail::None } }, next)
         }

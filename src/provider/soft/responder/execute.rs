@@ -2,7 +2,7 @@
 
 use crate::types::{Access, Imm, Mtu, Psn, RemoteAddr, WcFlags, WcOpcode, WcStatus, WorkCompletion};
 
-use crate::provider::soft::dma::{self, Payload};
+use crate::provider::soft::dma::{self, Payload, Segment};
 use crate::provider::soft::keys::Keys;
 use crate::provider::soft::requester::MAX_MESSAGE;
 use crate::provider::soft::wire::{AtomicOp, Body, Packet, Part, Reth, Syndrome, Tail};
@@ -43,8 +43,11 @@ impl Responder {
         let (imm_or_rkey, flags) = match tail {
             Tail::None => (0, WcFlags::empty()),
             Tail::Imm(imm) => (imm.0, WcFlags::WITH_IMM),
-            // There are no memory windows, and a plain registration is not the peer's to invalidate.
-            Tail::Invalidate(_) => return Err(Refusal::INVALIDATION),
+            // Windows only: a plain registration is not the peer's to invalidate.
+            Tail::Invalidate(rkey) => {
+                keys.invalidate(rkey, self.config.qpn).map_err(|_| Refusal::INVALIDATION)?;
+                (rkey.0, WcFlags::WITH_INV)
+            }
         };
         self.msn = self.msn.wrapping_add(1);
         let completion = WorkCompletion {
@@ -91,12 +94,11 @@ impl Responder {
             return Ok(false);
         }
         let need = Access::REMOTE_WRITE;
-        let RemoteAddr { addr, rkey } = rest.remote;
         if part.begins() && !part.ends() {
-            keys.resolve(rkey.0, self.config.pd, addr, total, need).map_err(|_| Refusal::ACCESS)?;
+            self.remote(keys, rest.remote, total, need)?;
         }
         if len > 0 {
-            let target = keys.resolve(rkey.0, self.config.pd, addr, len, need).map_err(|_| Refusal::ACCESS)?;
+            let target = self.remote(keys, rest.remote, len, need)?;
             payload.copy_to(std::slice::from_ref(&target));
         }
         self.expected = psn.add(1);
@@ -104,6 +106,7 @@ impl Responder {
             if part.begins() {
                 self.received = rest.length;
             }
+            let RemoteAddr { addr, rkey } = rest.remote;
             let remote = RemoteAddr { addr: addr.wrapping_add(len as u64), rkey };
             self.message = Some(Message::Write(Reth { remote, length: rest.length - len as u32 }));
             return Ok(true);
@@ -132,9 +135,7 @@ impl Responder {
             return Err(Refusal::INVALID);
         }
         if reth.length > 0 {
-            let RemoteAddr { addr, rkey } = reth.remote;
-            keys.resolve(rkey.0, self.config.pd, addr, reth.length as usize, Access::REMOTE_READ)
-                .map_err(|_| Refusal::ACCESS)?;
+            self.remote(keys, reth.remote, reth.length as usize, Access::REMOTE_READ)?;
         }
         let packets = reth.length.div_ceil(self.config.mtu.bytes() as u32).max(1);
         self.expected = psn.add(packets);
@@ -156,9 +157,7 @@ impl Responder {
         if self.message.is_some() || !allowed || !remote.addr.is_multiple_of(8) || !self.has_resource() {
             return Err(Refusal::INVALID);
         }
-        let target = keys
-            .resolve(remote.rkey.0, self.config.pd, remote.addr, 8, Access::REMOTE_ATOMIC)
-            .map_err(|_| Refusal::ACCESS)?;
+        let target = self.remote(keys, remote, 8, Access::REMOTE_ATOMIC)?;
         let original = dma::atomic(&target, op).ok_or(Refusal::INVALID)?;
         drop(target);
         self.expected = psn.add(1);
@@ -167,6 +166,19 @@ impl Responder {
         self.save(Resource::Atomic { psn, original, msn });
         self.replies.push_back(Reply::Atomic { psn, msn, original });
         Ok(false)
+    }
+
+    /// Memory that the peer names, if it may.
+    #[inline]
+    pub(super) fn remote<'k>(
+        &self,
+        keys: &'k Keys,
+        RemoteAddr { addr, rkey }: RemoteAddr,
+        len: usize,
+        need: Access,
+    ) -> Result<Segment<'k>, Refusal> {
+        let who = (self.config.pd, self.config.qpn);
+        keys.resolve_remote(rkey.0, who, addr, len, need).map_err(|_| Refusal::ACCESS)
     }
 
     /// A request that was executed before: its answer was lost (IBTA 9.7.5.1.4).

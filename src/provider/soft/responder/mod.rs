@@ -299,10 +299,9 @@ impl Responder {
         let mtu = self.config.mtu.bytes() as u32;
         let len = rest.length.min(mtu);
         if len > 0 {
-            let RemoteAddr { addr, rkey } = rest.remote;
-            match keys.resolve(rkey.0, self.config.pd, addr, len as usize, Access::REMOTE_READ) {
+            match self.remote(keys, rest.remote, len as usize, Access::REMOTE_READ) {
                 Ok(segment) => gather.push(segment),
-                // Deregistered while it was being read.
+                // Deregistered or invalidated while it was being read.
                 Err(_) => {
                     out.event(AsyncEvent::QpAccessError(self.config.qpn));
                     self.flush(out);

@@ -1,6 +1,6 @@
 //! The short way: a message of one packet, next in sequence, executed without the packet.
 
-use crate::types::{Access, Gid, Psn, QpState, RemoteAddr, SendOp, Transport};
+use crate::types::{Access, Gid, Psn, QpState, SendOp, Transport};
 
 use crate::provider::soft::dma::{self, Payload, Segment};
 use crate::provider::soft::keys::Keys;
@@ -32,9 +32,7 @@ impl Responder {
                     return None;
                 }
                 if whole.length > 0 {
-                    let RemoteAddr { addr, rkey } = remote;
-                    let need = Access::REMOTE_WRITE;
-                    let target = keys.resolve(rkey.0, self.config.pd, addr, whole.length, need).ok()?;
+                    let target = self.remote(keys, remote, whole.length, Access::REMOTE_WRITE).ok()?;
                     payload.copy_to(std::slice::from_ref(&target));
                 }
                 self.expected = psn.add(1);
@@ -83,8 +81,7 @@ impl Responder {
         if !self.config.access.contains(need) {
             return None;
         }
-        let RemoteAddr { addr, rkey } = remote;
-        let from = keys.resolve(rkey.0, self.config.pd, addr, into.len(), need).ok()?;
+        let from = self.remote(keys, remote, into.len(), need).ok()?;
         match atomic {
             None => Payload::Segments(std::slice::from_ref(&from)).copy_to(std::slice::from_ref(into)),
             Some(op) => {

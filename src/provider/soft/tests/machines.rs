@@ -1,7 +1,7 @@
 //! Requester and responder alone, packet by packet.
 
 use super::*;
-use crate::types::{Gid, Imm, WcStatus};
+use crate::types::{Gid, Imm, WcStatus, WindowBind};
 
 use super::super::dma::{Gather, Memory, Payload};
 use super::super::keys::Keys;
@@ -12,7 +12,7 @@ use super::super::wire::{Aeth, AtomicOp, Body, Nak, Packet, Part, Reth, Syndrome
 const MTU: usize = 256;
 const PSN: Psn = Psn::new(0xff_fffe);
 const PD: u32 = 1;
-const ALL: Access = Access::LOCAL_WRITE.union(Access::REMOTE_ALL);
+const ALL: Access = Access::LOCAL_WRITE.union(Access::REMOTE_ALL).union(Access::MW_BIND);
 
 /// Keys over one leaked buffer.
 fn memory() -> (Keys, u64, u32) {
@@ -91,6 +91,14 @@ impl Responding {
     fn recv(&mut self, wr_id: u64, len: u32) {
         let sges = [Sge { addr: self.base, length: len, lkey: Lkey(self.key) }];
         self.machine.post(&RecvWr { wr_id: WrId(wr_id), sges: &sges }, &mut self.log);
+    }
+
+    /// Binds a window over everything, for writing.
+    fn bind(&self, current: Rkey, rkey: Rkey) {
+        let (window, region) = (current.0 as usize, self.key as usize);
+        let (addr, len, access) = (self.base, 8192, Access::REMOTE_WRITE);
+        let bind = WindowBind { window, region, current, rkey, lkey: Lkey(self.key), addr, len, access };
+        self.keys.bind_window(Qpn(2), PD, &bind).unwrap();
     }
 
     /// Hands in a request `steps` after the first.
@@ -301,12 +309,14 @@ fn whatever_a_peer_sends_is_survived() {
         let mut it = Responding::new(2);
         it.recv(1, 600);
         it.recv(2, 0);
+        let window = Rkey(it.keys.add_window(PD, 7).unwrap());
+        it.bind(window, window.next());
         let mut step = 0;
         for _ in 0..6 {
             let part = Part::of(random.u32(..3), random.u32(1..4));
             let edge = [0, 1, 8, it.base, it.base + 8184, u64::MAX, u64::MAX - 7];
             let addr = edge[random.usize(..edge.len())];
-            let rkey = Rkey(if random.bool() { it.key } else { random.u32(..) });
+            let rkey = [Rkey(it.key), window, window.next(), Rkey(random.u32(..))][random.usize(..4)];
             let remote = RemoteAddr { addr, rkey };
             let lengths = [0, 1, 255, 256, 257, 8192, u32::MAX, 1 << 31];
             let reth = Reth { remote, length: lengths[random.usize(..lengths.len())] };
@@ -326,6 +336,38 @@ fn whatever_a_peer_sends_is_survived() {
             step += random.u32(..2);
         }
     }
+}
+
+#[test]
+fn repeated_invalidation_does_not_end_a_later_binding() {
+    let mut it = Responding::new(1);
+    let sge = Sge { addr: it.base, length: 8192, lkey: Lkey(it.key) };
+    let window = Rkey(it.keys.add_window(PD, 7).unwrap());
+    let key = window.next();
+    it.bind(window, key);
+    it.machine.post(&RecvWr { wr_id: WrId(1), sges: &[sge] }, &mut it.log);
+    let invalidation = Body::Send { part: Part::Only, tail: Tail::Invalidate(key) };
+    let packet = |steps, body| Packet {
+        transport: Transport::Rc,
+        dest: Qpn(2),
+        psn: PSN.add(steps),
+        solicited: false,
+        ack_request: true,
+        body,
+    };
+    let payload = Payload::Bytes(&[1; 8]);
+    it.machine.on_request(&packet(0, invalidation), Gid::default(), &payload, &it.keys, &mut it.log);
+    assert_eq!(it.log.completions, [(1, WcStatus::SUCCESS)]);
+    // All the way round, to the same key.
+    it.bind(key, key.next());
+    it.keys.invalidate(key.next(), Qpn(2)).unwrap();
+    it.bind(key.next(), key);
+    it.machine.on_request(&packet(0, invalidation), Gid::default(), &payload, &it.keys, &mut it.log);
+    assert_eq!(it.machine.counters.duplicates, 1);
+    let remote = RemoteAddr { addr: sge.addr, rkey: key };
+    let write = Body::Write { part: Part::Only, reth: Reth { remote, length: 8 }, imm: None };
+    it.machine.on_request(&packet(1, write), Gid::default(), &payload, &it.keys, &mut it.log);
+    assert_eq!(it.syndromes(), [(1, Syndrome::ACK)]);
 }
 
 struct Requesting {

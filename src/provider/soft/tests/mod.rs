@@ -7,6 +7,7 @@ mod machines;
 mod queues;
 mod rc;
 mod unreliable;
+mod windows;
 
 use std::ptr::NonNull;
 use std::time::{Duration, Instant};

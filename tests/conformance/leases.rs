@@ -1,0 +1,302 @@
+//! Leases: a peer let in and shut out, in order, in time, and whatever becomes of those who asked.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use tokio_rdma::types::{QpState, Transport, WcStatus};
+use tokio_rdma::{Access, ExposedRegion, HostMemory, Lease, OpErrorKind, RemoteRegion};
+
+use crate::WIRE;
+use crate::common::pair::{Pair, Shape, Side};
+use crate::common::{Setup, Wire, in_every_mode, run, skip, within};
+
+/// Two connected ends whose device has windows.
+fn pair(test: &str, mode: &str) -> Option<Pair> {
+    shaped(test, &Shape::new(Transport::Rc, mode))
+}
+
+fn shaped(test: &str, shape: &Shape<'_>) -> Option<Pair> {
+    let pair = Pair::shaped(Setup::new(), shape);
+    if pair.setup.b.attr().max_mw == 0 {
+        skip(test, "no memory windows");
+        return None;
+    }
+    Some(pair)
+}
+
+/// A region that peers reach through leases only.
+fn closed(side: &Side, len: usize) -> ExposedRegion {
+    ExposedRegion::new(&side.pd, HostMemory::zeroed(len).unwrap(), Access::MW_BIND).unwrap()
+}
+
+fn bytes(region: &ExposedRegion) -> Vec<u8> {
+    let mut bytes = vec![0; region.len()];
+    region.read(0, &mut bytes).unwrap();
+    bytes
+}
+
+/// What whoever comes too late is told; if that is lost on the way, nobody is there any more who says it again.
+fn is_refusal(status: Option<WcStatus>) -> bool {
+    status == Some(WcStatus::REM_ACCESS_ERR) || WIRE == Wire::Faults && status == Some(WcStatus::RETRY_EXC_ERR)
+}
+
+async fn is_shut_out(pair: &Pair, grant: RemoteRegion) {
+    let refused =
+        within("a refused write", pair.a.qp.write(pair.a.buffer(b"too late"), grant.slice(..8).unwrap())).await;
+    let status = refused.unwrap_err().status();
+    assert!(is_refusal(status), "{status:?}");
+}
+
+/// Waits until nobody but the caller has the region.
+async fn is_free(mut region: ExposedRegion) -> HostMemory {
+    within("a region that is let go", async {
+        loop {
+            match region.into_storage::<HostMemory>() {
+                Ok(storage) => return storage,
+                Err(still_held) => region = still_held,
+            }
+            tokio::task::yield_now().await;
+        }
+    })
+    .await
+}
+
+async fn lease_lets_the_peer_in_until_it_is_invalidated(mode: &str) {
+    let Some(pair) = pair("lease_lets_the_peer_in", mode) else { return };
+    let Pair { a, b, .. } = &pair;
+    let region = closed(b, 4096);
+    let mut family = None;
+    let mut last = None;
+    for round in 0..5_u8 {
+        let receive = a.qp.recv(a.room(RemoteRegion::ENCODED_LEN));
+        let lease = b.qp.lease(&region, 1024..2048, Access::REMOTE_ALL).await.unwrap();
+        let grant = lease.grant();
+        assert_eq!((grant.len(), grant.rkey(), lease.access()), (1024, lease.rkey(), Access::REMOTE_ALL));
+        // One window serves all.
+        assert_eq!(*family.get_or_insert(grant.rkey().0 >> 8), grant.rkey().0 >> 8);
+        b.qp.send(b.buffer(&grant.to_bytes())).await.unwrap();
+        let told = RemoteRegion::from_bytes(&receive.await.unwrap().buffer).unwrap();
+        assert_eq!(told, grant);
+
+        a.qp.write(a.buffer(&[round + 1; 1024]), told).await.unwrap();
+        let word = u64::from_ne_bytes([round + 1; 8]);
+        assert_eq!(a.qp.fetch_add(told.slice(8..16).unwrap(), 1).await.unwrap(), word);
+        let read = a.qp.read(a.room(16), told.slice(..16).unwrap()).await.unwrap();
+        assert_eq!((read[..8].to_vec(), region.load(1032).unwrap()), (vec![round + 1; 8], word + 1));
+        lease.invalidate().await.unwrap();
+        last = Some(told);
+    }
+    let before = bytes(&region);
+    is_shut_out(&pair, last.unwrap()).await;
+    assert_eq!(bytes(&region), before);
+    is_free(region).await;
+}
+
+async fn lease_that_is_revoked_or_dropped_is_over_at_once(mode: &str) {
+    for drops in [false, true] {
+        let Some(pair) = pair("lease_that_is_revoked", mode) else { return };
+        let Pair { a, b, .. } = &pair;
+        let region = closed(b, 64);
+        let lease = b.qp.lease(&region, 0..64, Access::REMOTE_WRITE).await.unwrap();
+        let grant = lease.grant();
+        a.qp.write(a.buffer(&[1; 64]), grant).await.unwrap();
+        let region = region.into_storage::<HostMemory>().unwrap_err();
+        if drops {
+            drop(lease)
+        } else {
+            lease.revoke()
+        }
+        // Nobody waits for anything: the memory is free, and gone before the peer knocks.
+        drop(region.into_storage::<HostMemory>().unwrap());
+        is_shut_out(&pair, grant).await;
+    }
+}
+
+async fn peer_invalidates_and_the_connection_goes_on(mode: &str) {
+    let Some(pair) = pair("peer_invalidates", mode) else { return };
+    let Pair { a, b, .. } = &pair;
+    let region = closed(b, 64);
+    for round in 0..10_u8 {
+        let receive = b.qp.recv(b.room(64));
+        let lease = b.qp.lease(&region, 0..64, Access::REMOTE_WRITE | Access::REMOTE_READ).await.unwrap();
+        let grant = lease.grant();
+        let written = a.qp.write(a.buffer(&[round; 64]), grant);
+        let read = a.qp.read(a.room(64), grant);
+        let done = a.qp.fenced().send_with_invalidate(a.buffer(b"done"), grant);
+        written.await.unwrap();
+        assert_eq!(read.await.unwrap()[..], [round; 64]);
+        done.await.unwrap();
+        let received = receive.await.unwrap();
+        assert_eq!((&received.buffer[..], received.invalidated), (&b"done"[..], Some(lease.rkey())));
+        // One way or the other: neither asks the device to invalidate what is invalid.
+        if round % 2 == 0 {
+            drop(lease)
+        } else {
+            lease.revoke()
+        }
+        assert_eq!(bytes(&region), [round; 64]);
+    }
+    let receive = b.qp.recv(b.room(8));
+    a.qp.send(a.buffer(b"plain")).await.unwrap();
+    assert_eq!(receive.await.unwrap().invalidated, None);
+    assert_eq!((a.state(), b.state()), (QpState::Rts, QpState::Rts));
+    is_free(region).await;
+}
+
+async fn lease_that_cannot_be_is_refused_and_the_connection_goes_on(mode: &str) {
+    let Some(pair) = pair("lease_that_cannot_be", mode) else { return };
+    let Pair { a, b, .. } = &pair;
+    let region = closed(b, 64);
+    let refused = |lease: Result<Lease, tokio_rdma::OpError<()>>| lease.unwrap_err().kind();
+    #[expect(clippy::reversed_empty_ranges, reason = "that is the case under test")]
+    for range in [0..65, 64..65, 0..0, 64..64, 8..0, 0..usize::MAX] {
+        let kind = refused(b.qp.lease(&region, range.clone(), Access::REMOTE_READ).await);
+        assert!(matches!(kind, OpErrorKind::Limit(_)), "{range:?}: {kind:?}");
+    }
+    let open = b.region(64);
+    let kind = refused(b.qp.lease(&open, 0..64, Access::REMOTE_READ).await);
+    assert_eq!(kind, OpErrorKind::Rights { missing: Access::MW_BIND });
+    let kind = refused(a.qp.lease(&region, 0..64, Access::REMOTE_READ).await);
+    assert!(matches!(kind, OpErrorKind::Foreign { .. }), "{kind:?}");
+    let lease = b.qp.lease(&region, 0..64, Access::REMOTE_WRITE).await.unwrap();
+    a.qp.write(a.buffer(&[1; 64]), lease.grant()).await.unwrap();
+
+    let Some(datagrams) = shaped("lease_that_cannot_be", &Shape::new(Transport::Ud, mode)) else { return };
+    let region = closed(&datagrams.b, 64);
+    let kind = refused(datagrams.b.qp.lease(&region, 0..64, Access::REMOTE_READ).await);
+    assert!(matches!(kind, OpErrorKind::Unsupported { .. }), "{kind:?}");
+    let send = datagrams.b.qp.send_with_invalidate((), lease.grant()).await;
+    assert!(matches!(send.unwrap_err().kind(), OpErrorKind::Unsupported { .. }));
+}
+
+async fn leases_in_line_are_served_in_order_and_dropped_ones_let_go(mode: &str) {
+    let build = |builder: tokio_rdma::QueuePairBuilder| builder.max_send_wr(2);
+    let Some(pair) = shaped("leases_in_line", &Shape { build: &build, ..Shape::new(Transport::Rc, mode) }) else {
+        return;
+    };
+    let Pair { a, b, .. } = &pair;
+    let region = closed(b, 640);
+    // Finds no receive: what is behind it stays in flight, or in line.
+    let blocked = b.qp.send(b.buffer(b"blocked"));
+    let mut leasing: Vec<_> =
+        (0..10).map(|at| Some(b.qp.lease(&region, at * 64..at * 64 + 64, Access::REMOTE_WRITE))).collect();
+    for at in [0, 3, 9] {
+        leasing[at] = None;
+    }
+    let receive = a.qp.recv(a.room(16));
+    blocked.await.unwrap();
+    receive.await.unwrap();
+    let mut leases = Vec::new();
+    for leasing in leasing.into_iter().flatten() {
+        leases.push(within("a lease in line", leasing).await.unwrap());
+    }
+    assert_eq!(leases.len(), 7);
+    for lease in &leases {
+        a.qp.write(a.buffer(&[5; 64]), lease.grant()).await.unwrap();
+    }
+    // In flight together, awaited or not.
+    let ending: Vec<_> = leases.into_iter().map(Lease::invalidate).collect();
+    for (at, ending) in ending.into_iter().enumerate() {
+        if at % 2 == 0 {
+            within("an end", ending).await.unwrap();
+        }
+    }
+    is_free(region).await;
+    assert_eq!((a.state(), b.state()), (QpState::Rts, QpState::Rts));
+}
+
+async fn lease_ends_with_its_queue_pair(mode: &str) {
+    for closes in [false, true] {
+        let Some(pair) = pair("lease_ends_with_its_queue_pair", mode) else { return };
+        let Pair { a, b, setup } = pair;
+        let region = closed(&b, 64);
+        let lease = b.qp.lease(&region, 0..64, Access::REMOTE_WRITE).await.unwrap();
+        let forgotten = b.qp.lease(&region, 0..64, Access::REMOTE_WRITE).await.unwrap();
+        std::mem::forget(forgotten);
+        let late = b.qp.clone();
+        let waiting = b.qp.lease(&region, 0..64, Access::REMOTE_WRITE);
+        if closes {
+            b.qp.clone().close().await;
+        } else {
+            late.modify(&tokio_rdma::types::QpAttr::to_state(QpState::Err)).unwrap();
+        }
+        if closes {
+            assert_eq!(late.lease(&region, 0..8, Access::REMOTE_READ).await.unwrap_err().kind(), OpErrorKind::Closed);
+            assert_eq!(lease.invalidate().await.unwrap_err().kind(), OpErrorKind::Closed);
+        } else {
+            assert_eq!(lease.invalidate().await.unwrap_err().status(), Some(WcStatus::WR_FLUSH_ERR));
+        }
+        drop((waiting, late, b.qp));
+        drop(is_free(region).await);
+        drop((a, setup));
+    }
+}
+
+/// The peer writes as fast as it can; once a lease is over, not a byte changes any more.
+async fn memory_is_left_alone_once_a_lease_is_over(mode: &str) {
+    const LEN: usize = 16384;
+    let rounds = if WIRE == Wire::Faults { 3 } else { 10 };
+    for round in 0..rounds {
+        let Some(pair) = pair("memory_is_left_alone", mode) else { return };
+        let region = Arc::new(closed(&pair.b, LEN));
+        let lease = pair.b.qp.lease(&region, 0..LEN, Access::REMOTE_WRITE).await.unwrap();
+        let grant = lease.grant();
+        let under_way = Arc::new(AtomicBool::new(false));
+        let Pair { a, b, setup } = pair;
+        let writer = tokio::spawn({
+            let under_way = under_way.clone();
+            async move {
+                loop {
+                    let writes: Vec<_> = (0..8).map(|_| a.qp.write(a.buffer(&[0xaa; LEN]), grant)).collect();
+                    for write in writes {
+                        match write.await {
+                            Ok(_) => under_way.store(true, Ordering::Release),
+                            Err(error) => {
+                                assert!(is_refusal(error.status()), "{error}");
+                                return a;
+                            }
+                        }
+                    }
+                    // A task that finds all its work done does not wait; the owner has the same thread, perhaps.
+                    tokio::task::yield_now().await;
+                }
+            }
+        });
+        within("the writer", async {
+            while !under_way.load(Ordering::Acquire) {
+                tokio::task::yield_now().await;
+            }
+        })
+        .await;
+        match round % 3 {
+            0 => lease.revoke(),
+            1 => drop(lease),
+            _ => lease.invalidate().await.unwrap(),
+        }
+        region.write(0, &[0x55; LEN]).unwrap();
+        let a = within("the writer's end", writer).await.unwrap();
+        assert_eq!(bytes(&region), [0x55; LEN], "round {round}");
+        drop((a, b, setup));
+    }
+}
+
+in_every_mode!(
+    lease_lets_the_peer_in_until_it_is_invalidated,
+    lease_that_is_revoked_or_dropped_is_over_at_once,
+    peer_invalidates_and_the_connection_goes_on,
+    lease_that_cannot_be_is_refused_and_the_connection_goes_on,
+    leases_in_line_are_served_in_order_and_dropped_ones_let_go,
+    lease_ends_with_its_queue_pair,
+    memory_is_left_alone_once_a_lease_is_over,
+);
+
+#[test]
+fn lease_crosses_threads() {
+    run(2, "lease_crosses_threads", async {
+        let Some(pair) = pair("lease_crosses_threads", "event") else { return };
+        let region = closed(&pair.b, 64);
+        let lease = pair.b.qp.lease(&region, 0..64, Access::REMOTE_WRITE).await.unwrap();
+        tokio::spawn(async move { lease.invalidate().await.unwrap() }).await.unwrap();
+        is_free(region).await;
+    });
+}
