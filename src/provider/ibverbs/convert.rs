@@ -148,6 +148,13 @@ fn state_from(code: ibv_qp_state::Type) -> QpState {
     QpState::ALL.into_iter().find(|&state| state as u32 == code).unwrap_or(QpState::Err)
 }
 
+/// False for a value with more bits than its field has on the wire or in a device's memory: drivers cut it down without
+/// a word.
+pub(super) fn fits(attr: &QpAttr) -> bool {
+    let three_bits = |value: Option<u8>| value.is_none_or(|value| value < 1 << 3);
+    three_bits(attr.retry_count) && three_bits(attr.rnr_retry) && attr.dest_qpn.is_none_or(|qpn| qpn.0 < 1 << 24)
+}
+
 /// Values for `ibv_modify_qp(3)`; which of them count is in [`QpAttr::mask`], whose bits are the same.
 pub(super) fn qp_attr_to(attr: &QpAttr) -> ibv_qp_attr {
     // SAFETY: S3: all zero is a value of every field: numbers, and null or no pointers.

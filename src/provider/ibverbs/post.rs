@@ -11,7 +11,7 @@ use rdma_sys::*;
 use super::{convert, sys};
 use crate::error::VerbError;
 use crate::provider::contract::PostError;
-use crate::types::{Data, RecvWr, RemoteAddr, SendOp, SendWr, UdTarget};
+use crate::types::{Data, RecvWr, RemoteAddr, SendOp, SendWr, Transport, UdTarget};
 
 /// Work requests of one chain: a longer list rings one doorbell for each so many. They stand on the stack while posted.
 const CHAIN: usize = 16;
@@ -21,6 +21,39 @@ const CHAIN: usize = 16;
 struct Element {
     wr: ibv_send_wr,
     inline: ibv_sge,
+}
+
+/// What of `list` comes before the first request that a queue pair of `transport` cannot execute, and that one's refusal.
+///
+/// Drivers do not look: they take the address handle of a datagram for granted, and what they make of an operation that
+/// the transport does not have is theirs.
+#[inline]
+pub(super) fn possible<'a, 'b>(
+    transport: Transport,
+    list: &'a [SendWr<'b>],
+) -> (&'a [SendWr<'b>], Result<(), PostError>) {
+    match list.iter().position(|wr| !is_possible(transport, wr)) {
+        None => (list, Ok(())),
+        Some(posted) => {
+            let error = VerbError::new("ibv_post_send", VerbError::EINVAL);
+            (&list[..posted], Err(PostError { posted, error }))
+        }
+    }
+}
+
+#[inline]
+fn is_possible(transport: Transport, wr: &SendWr<'_>) -> bool {
+    let has_operation = match wr.op {
+        SendOp::Send | SendOp::SendWithImm(_) => true,
+        SendOp::Write(_) | SendOp::WriteWithImm(..) => transport != Transport::Ud,
+        SendOp::SendWithInvalidate(_) | SendOp::Read(_) | SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. } => {
+            transport == Transport::Rc
+        }
+    };
+    let addressed = transport != Transport::Ud || wr.target.is_some();
+    // What an operation brings back needs a place to go to.
+    let placed = !wr.op.reads_back() || matches!(wr.data, Data::Sges(_));
+    has_operation && addressed && placed
 }
 
 /// Posts `list` by `post`, which takes a chain and says through its second argument which element was refused.
@@ -156,6 +189,9 @@ unsafe fn write_send(element: *mut Element, next: *mut ibv_send_wr, wr: &SendWr<
 /// `qp` is alive, and the memory of the list is kept as for `ibv_post_send(3)`.
 #[inline]
 pub(super) unsafe fn extended(qp: *mut ibv_qp_ex, list: &[SendWr<'_>]) -> Result<(), PostError> {
+    if list.is_empty() {
+        return Ok(());
+    }
     // SAFETY: S1, S3: as the caller promises; each request is one operation and one or two setters, between start and
     // completion, as the manual page asks.
     let result = unsafe {

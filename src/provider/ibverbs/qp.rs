@@ -99,7 +99,7 @@ fn send_operations(transport: Transport, device: &DeviceAttr) -> ibv_qp_create_s
         Transport::Ud => send,
         Transport::Uc => send | write,
         Transport::Rc => {
-            let mut all = send | write | op::IBV_QP_EX_WITH_RDMA_READ;
+            let mut all = send | write | op::IBV_QP_EX_WITH_SEND_WITH_INV | op::IBV_QP_EX_WITH_RDMA_READ;
             if device.atomic != AtomicCapability::None {
                 all = all | op::IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP | op::IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD;
             }
@@ -119,6 +119,9 @@ impl contract::Qp for Qp {
     }
 
     fn modify(&self, attr: &QpAttr) -> Result<(), VerbError> {
+        if !convert::fits(attr) {
+            return Err(VerbError::new("ibv_modify_qp", VerbError::EINVAL));
+        }
         let mut raw = convert::qp_attr_to(attr);
         // Back to a state that takes no work: refused from now on. Forward: only once the device has agreed.
         let before = self.state.load(Ordering::Acquire);
@@ -151,14 +154,16 @@ impl contract::Qp for Qp {
     #[inline]
     unsafe fn post_send(&self, list: &[SendWr<'_>]) -> Result<(), PostError> {
         self.check("ibv_post_send", QpState::Rts)?;
+        let (possible, refused) = post::possible(self.transport, list);
         match self.extended {
             // SAFETY: S1: the memory of the list is kept by the caller; S3: the queue pair is alive.
-            Some(qp) => unsafe { post::extended(qp.as_ptr(), list) },
-            None => post::sends(list, |first, refused| {
+            Some(qp) => unsafe { post::extended(qp.as_ptr(), possible) },
+            None => post::sends(possible, |first, refused| {
                 // SAFETY: S1: the memory of the list is kept by the caller; S3: the queue pair is alive, the chain ours.
                 sys::status("ibv_post_send", unsafe { ibv_post_send(self.raw(), first, refused) })
             }),
-        }
+        }?;
+        refused
     }
 
     #[inline]
