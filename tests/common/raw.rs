@@ -2,14 +2,16 @@
 
 #![allow(unsafe_code)]
 
+use std::cell::RefCell;
+
 use tokio_rdma::types::{
-    Access, AckTimeout, AddressVector, Data, Mtu, PortNum, Psn, Qkey, QpAttr, QpCaps, QpState, Qpn, RecvWr, RnrTimer,
-    SendFlags, SendOp, SendWr, Sge, Transport, UdTarget, WcStatus, WorkCompletion, WrId,
+    Access, AckTimeout, AddressVector, AsyncEvent, Data, Mtu, PortNum, Psn, Qkey, QpAttr, QpCaps, QpState, Qpn, RecvWr,
+    RnrTimer, SendFlags, SendOp, SendWr, Sge, Transport, UdTarget, WcStatus, WorkCompletion, WrId,
 };
 use tokio_rdma::verbs::{Channel, Cq, PostError, Qp, QpOptions, Srq};
-use tokio_rdma::{Device, ProtectionDomain};
+use tokio_rdma::{AddressHandle, Device, ProtectionDomain};
 
-use super::{Memory, Setup, eventually};
+use super::{Memory, Setup, events, eventually, rxe};
 
 /// Queue key of datagram queue pairs made here.
 pub(crate) const QKEY: Qkey = Qkey(0x1234);
@@ -64,6 +66,8 @@ pub(crate) struct End {
     pub(crate) recv_cq: Cq,
     /// Where receives put what nobody looks at: room for a datagram's header and some bytes.
     pub(crate) scratch: Memory,
+    /// Routes of its datagrams, which the device may need until they have gone.
+    routes: RefCell<Vec<AddressHandle>>,
     pub(crate) pd: ProtectionDomain,
     pub(crate) device: Device,
 }
@@ -92,7 +96,7 @@ impl End {
         }
         let qp = Qp::new(&pd, &send_cq, &recv_cq, srq, &QpOptions { transport: options.transport, caps }).unwrap();
         let scratch = Memory::new(&pd, 64);
-        Self { qp, send_cq, recv_cq, scratch, pd, device: device.clone() }
+        Self { qp, send_cq, recv_cq, scratch, routes: RefCell::default(), pd, device: device.clone() }
     }
 
     /// The route to it.
@@ -139,6 +143,7 @@ impl End {
     /// Posts a signalled datagram.
     pub(crate) fn send_to(&self, wr_id: u64, to: &Self, qpn: Qpn, qkey: Qkey, sges: &[Sge]) -> Result<(), PostError> {
         let handle = self.pd.address_handle(&to.address()).unwrap();
+        self.routes.borrow_mut().push(handle.clone());
         let target = UdTarget { qpn, ..handle.target(qpn, qkey) };
         let (op, flags, data) = (SendOp::Send, SendFlags::SIGNALED, Data::Sges(sges));
         self.post(&[SendWr { wr_id: WrId(wr_id), op, flags, data, target: Some(target) }])
@@ -153,6 +158,23 @@ impl End {
     pub(crate) fn recv(&self, wr_id: u64, sges: &[Sge]) -> Result<(), PostError> {
         // SAFETY: as in `post`.
         unsafe { self.qp.post_recv(&[RecvWr { wr_id: WrId(wr_id), sges }]) }
+    }
+
+    /// Posts a receive in the error state, to be flushed.
+    pub(crate) fn recv_late(&self, wr_id: u64, sges: &[Sge]) -> Result<(), PostError> {
+        let result = self.recv(wr_id, sges);
+        if rxe::known(&self.device, &rxe::LATE_RECEIVES) {
+            self.to(QpState::Err);
+        }
+        result
+    }
+
+    /// Waits until its send queue has drained, where it must be waited for.
+    pub(crate) fn drained(&self) {
+        if rxe::known(&self.device, &rxe::WAITS_FOR_DRAINED) && rxe::known(&self.device, &rxe::DRAINED_UNASKED) {
+            let drained = AsyncEvent::SendQueueDrained(self.qp.qpn());
+            eventually("the drained event", || events(&self.device).contains(&drained).then_some(()));
+        }
     }
 
     /// Waits for exactly `count` send completions.

@@ -9,7 +9,7 @@ use tokio_rdma::{
 
 use crate::common::pair::{Pair, QKEY, Shape, connect};
 use crate::common::raw::Options;
-use crate::common::{Setup, in_every_mode, mode as mode_of, pattern, run, within};
+use crate::common::{Setup, in_every_mode, mode as mode_of, pattern, run, rxe, within};
 
 in_every_mode! {
     more_work_than_the_queue_holds_waits_in_line,
@@ -253,12 +253,13 @@ async fn state_that_takes_no_sends_refuses_them(mode: &str) {
 }
 
 async fn short_receive_and_no_receive_have_their_statuses(mode: &str) {
-    let Pair { a, b, .. } = Pair::new(Transport::Rc, mode);
+    let Pair { a, b, setup } = Pair::new(Transport::Rc, mode);
     let receive = b.qp.recv(b.room(4));
     let error = within("send", a.qp.send(a.room(5))).await.unwrap_err();
-    assert_eq!(error.status(), Some(WcStatus::REM_INV_REQ_ERR));
+    assert_eq!(error.status(), Some(rxe::TOO_LONG_HERE.on(&setup.a)));
     let error = within("receive", receive).await.unwrap_err();
-    assert_eq!((error.status(), error.into_buffer().len()), (Some(WcStatus::LOC_LEN_ERR), 4));
+    let status = rxe::TOO_LONG_THERE.on(&setup.b);
+    assert_eq!((error.status(), error.into_buffer().len()), (Some(status), 4));
 
     let Pair { a, b, .. } = with_depth(mode, 4, ConnectOptions { rnr_retry: 1, ..Default::default() });
     let error = within("send", a.qp.send(())).await.unwrap_err();
