@@ -89,6 +89,10 @@ pub(crate) const ATOMICS_REFUSED: Deviation =
     Deviation("atomics off their boundary, or without room for the result, are refused while posting (ibv_post_send)");
 pub(crate) const ATOMIC_FIRST: Deviation =
     Deviation("an atomic is done before it is known whether its result can be stored");
+pub(crate) const FENCE_FORGOTTEN: Deviation = Deviation(
+    "fenced work may not begin before the next post: the requester says that it waits (`wait_fence`) after it has looked, \
+     and the completer may have ended the work before it in between",
+);
 pub(crate) const READS_WAIT: Deviation = Deviation("READ on a queue pair that allows itself none waits for ever");
 pub(crate) const GRH_ON_CONNECTIONS: Deviation =
     Deviation("every receive is flagged GRH, which means something for datagrams only");
@@ -125,3 +129,5 @@ pub(crate) const MESSAGE_OUTLIVES_WINDOW: Deviation =
 pub(crate) const INVALIDATION_UNSAID: Deviation = Deviation(
     "the completion of a SEND_WITH_INV has the flag that the kernel has for it, which to libibverbs means a good checksum",
 );
+pub(crate) const NO_INVALIDATION_ON_UC: Deviation =
+    Deviation("LOCAL_INV is known to reliable connections only, though a window can be bound on an unreliable one");
