@@ -26,7 +26,9 @@ fn files_named_in_the_documentation_exist() {
         let text = read(page);
         let quoted = quotes(&text).into_iter();
         let linked = links(&text).into_iter().map(|link| Path::new(page).with_file_name("").join(link));
-        let named = quoted.filter(|quote| PLACES.iter().any(|place| quote.starts_with(place))).map(PathBuf::from);
+        // Of a command the first word is a file.
+        let words = quoted.filter_map(|quote| quote.split(' ').next().map(str::to_owned));
+        let named = words.filter(|word| PLACES.iter().any(|place| word.starts_with(place))).map(PathBuf::from);
         missing.extend(named.chain(linked).filter(|path| !exists(path)).map(|path| format!("{page}: {path:?}")));
     }
     assert!(missing.is_empty(), "\n{}\n", missing.join("\n"));

@@ -1,0 +1,313 @@
+//! The work of `benches/c/raw.c` through this crate, for comparing with it: same arguments, same line of output.
+//!
+//! ```text
+//! verbs work=write|read|pingpong|pingpong-tasks mode=event|cooperative|hybrid|busy-poll [depth=1] [operations=10000]
+//!       [warmup=1000] [devices=soft0[,rxe1]] [times=yes|no] [runtime=current|multi]
+//! ```
+//!
+//! `pingpong` does both ends in turn, in one task, as the C program does; in `pingpong-tasks` the other end is a task of
+//! its own. `scripts/bench-verbs` builds and runs both.
+
+use std::collections::HashMap;
+use std::error::Error;
+use std::process::ExitCode;
+use std::time::Instant;
+
+use tokio_rdma::{
+    Access, BufMut, CompletionMode, CompletionQueue, CompletionQueueCounters, Device, ExposedRegion, Pool, QueuePair,
+    Write,
+};
+
+type Result<T> = std::result::Result<T, Box<dyn Error>>;
+
+const WORD: usize = 8;
+const MESSAGE: usize = 64;
+
+fn main() -> ExitCode {
+    let arguments = Arguments::new(std::env::args().skip(1).filter(|argument| argument != "--bench"));
+    match arguments.and_then(|arguments| arguments.runtime()?.block_on(compare(&arguments))) {
+        Ok(line) => {
+            println!("{line}");
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            eprintln!("verbs: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+// Arguments.
+
+struct Arguments {
+    values: HashMap<String, String>,
+    depth: usize,
+    operations: usize,
+    warmup: usize,
+}
+
+impl Arguments {
+    fn new(arguments: impl Iterator<Item = String>) -> Result<Self> {
+        let mut values: HashMap<String, String> = DEFAULTS.iter().map(|&(k, v)| (k.to_owned(), v.to_owned())).collect();
+        for argument in arguments {
+            let (name, value) = argument.split_once('=').ok_or_else(|| format!("{argument}: no name=value"))?;
+            let known = values.get_mut(name).ok_or_else(|| format!("{name}: no such argument"))?;
+            value.clone_into(known);
+        }
+        let number = |name: &str| values[name].parse::<usize>();
+        let (depth, operations, warmup) = (number("depth")?, number("operations")?, number("warmup")?);
+        if depth == 0 || operations == 0 {
+            return Err("depth or operations: 0".into());
+        }
+        Ok(Self { depth, operations, warmup, values })
+    }
+
+    fn mode(&self) -> Result<CompletionMode> {
+        Ok(match self.get("mode") {
+            "event" => CompletionMode::Event,
+            "cooperative" => CompletionMode::Cooperative,
+            "hybrid" => CompletionMode::Hybrid,
+            "busy-poll" => CompletionMode::busy_poll()?,
+            other => return Err(format!("{other}: no such mode").into()),
+        })
+    }
+
+    fn runtime(&self) -> Result<tokio::runtime::Runtime> {
+        let mut builder = match self.get("runtime") {
+            "current" => tokio::runtime::Builder::new_current_thread(),
+            "multi" => tokio::runtime::Builder::new_multi_thread(),
+            other => return Err(format!("{other}: no such runtime").into()),
+        };
+        Ok(builder.enable_io().build()?)
+    }
+
+    fn get(&self, name: &str) -> &str {
+        &self.values[name]
+    }
+}
+
+const DEFAULTS: [(&str, &str); 8] = [
+    ("work", "write"),
+    ("mode", "cooperative"),
+    ("depth", "1"),
+    ("operations", "10000"),
+    ("warmup", "1000"),
+    ("devices", Device::SOFTWARE),
+    ("times", "yes"),
+    ("runtime", "current"),
+];
+
+// Comparing.
+
+/// Does the work and describes it in a line.
+async fn compare(arguments: &Arguments) -> Result<String> {
+    let (first, second) = arguments.get("devices").split_once(',').unwrap_or((arguments.get("devices"), ""));
+    let mode = arguments.mode()?;
+    let ours = End::open(first, &mode)?;
+    let theirs = End::open(if second.is_empty() { first } else { second }, &mode)?;
+    ours.qp.connect(&theirs.qp.endpoint())?;
+    theirs.qp.connect(&ours.qp.endpoint())?;
+
+    let mut times = Times::new(0);
+    run(&ours, &theirs, arguments, arguments.warmup, &mut times).await?;
+    times = Times::new(if arguments.get("times") == "yes" { arguments.operations } else { 0 });
+    let before = counters(&ours, &theirs);
+    let start = Instant::now();
+    run(&ours, &theirs, arguments, arguments.operations, &mut times).await?;
+    let mean = start.elapsed().as_nanos() / arguments.operations as u128;
+    let after = counters(&ours, &theirs);
+
+    Ok(format!(
+        "who=rust work={} mode={} depth={} operations={} p50_ns={} p99_ns={} mean_ns={mean} arms={} events={}",
+        arguments.get("work"),
+        arguments.get("mode"),
+        arguments.depth,
+        arguments.operations,
+        times.quantile(50),
+        times.quantile(99),
+        after.arms - before.arms,
+        after.events - before.events,
+    ))
+}
+
+fn counters(ours: &End, theirs: &End) -> CompletionQueueCounters {
+    let (mut sum, other) = (ours.queue.counters(), theirs.queue.counters());
+    sum.arms += other.arms;
+    sum.events += other.events;
+    sum
+}
+
+async fn run(ours: &End, theirs: &End, arguments: &Arguments, operations: usize, times: &mut Times) -> Result<()> {
+    let depth = arguments.depth;
+    let remote = theirs.region.grant().slice(..WORD as u64)?;
+    match (arguments.get("work"), depth) {
+        ("write", 1) => one_by_one(ours, |buffer| ours.qp.write(buffer, remote), operations, times).await,
+        ("read", 1) => one_by_one(ours, |buffer| ours.qp.read(buffer, remote), operations, times).await,
+        ("write", _) => window(ours, |buffer| ours.qp.write(buffer, remote), depth, operations, times).await,
+        ("read", _) => window(ours, |buffer| ours.qp.read(buffer, remote), depth, operations, times).await,
+        ("pingpong", 1) => ping_pong(ours, theirs, operations, times).await,
+        ("pingpong-tasks", 1) => ping_pong_of_tasks(ours, theirs, operations, times).await,
+        (other, _) => Err(format!("{other}: no such work, or not so deep").into()),
+    }
+}
+
+/// Of single operations, in nanoseconds; none if none are to be taken.
+struct Times {
+    room: usize,
+    taken: Vec<u64>,
+}
+
+impl Times {
+    fn new(room: usize) -> Self {
+        Self { room, taken: Vec::with_capacity(room) }
+    }
+
+    #[inline]
+    fn start(&self) -> Option<Instant> {
+        (self.room > 0).then(Instant::now)
+    }
+
+    #[inline]
+    fn stop(&mut self, start: Option<Instant>) {
+        if let Some(start) = start {
+            self.taken.push(start.elapsed().as_nanos() as u64);
+        }
+    }
+
+    fn quantile(&mut self, percent: usize) -> u64 {
+        self.taken.sort_unstable();
+        self.taken.get(self.taken.len() * percent / 100).copied().unwrap_or(0)
+    }
+}
+
+// The work.
+
+/// Everything that one end has, and its own open device.
+struct End {
+    qp: QueuePair,
+    queue: CompletionQueue,
+    pool: Pool,
+    region: ExposedRegion,
+}
+
+impl End {
+    fn open(name: &str, mode: &CompletionMode) -> Result<Self> {
+        let device = Device::open(name)?;
+        let pd = device.protection_domain()?;
+        let queue = CompletionQueue::new(&device, mode.clone())?;
+        Ok(Self {
+            qp: QueuePair::new(&pd, &queue)?,
+            queue,
+            pool: Pool::new(&pd, MESSAGE, 64)?,
+            region: ExposedRegion::new(&pd, vec![0; MESSAGE], Access::REMOTE_ALL)?,
+        })
+    }
+
+    fn buffer(&self, len: usize) -> Result<BufMut> {
+        Ok(self.pool.try_alloc(len)?)
+    }
+}
+
+#[inline]
+async fn one_by_one(
+    ours: &End,
+    post: impl Fn(BufMut) -> Write<BufMut>,
+    operations: usize,
+    times: &mut Times,
+) -> Result<()> {
+    let mut buffer = ours.buffer(WORD)?;
+    for _ in 0..operations {
+        let start = times.start();
+        buffer = post(buffer).await?;
+        times.stop(start);
+    }
+    Ok(())
+}
+
+/// Keeps `depth` in flight: awaits the oldest, posts its buffer again.
+#[inline]
+async fn window(
+    ours: &End,
+    post: impl Fn(BufMut) -> Write<BufMut>,
+    depth: usize,
+    operations: usize,
+    times: &mut Times,
+) -> Result<()> {
+    let mut in_flight = Vec::with_capacity(depth);
+    for _ in 0..depth.min(operations) {
+        in_flight.push((times.start(), post(ours.buffer(WORD)?)));
+    }
+    let mut left = operations.saturating_sub(depth);
+    while left > 0 {
+        for (start, oldest) in in_flight.iter_mut().take(left) {
+            let buffer = (&mut *oldest).await?;
+            times.stop(*start);
+            *start = times.start();
+            *oldest = post(buffer);
+            left -= 1;
+        }
+    }
+    for (start, rest) in in_flight {
+        rest.await?;
+        times.stop(start);
+    }
+    Ok(())
+}
+
+/// Both ends in turn. An answer is awaited before the next one needs its buffer: over a wire its acknowledgement takes
+/// as long as the next question.
+async fn ping_pong(ours: &End, theirs: &End, operations: usize, times: &mut Times) -> Result<()> {
+    let (mut ping, mut answer, mut question) = (ours.buffer(MESSAGE)?, ours.buffer(MESSAGE)?, theirs.buffer(MESSAGE)?);
+    let mut returned = None;
+    for _ in 0..operations {
+        let start = times.start();
+        let answered = ours.qp.recv(answer);
+        let asked = theirs.qp.recv(question);
+        let sent = ours.qp.send(ping);
+        question = asked.await?.buffer;
+        let pong = match returned.take() {
+            Some(earlier) => earlier.await?,
+            None => theirs.buffer(MESSAGE)?,
+        };
+        returned = Some(theirs.qp.send(pong));
+        answer = answered.await?.buffer;
+        ping = sent.await?;
+        times.stop(start);
+    }
+    if let Some(last) = returned {
+        last.await?;
+    }
+    Ok(())
+}
+
+/// Each end a task, which posts its next receive before it sends.
+async fn ping_pong_of_tasks(ours: &End, theirs: &End, operations: usize, times: &mut Times) -> Result<()> {
+    let first = theirs.qp.recv(theirs.buffer(MESSAGE)?);
+    let answering = tokio::spawn(answer(theirs.qp.clone(), first, theirs.buffer(MESSAGE)?, operations));
+    let (mut ping, mut answer) = (ours.buffer(MESSAGE)?, ours.buffer(MESSAGE)?);
+    for _ in 0..operations {
+        let start = times.start();
+        let answered = ours.qp.recv(answer);
+        let sent = ours.qp.send(ping);
+        answer = answered.await?.buffer;
+        ping = sent.await?;
+        times.stop(start);
+    }
+    answering.await?.map_err(Into::into)
+}
+
+async fn answer(
+    qp: QueuePair,
+    mut question: tokio_rdma::Recv<BufMut>,
+    mut pong: BufMut,
+    operations: usize,
+) -> std::result::Result<(), String> {
+    for round in 1..=operations {
+        let buffer = (&mut question).await.map_err(|error| error.to_string())?.buffer;
+        if round < operations {
+            question = qp.recv(buffer);
+        }
+        pong = qp.send(pong).await.map_err(|error| error.to_string())?;
+    }
+    Ok(())
+}
