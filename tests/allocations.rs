@@ -11,12 +11,17 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use tokio_rdma::software::Network;
 use tokio_rdma::{Access, Batch, BufMut, CompletionQueue, ExposedRegion, Imm, Pool, QueuePair, RemoteRegion};
-use torture::{Flavour, LONG, Mode, bounded, device, pair};
+use torture::{Flavour, LONG, Mode, bounded, device, pair, scaled};
 
 /// Operations of each kind while allocations are counted.
-const OPERATIONS: u32 = 10_000;
+const OPERATIONS: u64 = 10_000;
 /// Operations before, until all that grows has grown.
-const WARM_UP: u32 = 1_000;
+const WARM_UP: u64 = 1_000;
+/// So many on the software device.
+fn few(count: u64) -> u64 {
+    scaled(scaled(count))
+}
+
 /// Work requests of a batch: the most for which none is promised.
 const BATCH: u64 = 16;
 
@@ -176,7 +181,9 @@ impl Setup {
 /// Runs `operation` until nothing grows any more, then counts, and counts again if there was anything: a lock allocates
 /// its queue when a thread first finds it taken, which happens once. What an operation allocates happens every time.
 async fn counted(what: &str, mut operation: impl AsyncFnMut(), found: &mut Vec<String>) {
-    for _ in 0..WARM_UP {
+    // Reading the environment allocates.
+    let (warm_up, operations) = (few(WARM_UP), few(OPERATIONS));
+    for _ in 0..warm_up {
         operation().await;
     }
     let mut counts = [0; 3];
@@ -184,7 +191,7 @@ async fn counted(what: &str, mut operation: impl AsyncFnMut(), found: &mut Vec<S
         COUNT.store(0, Ordering::Relaxed);
         SHOWN.store(0, Ordering::Relaxed);
         ON.store(true, Ordering::SeqCst);
-        for _ in 0..OPERATIONS {
+        for _ in 0..operations {
             operation().await;
         }
         ON.store(false, Ordering::SeqCst);
@@ -193,7 +200,7 @@ async fn counted(what: &str, mut operation: impl AsyncFnMut(), found: &mut Vec<S
             return;
         }
     }
-    found.push(format!("{what}: {counts:?} allocations in {OPERATIONS} operations each"));
+    found.push(format!("{what}: {counts:?} allocations in {operations} operations each"));
 }
 
 async fn all(setting: &str, setup: &Setup, found: &mut Vec<String>) {

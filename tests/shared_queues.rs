@@ -12,7 +12,7 @@ use tokio_rdma::types::{QpAttr, QpState};
 use tokio_rdma::{
     Access, CompletionMode, CompletionQueue, OpErrorKind, Pool, ProtectionDomain, QueuePair, SharedReceiveQueue,
 };
-use torture::{Flavour, LONG, bounded, connect, device, soon};
+use torture::{Flavour, LONG, bounded, connect, device, scaled, soon};
 
 /// Polls once, from nowhere.
 fn poll<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {
@@ -81,7 +81,7 @@ fn a_reset_ends_nothing_that_was_posted_after_it() {
             access: Some(Access::empty()),
             ..QpAttr::to_state(QpState::Init)
         };
-        for round in 0..300 {
+        for round in 0..scaled(300) {
             let qp = QueuePair::new(&pd, &completions).unwrap();
             // Something to end takes a while.
             let before: Vec<_> = (0..100).map(|_| qp.recv(pool.try_alloc(8).unwrap())).collect();

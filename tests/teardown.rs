@@ -20,7 +20,9 @@ use tokio_rdma::{
     Access, Batch, BatchOp, BufMut, CompletionMode, CompletionQueue, ExposedRegion, OpErrorKind, Pool, QueuePair,
     SetupError, SharedReceiveQueue,
 };
-use torture::{Flavour, LONG, Mode, Seed, block_on, bounded, connect, device, pair, slow_network, soon};
+use torture::{
+    Flavour, LONG, Mode, Seed, block_on, bounded, connect, device, pair, scaled, slow_network, software, soon,
+};
 
 /// Polls once, from nowhere.
 fn poll<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {
@@ -32,7 +34,7 @@ fn objects_may_be_dropped_in_any_order_from_any_thread() {
     bounded("drops", 3 * LONG, || {
         let seed = Seed::new("--test teardown");
         let mut rng = Rng::with_seed(seed.value);
-        for round in 0..160 {
+        for round in 0..scaled(160) as usize {
             let mode = Mode::ALL[round % 4];
             let runtime = Flavour::ALL[round / 4 % 2].runtime();
             let network = if rng.bool() { slow_network(rng.u64(..)) } else { Network::new() };
@@ -119,7 +121,7 @@ impl Wake for Impatient {
 fn a_batch_of_which_a_part_waits_for_room_keeps_its_buffers_until_the_queue_pair_is_gone() {
     bounded("half a batch", LONG, || {
         let network = Network::simulated(1, Faults::none());
-        let (device, pd) = device(&network);
+        let (device, pd) = software(&network);
         let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
         let a = QueuePair::builder(&pd, &queue).max_send_wr(2).build().unwrap();
         let b = QueuePair::new(&pd, &queue).unwrap();
@@ -197,7 +199,7 @@ fn a_dead_completion_queue_ends_all_its_operations_and_takes_no_more() {
     for mode in Mode::ALL {
         bounded("overrun", LONG, move || {
             Flavour::MultiThread.runtime().block_on(async move {
-                let (device, pd) = device(&slow_network(5));
+                let (device, pd) = software(&slow_network(5));
                 let queue = CompletionQueue::builder(&device).capacity(40).mode(mode.make()).build().unwrap();
                 let others = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
                 let pool = Pool::new(&pd, 64, 32).unwrap();
@@ -229,7 +231,7 @@ fn a_shared_receive_queue_alone_on_a_dead_completion_queue_ends_too() {
     for mode in Mode::ALL {
         bounded("overrun", LONG, move || {
             Flavour::CurrentThread.runtime().block_on(async move {
-                let (device, pd) = device(&Network::new());
+                let (device, pd) = software(&Network::new());
                 let queue = CompletionQueue::builder(&device).capacity(16).mode(mode.make()).build().unwrap();
                 let srq = SharedReceiveQueue::new(&pd, &queue, 8, 1).unwrap();
                 let pool = Pool::new(&pd, 64, 8).unwrap();
@@ -249,7 +251,7 @@ fn a_shared_receive_queue_on_a_dead_completion_queue_ends_after_the_queue_pairs_
     for mode in Mode::ALL {
         bounded("overrun", LONG, move || {
             Flavour::CurrentThread.runtime().block_on(async move {
-                let (device, pd) = device(&Network::new());
+                let (device, pd) = software(&Network::new());
                 let queue = CompletionQueue::builder(&device).capacity(16).mode(mode.make()).build().unwrap();
                 let other = CompletionQueue::new(&device, mode.make()).unwrap();
                 let srq = SharedReceiveQueue::new(&pd, &queue, 8, 1).unwrap();

@@ -1,12 +1,15 @@
 //! Two connected queue pairs with the operations of the crate.
 
+use std::future::Future;
+use std::time::Duration;
+
 use tokio_rdma::types::{AckTimeout, AddressVector, Mtu, PortNum, Qkey, QpState, Transport};
 use tokio_rdma::{
     AddressHandle, BufMut, CompletionMode, CompletionQueue, ConnectOptions, ExposedRegion, Pool, ProtectionDomain,
-    QueuePair, QueuePairBuilder,
+    QueuePair, QueuePairBuilder, RemoteRegion,
 };
 
-use super::{Setup, Wire};
+use super::{Setup, Wire, rxe};
 
 /// Queue key of datagram queue pairs made here.
 pub(crate) const QKEY: Qkey = Qkey(0x1111_2222);
@@ -101,6 +104,21 @@ impl Pair {
         let pair = Self { a: Side::new(&setup.a, shape), b: Side::new(&setup.b, shape), setup };
         connect(&pair.a.qp, &pair.b.qp, shape.mtu, &shape.options);
         pair
+    }
+}
+
+/// Awaits work of `side` that is fenced, or has something fenced in it.
+pub(crate) async fn fenced<T>(side: &Side, remote: RemoteRegion, work: impl Future<Output = T>) -> T {
+    let mut work = std::pin::pin!(work);
+    if !rxe::known(side.pd.device(), &rxe::FENCE_FORGOTTEN) {
+        return work.await;
+    }
+    loop {
+        match tokio::time::timeout(Duration::from_millis(20), &mut work).await {
+            Ok(output) => return output,
+            // Posted, which is all that it is for.
+            Err(_) => drop(side.qp.write_inline(b"", remote)),
+        }
     }
 }
 

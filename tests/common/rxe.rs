@@ -89,6 +89,10 @@ pub(crate) const ATOMICS_REFUSED: Deviation =
     Deviation("atomics off their boundary, or without room for the result, are refused while posting (ibv_post_send)");
 pub(crate) const ATOMIC_FIRST: Deviation =
     Deviation("an atomic is done before it is known whether its result can be stored");
+pub(crate) const FENCE_FORGOTTEN: Deviation = Deviation(
+    "fenced work may not begin before the next post: the requester says that it waits (`wait_fence`) after it has looked, \
+     and the completer may have ended the work before it in between",
+);
 pub(crate) const READS_WAIT: Deviation = Deviation("READ on a queue pair that allows itself none waits for ever");
 pub(crate) const GRH_ON_CONNECTIONS: Deviation =
     Deviation("every receive is flagged GRH, which means something for datagrams only");
@@ -107,3 +111,23 @@ pub(crate) const DRAINED_TOO_EARLY: Deviation = Deviation(
 pub(crate) const WAKES_AT_NEXT_POST: Deviation = Deviation("from SQD back in RTS, sends go on when the next is posted");
 pub(crate) const TAKES_ANY_VALUE: Deviation =
     Deviation("an index of a partition key and the number of READs to serve may be anything");
+pub(crate) const LOCAL_WORK_AGAIN: Deviation = Deviation(
+    "whatever is sent again takes along the bindings and invalidations posted behind it, though they are done: they fail \
+     then, or crash the kernel",
+);
+pub(crate) const INVALID_TWICE: Deviation = Deviation(
+    "invalidating a window that is not bound crashes the kernel (rxe_do_invalidate_mw follows a null pointer)",
+);
+pub(crate) const WINDOW_AS_WIDE_AS_ITS_REGION: Deviation =
+    Deviation("what a peer names by the key of a window is held against the bounds of the region");
+pub(crate) const BINDS_TOO_MUCH: Deviation =
+    Deviation("a binding under the same key, of a region of another domain, or past the end of all memory is taken");
+pub(crate) const ANYBODY_INVALIDATES: Deviation =
+    Deviation("SEND_WITH_INV invalidates a window that another queue pair has bound");
+pub(crate) const MESSAGE_OUTLIVES_WINDOW: Deviation =
+    Deviation("the key of a window is looked at when a message begins, which then goes on to its end");
+pub(crate) const INVALIDATION_UNSAID: Deviation = Deviation(
+    "the completion of a SEND_WITH_INV has the flag that the kernel has for it, which to libibverbs means a good checksum",
+);
+pub(crate) const NO_INVALIDATION_ON_UC: Deviation =
+    Deviation("LOCAL_INV is known to reliable connections only, though a window can be bound on an unreliable one");

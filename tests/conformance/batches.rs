@@ -3,7 +3,7 @@
 use tokio_rdma::types::{QpState, Qpn, Rkey, Transport, WcStatus};
 use tokio_rdma::{Batch, BufMut, Imm, LimitError, OpErrorKind, RemoteRegion, TryError};
 
-use crate::common::pair::{Pair, Shape, Side};
+use crate::common::pair::{Pair, Shape, Side, fenced};
 use crate::common::{Setup, Wire, in_every_mode, pattern, transports, within};
 
 in_every_mode! {
@@ -77,7 +77,8 @@ async fn kinds_of_work_mix_in_a_batch(mode: &str) {
         .read(a.room(24), region.grant().slice(8..32).unwrap())
         .fence()
         .write(a.buffer(b"overwrit"), region.grant().slice(8..16).unwrap());
-    let buffers = within("batch", a.qp.post_batch(batch)).await.into_buffers().unwrap();
+    let posted = a.qp.post_batch(batch);
+    let buffers = within("batch", fenced(&a, region.grant(), posted)).await.into_buffers().unwrap();
     assert_eq!(&buffers[4][..], b"written.\0\0\0\0\0\0\0\0noticed!", "read before what is fenced behind it");
     let mut received = Vec::new();
     for receive in receives {

@@ -3,7 +3,7 @@
 use tokio_rdma::types::{Mtu, QpState, Qpn, Transport, WcFlags};
 use tokio_rdma::{Buf, BufMut, Imm, LimitError, OpErrorKind, SharedReceiveQueue};
 
-use crate::common::pair::{Pair, QKEY, Shape, Side, connect};
+use crate::common::pair::{Pair, QKEY, Shape, Side, connect, fenced};
 use crate::common::{Setup, in_every_mode, pattern, rxe, transports, within};
 
 const CONNECTED: [Transport; 2] = [Transport::Rc, Transport::Uc];
@@ -318,7 +318,7 @@ async fn fenced_write_waits_for_the_read_before(mode: &str) {
     let read = a.qp.read(a.room(8192), region.grant());
     let write = a.qp.fenced().write(a.buffer(&[0; 8192]), region.grant());
     assert_eq!(&read.await.unwrap()[..], pattern(8192, 8));
-    write.await.unwrap();
+    fenced(&a, region.grant(), write).await.unwrap();
     assert_eq!(contents(&region, 0, 8192), vec![0; 8192]);
 }
 
@@ -329,7 +329,8 @@ async fn solicited_handle_sends_the_same(mode: &str) {
         let solicited = a.qp.solicited();
         assert_eq!(solicited.qpn(), a.qp.qpn(), "another handle of the same");
         solicited.send(a.buffer(b"first")).await.unwrap();
-        solicited.fenced().send(a.buffer(b"second")).await.unwrap();
+        let second = solicited.fenced().send(a.buffer(b"second"));
+        fenced(&a, b.region(8).grant(), second).await.unwrap();
         for (receive, bytes) in receives.into_iter().zip([&b"first"[..], b"second"]) {
             assert_eq!(&receive.await.unwrap().buffer[..], bytes);
         }

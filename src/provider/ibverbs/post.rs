@@ -11,7 +11,7 @@ use rdma_sys::*;
 use super::{convert, sys};
 use crate::error::VerbError;
 use crate::provider::contract::PostError;
-use crate::types::{Data, RecvWr, RemoteAddr, SendOp, SendWr, Transport, UdTarget};
+use crate::types::{Data, RecvWr, RemoteAddr, SendOp, SendWr, Transport, UdTarget, WindowBind};
 
 /// Work requests of one chain: a longer list rings one doorbell for each so many. They stand on the stack while posted.
 const CHAIN: usize = 16;
@@ -193,14 +193,24 @@ unsafe fn write_send(element: *mut Element, next: *mut ibv_send_wr, wr: &SendWr<
                 (*raw).sg_list = ptr::null_mut();
                 (*raw).num_sge = 0;
                 (*raw).send_flags = flags;
-                (*raw).bind_mw_tso_union.bind_mw = bind_mw_t {
-                    mw: ptr::with_exposed_provenance_mut(bind.window),
-                    rkey: bind.rkey.0,
-                    bind_info: convert::bind_info(bind),
-                };
+                (*raw).bind_mw_tso_union.bind_mw =
+                    bind_mw_t { mw: window(bind), rkey: bind.rkey.0, bind_info: convert::bind_info(bind) };
             }
         }
     }
+}
+
+/// The window of `bind`, which from now on has the key of its binding before: drivers compare it with what they know, and
+/// leave it to the program to note what each binding changed.
+///
+/// # Safety
+///
+/// The window is alive, and no other binding of it is posted at the same time.
+unsafe fn window(bind: &WindowBind) -> *mut ibv_mw {
+    let window: *mut ibv_mw = ptr::with_exposed_provenance_mut(bind.window);
+    // SAFETY: S3: as the caller promises.
+    unsafe { (*window).rkey = bind.current.0 };
+    window
 }
 
 /// Posts all of `list` or nothing, by the calls of `ibv_wr_post(3)`.
@@ -256,8 +266,7 @@ unsafe fn operation(qp: *mut ibv_qp_ex, wr: &SendWr<'_>) -> bool {
             }
             SendOp::BindWindow => {
                 let Data::Window(bind) = wr.data else { return false };
-                let window = ptr::with_exposed_provenance_mut(bind.window);
-                call!(wr_bind_mw, window, bind.rkey.0, &convert::bind_info(bind));
+                call!(wr_bind_mw, window(bind), bind.rkey.0, &convert::bind_info(bind));
                 return true;
             }
             SendOp::Send => call!(wr_send),
