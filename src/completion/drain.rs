@@ -298,6 +298,10 @@ impl CqShared {
 
     #[cold]
     fn release_and_wake(mut state: MutexGuard<'_, State>) {
+        if let Some(waker) = state.woken.only() {
+            drop(state);
+            return waker.wake();
+        }
         let woken = std::mem::take(&mut state.woken);
         drop(state);
         woken.finish();

@@ -38,6 +38,17 @@ impl WakeList {
         self.wakers.push(waker);
     }
 
+    /// The one task to wake, if that is all that is left to do, as it is most of the time: spares moving the list.
+    pub(super) fn only(&mut self) -> Option<Waker> {
+        let else_nothing =
+            self.held.is_empty() && self.spent.is_empty() && self.ends.is_empty() && self.abandons.is_empty();
+        if self.wakers.len() != 1 || !else_nothing {
+            return None;
+        }
+        self.any = false;
+        self.wakers.pop()
+    }
+
     pub(super) fn dispose(&mut self, held: Option<Held>, waker: Option<Waker>) {
         self.any |= held.is_some() || waker.is_some();
         self.held.extend(held);

@@ -125,7 +125,7 @@ pub enum WcOpcode {
 }
 
 bitflags! {
-    /// Which optional fields of a completion hold.
+    /// Which optional fields of a completion hold; the bits of `enum ibv_wc_flags`.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
     pub struct WcFlags: u8 {
         /// The first 40 bytes of the receive are the global routing header (UD).
@@ -133,7 +133,7 @@ bitflags! {
         /// Immediate data arrived.
         const WITH_IMM = 1 << 1;
         /// The peer invalidated a key of ours.
-        const WITH_INV = 1 << 2;
+        const WITH_INV = 1 << 3;
     }
 }
 

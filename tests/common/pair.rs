@@ -56,7 +56,8 @@ impl Side {
 
     /// A route to `peer`.
     pub(crate) fn route_to(&self, peer: &Self) -> AddressHandle {
-        let address = AddressVector::new(PortNum(1), 0, peer.qp.endpoint().gid);
+        let index = self.pd.device().default_path().unwrap().1.index;
+        let address = AddressVector::new(PortNum(1), index, peer.qp.endpoint().gid);
         self.pd.address_handle(&address).unwrap()
     }
 }

@@ -294,7 +294,8 @@ async fn shared_receives_serve_many_queue_pairs(mode: &str) {
                 let buffer = client_pd.register(bytes.clone()).unwrap();
                 if transport == Transport::Ud {
                     let gid = server.endpoint().gid;
-                    let address = tokio_rdma::types::AddressVector::new(tokio_rdma::types::PortNum(1), 0, gid);
+                    let index = setup.a.default_path().unwrap().1.index;
+                    let address = tokio_rdma::types::AddressVector::new(tokio_rdma::types::PortNum(1), index, gid);
                     let route = client_pd.address_handle(&address).unwrap();
                     client.send_to(buffer, &route, server.qpn(), QKEY).await.unwrap();
                 } else {

@@ -244,11 +244,12 @@ pub(super) fn completion_from(wc: &ibv_wc) -> WorkCompletion {
         ibv_wc_opcode::IBV_WC_RECV_RDMA_WITH_IMM => WcOpcode::RecvRdmaWithImm,
         other => WcOpcode::Other(other),
     };
-    let mut flags = WcFlags::empty();
-    flags.set(WcFlags::GRH, wc.wc_flags & ibv_wc_flags::IBV_WC_GRH.0 != 0);
-    let with_imm = wc.wc_flags & ibv_wc_flags::IBV_WC_WITH_IMM.0 != 0;
-    flags.set(WcFlags::WITH_IMM, with_imm);
-    flags.set(WcFlags::WITH_INV, wc.wc_flags & ibv_wc_flags::IBV_WC_WITH_INV.0 != 0);
+    const {
+        assert!(WcFlags::GRH.bits() as u32 == ibv_wc_flags::IBV_WC_GRH.0);
+        assert!(WcFlags::WITH_IMM.bits() as u32 == ibv_wc_flags::IBV_WC_WITH_IMM.0);
+        assert!(WcFlags::WITH_INV.bits() as u32 == ibv_wc_flags::IBV_WC_WITH_INV.0);
+    }
+    let flags = WcFlags::from_bits_truncate(wc.wc_flags as u8);
     // SAFETY: S4: both forms of the union are 4 bytes of any value.
     let imm_or_rkey = unsafe { wc.imm_data_invalidated_rkey_union.invalidated_rkey };
     WorkCompletion {
@@ -258,7 +259,7 @@ pub(super) fn completion_from(wc: &ibv_wc) -> WorkCompletion {
         opcode,
         byte_len: wc.byte_len,
         // Immediate data travels big-endian; a key is a number of this machine.
-        imm_or_rkey: if with_imm { u32::from_be(imm_or_rkey) } else { imm_or_rkey },
+        imm_or_rkey: if flags.contains(WcFlags::WITH_IMM) { u32::from_be(imm_or_rkey) } else { imm_or_rkey },
         qpn: Qpn(wc.qp_num),
         src_qpn: Qpn(wc.src_qp),
         flags,
