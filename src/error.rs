@@ -190,6 +190,11 @@ pub enum SetupError {
         /// The port asked.
         port: u8,
     },
+    /// The device does not have it.
+    Unsupported {
+        /// What was asked for.
+        what: &'static str,
+    },
     /// The object was closed.
     Closed,
 }
@@ -208,6 +213,7 @@ impl fmt::Display for SetupError {
             ),
             Self::Mismatch { what, ours, theirs } => write!(f, "{what} differs: ours is {ours}, the peer's {theirs}"),
             Self::NoGid { port } => write!(f, "port {port} is not active, or has no such GID to send from"),
+            Self::Unsupported { what } => write!(f, "the device has no {what}"),
             Self::Closed => f.write_str("the object is closed"),
         }
     }
@@ -252,6 +258,7 @@ impl From<SetupError> for io::Error {
             SetupError::Verb(verb) => Self::from(*verb).kind(),
             SetupError::Closed => io::ErrorKind::NotConnected,
             SetupError::NoGid { .. } => io::ErrorKind::AddrNotAvailable,
+            SetupError::Unsupported { .. } => io::ErrorKind::Unsupported,
             _ => io::ErrorKind::InvalidInput,
         };
         Self::new(kind, error)

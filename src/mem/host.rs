@@ -4,15 +4,24 @@
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::fmt;
+use std::io;
 use std::ptr::NonNull;
+
+use memmap2::{MmapMut, MmapOptions};
 
 use crate::error::LimitError;
 
 /// Zeroed memory on a page boundary, so that a registration pins no page of anyone else.
 pub struct HostMemory {
     base: NonNull<u8>,
-    layout: Layout,
     len: usize,
+    backing: Backing,
+}
+
+/// Where it came from and goes back to.
+enum Backing {
+    Heap(Layout),
+    Mapped { _map: MmapMut },
 }
 
 // SAFETY: S1: the allocation is owned alone; the pointer is only a way to name it.
@@ -43,7 +52,34 @@ impl HostMemory {
         })?;
         // SAFETY: S1: the layout has at least one byte.
         let base = NonNull::new(unsafe { alloc_zeroed(layout) }).unwrap_or_else(|| handle_alloc_error(layout));
-        Ok(Self { base, layout, len })
+        Ok(Self { base, len, backing: Backing::Heap(layout) })
+    }
+
+    /// `len` zero bytes on huge pages of the system's default size: of those that are reserved
+    /// (`/proc/sys/vm/nr_hugepages`), or else such as the kernel puts together when it can (`MADV_HUGEPAGE`).
+    ///
+    /// A device looks up fewer addresses, and registering takes less time. Takes whole pages: 2 MiB each on x86-64.
+    ///
+    /// # Errors
+    ///
+    /// What `mmap(2)` says if there is no memory.
+    pub fn huge(len: usize) -> io::Result<Self> {
+        const HUGE: usize = 2 << 20;
+        let whole = len.max(1).checked_next_multiple_of(HUGE).ok_or(io::ErrorKind::InvalidInput)?;
+        let mut map = match MmapOptions::new().len(whole).huge(None).map_anon() {
+            Ok(map) => map,
+            Err(error) => {
+                tracing::debug!(%error, len, "no huge pages are reserved, asking for transparent ones");
+                let map = MmapOptions::new().len(whole).map_anon()?;
+                #[cfg(target_os = "linux")]
+                if let Err(error) = map.advise(memmap2::Advice::HugePage) {
+                    tracing::debug!(%error, "the kernel has no transparent huge pages");
+                }
+                map
+            }
+        };
+        let base = NonNull::from(&mut map[..]).cast();
+        Ok(Self { base, len, backing: Backing::Mapped { _map: map } })
     }
 
     /// First byte.
@@ -66,8 +102,11 @@ impl HostMemory {
 
 impl Drop for HostMemory {
     fn drop(&mut self) {
-        // SAFETY: S1: allocated in `zeroed` with this layout; registrations of it were dropped before.
-        unsafe { dealloc(self.base.as_ptr(), self.layout) }
+        // A mapping unmaps itself.
+        if let Backing::Heap(layout) = self.backing {
+            // SAFETY: S1: allocated in `zeroed` with this layout; registrations of it were dropped before.
+            unsafe { dealloc(self.base.as_ptr(), layout) }
+        }
     }
 }
 

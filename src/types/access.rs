@@ -18,6 +18,9 @@ bitflags! {
         const REMOTE_ATOMIC = 1 << 3;
         /// Memory windows may be bound to it.
         const MW_BIND = 1 << 4;
+        /// Its pages are not pinned: the device asks for them when it touches them. Only where
+        /// [`DeviceAttr::on_demand_paging`](super::DeviceAttr::on_demand_paging) says so; of a registration only.
+        const ON_DEMAND = 1 << 5;
     }
 }
 

@@ -33,7 +33,8 @@ impl ExposedRegion {
     ///
     /// # Errors
     ///
-    /// [`SetupError`] if it is longer than a registration can be or the provider refuses.
+    /// [`SetupError`] if it is longer than a registration can be, the device lacks what `access` asks for, or the provider
+    /// refuses.
     pub fn new<S: Storage>(pd: &ProtectionDomain, memory: S, access: Access) -> Result<Self, SetupError> {
         let access = access | Access::LOCAL_WRITE;
         // Shared even without remote rights: slices of it may be in several operations, and are read and written here.

@@ -9,7 +9,7 @@ use tokio::sync::Semaphore;
 use super::buf::Slab;
 use super::registration::Registration;
 use super::{BufMut, ProtectionDomain};
-use crate::error::{LimitError, SetupError};
+use crate::error::{LimitError, SetupError, VerbError};
 use crate::mem::HostMemory;
 use crate::types::Access;
 
@@ -29,6 +29,7 @@ struct Inner {
     stride: u32,
     per_slab: u32,
     growing: bool,
+    huge_pages: bool,
     free: Arc<FreeList>,
 }
 
@@ -76,7 +77,7 @@ impl Pool {
     /// A pool to be described further.
     #[must_use]
     pub fn builder(pd: &ProtectionDomain) -> PoolBuilder {
-        PoolBuilder { pd: pd.clone(), buffer_size: 4096, buffers: 64, growing: false }
+        PoolBuilder { pd: pd.clone(), buffer_size: 4096, buffers: 64, growing: false, huge_pages: false }
     }
 
     /// A buffer of `len` bytes, waiting for one to come back if there is none.
@@ -160,7 +161,13 @@ impl Pool {
 impl Inner {
     /// Registers one more slab.
     fn grow(&self) -> Result<(), SetupError> {
-        let memory = HostMemory::zeroed(self.stride as usize * self.per_slab as usize)?;
+        let len = self.stride as usize * self.per_slab as usize;
+        let memory = if self.huge_pages {
+            let errno = |error: std::io::Error| error.raw_os_error().unwrap_or(VerbError::ENOMEM);
+            HostMemory::huge(len).map_err(|error| VerbError::new("mmap", errno(error)))?
+        } else {
+            HostMemory::zeroed(len)?
+        };
         let registration = Registration::new(&self.pd, memory, Access::LOCAL_WRITE, false)?;
         let slab = Arc::new(Slab::new(registration, self.stride, self.per_slab, Some(self.free.clone())));
         let mut chunks = self.free.chunks.lock();
@@ -202,6 +209,7 @@ pub struct PoolBuilder {
     buffer_size: usize,
     buffers: usize,
     growing: bool,
+    huge_pages: bool,
 }
 
 impl PoolBuilder {
@@ -227,6 +235,13 @@ impl PoolBuilder {
         self
     }
 
+    /// Takes its memory from huge pages, [`HostMemory::huge`]; not unless set. Worth it for pools of many megabytes.
+    #[must_use]
+    pub fn huge_pages(mut self, huge: bool) -> Self {
+        self.huge_pages = huge;
+        self
+    }
+
     /// Registers the memory.
     ///
     /// # Errors
@@ -248,6 +263,7 @@ impl PoolBuilder {
             stride,
             per_slab: self.buffers.max(1) as u32,
             growing: self.growing,
+            huge_pages: self.huge_pages,
             free,
         };
         inner.grow()?;

@@ -41,6 +41,9 @@ impl Registration {
     ) -> Result<Self, SetupError> {
         let mut storage: Box<dyn Storage> = Box::new(storage);
         let (base, len) = (storage.base(), storage.len());
+        if access.contains(Access::ON_DEMAND) && !pd.device().attr().on_demand_paging {
+            return Err(SetupError::Unsupported { what: "on-demand paging" });
+        }
         LimitError::check("registration bytes", len as u64, pd.device().attr().max_mr_size)?;
         // SAFETY: S1: `storage` owns the bytes and moves into the same value as the registration, which
         // ends first. S2: `storage` is private and no reference to its bytes is made from here on but

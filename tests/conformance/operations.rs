@@ -1,10 +1,12 @@
 //! Every operation on every transport in every completion mode, and what it must leave behind.
 
 use tokio_rdma::types::{Mtu, QpState, Qpn, Transport, WcFlags};
-use tokio_rdma::{Buf, BufMut, Imm, LimitError, OpErrorKind, SharedReceiveQueue};
+use tokio_rdma::{
+    Access, Buf, BufMut, ExposedRegion, HostMemory, Imm, LimitError, OpErrorKind, Pool, SetupError, SharedReceiveQueue,
+};
 
 use crate::common::pair::{Pair, QKEY, Shape, Side, connect, fenced};
-use crate::common::{Setup, in_every_mode, pattern, rxe, transports, within};
+use crate::common::{Setup, in_every_mode, pattern, run, rxe, transports, within};
 
 const CONNECTED: [Transport; 2] = [Transport::Rc, Transport::Uc];
 const ALL: [Transport; 3] = [Transport::Rc, Transport::Uc, Transport::Ud];
@@ -404,4 +406,31 @@ fn contents(region: &tokio_rdma::ExposedRegion, offset: usize, len: usize) -> Ve
     let mut bytes = vec![0; len];
     region.read(offset, &mut bytes).unwrap();
     bytes
+}
+
+/// Memory on huge pages, if the system has some, and such as is not pinned, if the device can: written and read as any.
+#[test]
+fn memory_of_every_kind_is_written_and_read() {
+    run(1, "memory_of_every_kind", async {
+        let Pair { a, b, .. } = Pair::new(Transport::Rc, "event");
+        let on_demand = b.pd.device().attr().on_demand_paging;
+        for access in [Access::REMOTE_ALL, Access::REMOTE_ALL | Access::ON_DEMAND] {
+            let memory = HostMemory::huge((2 << 20) + 5000).unwrap();
+            let region = match ExposedRegion::new(&b.pd, memory, access) {
+                Err(SetupError::Unsupported { what }) if !on_demand && access.contains(Access::ON_DEMAND) => {
+                    assert_eq!(what, "on-demand paging");
+                    continue;
+                }
+                region => region.unwrap(),
+            };
+            let pool = Pool::builder(&a.pd).buffer_size(5000).buffers(3).huge_pages(true).build().unwrap();
+            let bytes = pattern(5000, 9);
+            let end = region.grant().slice(2 << 20..(2 << 20) + 5000).unwrap();
+            let buffer = within("write", a.qp.write(pool.copy_from(&bytes).unwrap(), end)).await.unwrap();
+            drop(buffer);
+            let read = within("read", a.qp.read(pool.try_alloc(5000).unwrap(), end)).await.unwrap();
+            assert!(read[..] == bytes[..]);
+            assert_eq!(region.into_storage::<HostMemory>().unwrap().len(), (2 << 20) + 5000);
+        }
+    });
 }

@@ -93,6 +93,8 @@ impl DeviceInner {
             max_srq_sge: 16,
             completion_vectors: 1,
             atomic: AtomicCapability::Global,
+            // Nothing is ever pinned.
+            on_demand_paging: true,
             dc: Some(false),
             ..DeviceAttr::named(name)
         };
