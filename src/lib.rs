@@ -6,11 +6,11 @@
 //!  op          QueuePair::{send, recv, write, read, compare_swap, fetch_add}, Batch → futures
 //!  completion  slot in flight ▸ drain one queue ▸ wake; watched by events, busy-poll or both
 //!  verbs       Device, ProtectionDomain, memory, Qp, Cq, Srq: freed in the right order
-//!  provider    who executes: the embedded software device
+//!  provider    who executes: the embedded software device, or libibverbs
 //! ```
 //!
 //! The same program runs on a software device inside the process, with no hardware, no kernel module and no
-//! root, and (later) on real devices.
+//! root, and with feature `ibverbs` on real devices, through libibverbs.
 //!
 //! # A first run
 //!

@@ -90,8 +90,10 @@ impl Context {
         let mut context = Self { raw, attr: DeviceAttr::named(name), gids: 0, extended: false };
         do_not_block(context.event_fd())?;
         context.attr = context.query(name)?;
-        context.extended = match std::env::var("TOKIO_RDMA_POST") {
-            Ok(way) => way == "extended",
+        context.extended = match std::env::var("TOKIO_RDMA_POST").as_deref() {
+            Ok("extended") => true,
+            Ok("chain") => false,
+            Ok(_) => return Err(VerbError::new("TOKIO_RDMA_POST (extended or chain)", VerbError::EINVAL)),
             // That of SoftRoCE forgets that data is inline and all but the first length of a list (rdma-core 44).
             Err(_) => context.attr.vendor_id != SOFT_ROCE,
         };
