@@ -36,6 +36,11 @@ impl VerbError {
     pub(crate) const fn new(verb: &'static str, errno: i32) -> Self {
         Self { verb, errno }
     }
+
+    /// True if the kernel has taken the device away, and with it all that was made on it.
+    pub(crate) const fn is_device_gone(&self) -> bool {
+        matches!(self.errno, Self::EIO | Self::ENODEV)
+    }
 }
 
 impl fmt::Display for VerbError {

@@ -2,7 +2,8 @@
 //!
 //! The end, in this order: no more posts; to the error state, so that the device flushes; take the flushes
 //! that are there; destroy, after which the device touches nothing any more; take what it left in the
-//! completion queues; fail what never got a completion. Only then are buffers free.
+//! completion queues; fail what never got a completion. Only then are buffers free. If the device refuses to destroy it,
+//! they are free when their flushes come.
 
 use std::any::Any;
 use std::fmt;
@@ -11,7 +12,7 @@ use std::sync::Arc;
 use super::drain::CqShared;
 use super::wake::WakeList;
 use super::work_queue::{Limits, Poster, WorkQueue};
-use crate::error::{OpErrorKind, SetupError};
+use crate::error::{OpErrorKind, SetupError, VerbError};
 use crate::types::{QpAttr, QpState};
 use crate::verbs::Qp;
 use parking_lot::Mutex;
@@ -32,14 +33,14 @@ pub(crate) struct QueuePairCore {
 /// A shared receive queue that a queue pair draws from.
 pub(crate) struct Shared {
     queue: Arc<WorkQueue>,
-    /// Dropped with the queue pair and not before: it ends the receives.
-    _owner: Box<dyn Any + Send + Sync>,
+    /// Dropped with the queue pair and not before: it ends the receives. Never, if that is not destroyed.
+    owner: Mutex<Option<Box<dyn Any + Send + Sync>>>,
 }
 
 impl Shared {
     /// `owner` ends `queue` when it is dropped.
     pub(crate) fn new(queue: Arc<WorkQueue>, owner: impl Any + Send + Sync) -> Self {
-        Self { queue, _owner: Box::new(owner) }
+        Self { queue, owner: Mutex::new(Some(Box::new(owner))) }
     }
 }
 
@@ -134,7 +135,15 @@ impl QueuePairCore {
             queue.cq().drain();
         }
         drop(posters);
-        destroy(qp);
+        match destroy(qp) {
+            Err(error) if !error.is_device_gone() => {
+                tracing::error!(%error, "what is in flight ends when the device says so");
+                std::mem::forget(self.shared.as_ref().and_then(|shared| shared.owner.lock().take()));
+                return;
+            }
+            // The kernel takes the queue pair of a device that is gone down by itself.
+            Ok(()) | Err(_) => {}
+        }
         for queue in self.queues() {
             queue.cq().abandon(queue, kind, true);
         }
@@ -144,11 +153,11 @@ impl QueuePairCore {
     }
 }
 
-/// Drops the last share. Whoever holds another is in the middle of a verb and done with it at once.
-fn destroy(mut qp: Arc<Qp>) {
+/// Takes the last share. Whoever holds another is in the middle of a verb and done with it at once.
+fn destroy(mut qp: Arc<Qp>) -> Result<(), VerbError> {
     loop {
         match Arc::try_unwrap(qp) {
-            Ok(qp) => return drop(qp),
+            Ok(qp) => return qp.destroy(),
             Err(shared) => qp = shared,
         }
         std::thread::yield_now();

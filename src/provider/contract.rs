@@ -119,8 +119,8 @@ pub(crate) trait Mr: Debug + Send + Sync {
     fn deregister(&mut self) -> Result<(), VerbError>;
 }
 
-/// Memory window of type 2, `ibv_alloc_mw(3)`. When its drop returns, bound or not, no peer reaches anything through
-/// it any more; it is dropped before the queue pair that bound it, and before the registration.
+/// Memory window of type 2, `ibv_alloc_mw(3)`. When it is deallocated, bound or not, no peer reaches anything through
+/// it any more; that is before the queue pair that bound it, and before the registration.
 ///
 /// A binding belongs to the queue pair that made it (type 2B): the key is good for its peer only.
 pub(crate) trait Mw: Debug + Send + Sync {
@@ -128,6 +128,11 @@ pub(crate) trait Mw: Debug + Send + Sync {
     fn rkey(&self) -> Rkey;
     /// What [`WindowBind::window`](crate::types::WindowBind::window) carries.
     fn handle(&self) -> usize;
+
+    /// `ibv_dealloc_mw(3)`, for those whose drop may fail; it does nothing more then. After an error peers may go on.
+    fn deallocate(&mut self) -> Result<(), VerbError> {
+        Ok(())
+    }
 }
 
 /// Completion channel, `ibv_create_comp_channel(3)`.
@@ -148,7 +153,7 @@ pub(crate) trait Cq: Debug + Send + Sync {
     /// Completions it holds; at least what was asked.
     fn capacity(&self) -> u32;
 
-    /// Takes the oldest completions, `ibv_poll_cq(3)`; how many were written to `out`.
+    /// Takes the oldest completions, `ibv_poll_cq(3)`; how many were written to `out`. Fewer than fit: there are no more.
     ///
     /// A queue that was overrun gives an error for ever, and so does one of a device that is lost, once it is empty.
     fn poll(&self, out: &mut [WorkCompletion]) -> Result<usize, VerbError>;
@@ -207,6 +212,12 @@ pub(crate) trait Qp: Debug + Send + Sync {
     ///
     /// As [`post_send`](Self::post_send).
     unsafe fn post_recv(&self, list: &[RecvWr<'_>]) -> Result<(), PostError>;
+
+    /// `ibv_destroy_qp(3)`, for those whose drop may fail; it does nothing more then. After an error the device may go on
+    /// with what was posted, and nothing that the queue pair is made of may be freed.
+    fn destroy(&mut self) -> Result<(), VerbError> {
+        Ok(())
+    }
 }
 
 /// Shared receive queue, `ibv_create_srq(3)`.

@@ -202,6 +202,10 @@ impl contract::Mw for Mw {
     fn handle(&self) -> usize {
         each!(self, inner => inner.handle())
     }
+
+    fn deallocate(&mut self) -> Result<(), VerbError> {
+        each!(self, inner => inner.deallocate())
+    }
 }
 
 impl contract::Channel for Channel {
@@ -290,6 +294,10 @@ impl contract::Qp for Qp {
     unsafe fn post_recv(&self, list: &[RecvWr<'_>]) -> Result<(), PostError> {
         // SAFETY: S1: the caller's promise is passed on unchanged.
         each!(self, inner => unsafe { inner.post_recv(list) })
+    }
+
+    fn destroy(&mut self) -> Result<(), VerbError> {
+        each!(self, inner => inner.destroy())
     }
 }
 

@@ -160,6 +160,22 @@ impl Qp {
         self.raw.query()
     }
 
+    /// Destroys it, `ibv_destroy_qp(3)`, and says whether it is gone; a drop can only log that.
+    ///
+    /// # Errors
+    ///
+    /// [`VerbError`] if the device refuses: it may go on with what was posted. Nothing that the queue pair is made of is
+    /// freed then, as long as the program runs, and the memory that its work names must not be either.
+    pub fn destroy(mut self) -> Result<(), VerbError> {
+        self.windows.end();
+        let result = self.raw.destroy();
+        if let Err(error) = &result {
+            tracing::error!(qpn = %self.qpn(), %error, "queue pair is not destroyed");
+            std::mem::forget(self);
+        }
+        result
+    }
+
     /// Packets, retries and refusals so far, if it is of a software device.
     #[must_use]
     pub fn software_counters(&self) -> Option<(SendCounters, ReceiveCounters)> {
@@ -175,7 +191,8 @@ impl Qp {
     /// # Safety
     ///
     /// The memory that the list names stays valid and untouched until its completion has been polled or this
-    /// queue pair was dropped. If completions go to the queue of a [`CompletionQueue`](crate::CompletionQueue), no work
+    /// queue pair was [destroyed](Self::destroy). The window that a [`BindWindow`](crate::types::SendOp::BindWindow) names
+    /// is alive, and no other binding of it is posted at the same time. If completions go to the queue of a [`CompletionQueue`](crate::CompletionQueue), no work
     /// request number is taken for that of an operation there: the queue would give back what that operation holds.
     /// What a window is bound to stays registered, and untouched but through its [`ExposedRegion`](super::ExposedRegion),
     /// until the window was invalidated or dropped; windows that it bound are dropped before this queue pair.

@@ -29,10 +29,30 @@ pub struct MemoryWindow {
 }
 
 struct State {
-    /// `None` once deallocated. Dropped before the regions, which no device touches through the window then.
+    /// `None` once deallocated: before the regions, which no device touches through the window then.
     raw: Option<Mw>,
     current: Rkey,
     regions: Vec<Arc<Registration>>,
+}
+
+impl State {
+    fn free(&mut self) {
+        let Some(mut raw) = self.raw.take() else { return };
+        if let Err(error) = raw.deallocate() {
+            tracing::error!(%error, rkey = %self.current, "a window does not end, its regions are kept for ever");
+            std::mem::forget((raw, std::mem::take(&mut self.regions)));
+            return;
+        }
+        // Gone before the regions, also where only the drop ends it.
+        drop(raw);
+        self.regions.clear();
+    }
+}
+
+impl Drop for State {
+    fn drop(&mut self) {
+        self.free();
+    }
 }
 
 impl MemoryWindow {
@@ -105,9 +125,7 @@ impl MemoryWindow {
 
     /// Ends the access and the window.
     pub(super) fn free(&self) {
-        let mut state = self.state.lock();
-        state.raw = None;
-        state.regions.clear();
+        self.state.lock().free();
     }
 }
 

@@ -410,6 +410,31 @@ fn poll_takes_no_more_than_fits_and_the_oldest_first() {
     assert_eq!(poll(&b.recv_cq), []);
 }
 
+/// Whoever arms the queue, polls it and gets fewer than fit goes to sleep.
+#[test]
+fn poll_that_gives_fewer_than_fit_has_emptied_the_queue() {
+    let setup = Setup::new();
+    let mut options = Options::default();
+    (options.caps.max_send_wr, options.caps.max_recv_wr) = (128, 128);
+    (options.send_cqe, options.recv_cqe) = (256, 256);
+    let (a, b) = (End::new(&setup.a, &options), End::new(&setup.b, &options));
+    connect(&a, &b, &options);
+    let mut all = [WorkCompletion::default(); 100];
+    for (many, room) in [(15, 32), (16, 32), (17, 32), (32, 32), (33, 100), (99, 100), (100, 100)] {
+        for id in 0..many {
+            b.recv(id, &[]).unwrap();
+        }
+        for id in 0..many {
+            a.send(id, SendOp::Send, &[]).unwrap();
+        }
+        // The last send is done when all receives are.
+        a.sent(many as usize);
+        let expected: Vec<_> = (0..many).map(|id| (id, WcStatus::SUCCESS)).collect();
+        assert_eq!(b.recv_cq.poll(&mut all[..room]).unwrap(), many as usize, "of {many} with room for {room}");
+        assert_eq!(outcome(&all[..many as usize]), expected);
+    }
+}
+
 #[test]
 fn sends_and_receives_can_share_a_queue() {
     let setup = Setup::new();

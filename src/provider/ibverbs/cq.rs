@@ -67,15 +67,29 @@ impl contract::Cq for Cq {
     #[inline]
     fn poll(&self, out: &mut [WorkCompletion]) -> Result<usize, VerbError> {
         let mut buffer = [const { MaybeUninit::<ibv_wc>::uninit() }; BATCH];
-        let wanted = out.len().min(BATCH);
-        // SAFETY: S3: the queue is alive, and the buffer has room for as many as are asked for.
-        let found = unsafe { ibv_poll_cq(self.raw(), wanted as i32, buffer.as_mut_ptr().cast()) };
-        let found = sys::count("ibv_poll_cq", found as isize)?;
-        for (out, wc) in out.iter_mut().zip(&buffer[..found.min(wanted)]) {
-            // SAFETY: S4: the call has written the first `found`, of numbers of any value.
-            *out = convert::completion_from(unsafe { wc.assume_init_ref() });
+        let mut filled = 0;
+        loop {
+            let room = &mut out[filled..];
+            let wanted = room.len().min(BATCH);
+            // SAFETY: S3: the queue is alive, and the buffer has room for as many as are asked for.
+            let found = unsafe { ibv_poll_cq(self.raw(), wanted as i32, buffer.as_mut_ptr().cast()) };
+            let found = match usize::try_from(found) {
+                Ok(found) => found.min(wanted),
+                // Of some drivers it is a code of their own; none sets `errno`.
+                Err(_) if filled == 0 => return Err(VerbError::new("ibv_poll_cq", VerbError::EIO)),
+                // What was taken is given; the error comes again.
+                Err(_) => 0,
+            };
+            for (out, wc) in room.iter_mut().zip(&buffer[..found]) {
+                // SAFETY: S4: the call has written the first `found`, of numbers of any value.
+                *out = convert::completion_from(unsafe { wc.assume_init_ref() });
+            }
+            filled += found;
+            // Whoever gets fewer than fit takes the queue for empty.
+            if found < wanted || filled == out.len() {
+                return Ok(filled);
+            }
         }
-        Ok(found)
     }
 
     fn arm(&self, solicited_only: bool) -> Result<(), VerbError> {

@@ -50,7 +50,7 @@ impl contract::Pd<Ibverbs> for Pd {
     fn create_mw(&self) -> Result<Mw, VerbError> {
         // SAFETY: S3: the protection domain is alive.
         let raw = unsafe { ibv_alloc_mw(self.raw.as_ptr(), ibv_mw_type::IBV_MW_TYPE_2) };
-        Ok(Mw { raw: sys::handle("ibv_alloc_mw", raw)? })
+        Ok(Mw { raw: sys::handle("ibv_alloc_mw", raw)?, ended: false })
     }
 
     fn create_srq(&self, caps: SrqCaps) -> Result<Srq, VerbError> {
@@ -118,6 +118,7 @@ impl Drop for Mr {
 #[derive(Debug)]
 pub(crate) struct Mw {
     raw: NonNull<ibv_mw>,
+    ended: bool,
 }
 
 // SAFETY: S3: libibverbs is safe to call from any thread at once; the handle is used until `Drop` only.
@@ -134,12 +135,21 @@ impl contract::Mw for Mw {
     fn handle(&self) -> usize {
         self.raw.as_ptr().expose_provenance()
     }
+
+    fn deallocate(&mut self) -> Result<(), VerbError> {
+        if !self.ended {
+            // SAFETY: S3: made by us, and not used again once it has ended.
+            sys::status("ibv_dealloc_mw", unsafe { ibv_dealloc_mw(self.raw.as_ptr()) })?;
+            self.ended = true;
+        }
+        Ok(())
+    }
 }
 
 impl Drop for Mw {
     fn drop(&mut self) {
-        // If it fails, so will the end of the registration it is bound to, whose memory is leaked then.
-        // SAFETY: S3: made by us and not used again.
-        sys::freed("ibv_dealloc_mw", unsafe { ibv_dealloc_mw(self.raw.as_ptr()) });
+        if let Err(error) = contract::Mw::deallocate(self) {
+            tracing::error!(%error, "not freed");
+        }
     }
 }

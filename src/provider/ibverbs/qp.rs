@@ -25,6 +25,7 @@ pub(crate) struct Qp {
     /// State that it was last put into. Drivers differ in what they do with work that is posted too early: one refuses
     /// it and keeps it in the ring, another takes it.
     state: AtomicU8,
+    destroyed: bool,
 }
 
 // SAFETY: S3: libibverbs is safe to call from any thread at once; the handle is used until `Drop` only.
@@ -73,7 +74,7 @@ impl Qp {
         granted: &ibv_qp_cap,
     ) -> Self {
         let state = AtomicU8::new(QpState::Reset as u8);
-        Self { raw, extended, transport, caps: convert::caps_from(granted), state }
+        Self { raw, extended, transport, caps: convert::caps_from(granted), state, destroyed: false }
     }
 
     fn raw(&self) -> *mut ibv_qp {
@@ -178,11 +179,21 @@ impl contract::Qp for Qp {
             sys::status("ibv_post_recv", unsafe { ibv_post_recv(self.raw(), first, refused) })
         })
     }
+
+    fn destroy(&mut self) -> Result<(), VerbError> {
+        if !self.destroyed {
+            // SAFETY: S3: made by us, and not used again once it is destroyed.
+            sys::status("ibv_destroy_qp", unsafe { ibv_destroy_qp(self.raw()) })?;
+            self.destroyed = true;
+        }
+        Ok(())
+    }
 }
 
 impl Drop for Qp {
     fn drop(&mut self) {
-        // SAFETY: S3: made by us and not used again.
-        sys::freed("ibv_destroy_qp", unsafe { ibv_destroy_qp(self.raw()) });
+        if let Err(error) = contract::Qp::destroy(self) {
+            tracing::error!(%error, "not freed");
+        }
     }
 }
