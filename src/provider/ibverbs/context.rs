@@ -259,6 +259,10 @@ impl contract::Context<Ibverbs> for Context {
         match sys::status("ibv_get_async_event", result) {
             Ok(()) => {}
             Err(error) if error.errno == EAGAIN => return Ok(None),
+            // All have been read, and the kernel has taken the device away.
+            Err(error) if error.errno == VerbError::EIO => {
+                return Err(VerbError::new("ibv_get_async_event", VerbError::ENODEV));
+            }
             Err(error) => return Err(error),
         }
         // SAFETY: S4: written by the call that succeeded; every code is a value of its type, which is an integer.
