@@ -60,7 +60,7 @@ impl Device {
     /// Opens a device by name.
     ///
     /// Real devices are posted to by `ibv_wr_*` where their driver has them; SoftRoCE, which gets them wrong, by
-    /// `ibv_post_send(3)`. `TOKIO_RDMA_POST` set to `extended` or `chained` decides for all.
+    /// `ibv_post_send(3)`. `TOKIO_RDMA_POST` set to `extended` or `chain` decides for all.
     ///
     /// # Errors
     ///
