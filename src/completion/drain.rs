@@ -325,11 +325,13 @@ impl CqShared {
             return self.wait_locked(slot, rounds, context).map(|()| None);
         };
         let taken = self.take_batch(&mut state);
-        let next = &state.completions[0];
-        if taken > 0 && next.wr_id == id && next.status.is_success() && state.run < RUN && slot.is_unwatched() {
+        let State { completions, run, woken, .. } = &mut *state;
+        let next = &completions[0];
+        if taken > 0 && next.wr_id == id && next.status.is_success() && *run < RUN && slot.is_unwatched() {
+            // No more of it is copied than who waits looks at.
             let completion = *next;
-            state.run += 1;
-            queue.end_unwatched(slot, &completion, &mut state.woken);
+            *run += 1;
+            queue.end_unwatched(slot, next, woken);
             if taken > 1 && self.finish_batch(&mut state, 1, taken) {
                 drop(state);
                 self.drain();

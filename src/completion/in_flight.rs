@@ -47,17 +47,29 @@ impl<B: Send + 'static> InFlight<B> {
             return Poll::Ready(finish(buffer, Ok(&completion)));
         }
         let Some(buffer) = self.buffer.take() else { unreachable!("checked above") };
-        let result = slot.outcome(|outcome| finish(buffer, success(outcome)));
+        let result = slot.outcome(|outcome| match outcome {
+            // Spelled out: what succeeds goes straight through.
+            Ok(completion) if completion.status.is_success() => finish(buffer, Ok(completion)),
+            outcome => finish(buffer, success(outcome)),
+        });
         self.queue.slots().release(slot, index_of(self.id));
         Poll::Ready(result)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn abandon(&mut self) {
+        if let Some(buffer) = self.buffer.take() {
+            detach(&self.queue, index_of(self.id), buffer);
+        }
     }
 }
 
 impl<B: Send + 'static> Drop for InFlight<B> {
-    #[inline]
+    #[inline(always)]
     fn drop(&mut self) {
-        if let Some(buffer) = self.buffer.take() {
-            detach(&self.queue, index_of(self.id), buffer);
+        if self.buffer.is_some() {
+            self.abandon();
         }
     }
 }

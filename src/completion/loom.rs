@@ -50,8 +50,13 @@ fn take(slot: &Slot) -> Outcome {
     outcome
 }
 
+/// As the work queue does with a completion.
+fn completed(slot: &Slot, generation: Generation) -> Finished {
+    if slot.finish_unwatched(generation, &POSTED) { Finished::Unwatched } else { slot.finish(generation, Ok(POSTED)) }
+}
+
 fn finish(slot: &Slot, generation: Generation) -> Option<Held> {
-    match slot.finish(generation, Ok(POSTED)) {
+    match completed(slot, generation) {
         Finished::Stale => panic!("the slot is in flight"),
         Finished::Unwatched => None,
         Finished::Wake(waker) => {
@@ -243,7 +248,7 @@ impl Watched for Draining<'_> {
     fn drain(&mut self) {
         let taken = std::mem::take(&mut self.queue.device.lock().unwrap().completions);
         for _ in 0..taken {
-            match self.queue.slot.finish(self.queue.generation, Ok(POSTED)) {
+            match completed(&self.queue.slot, self.queue.generation) {
                 Finished::Wake(waker) => {
                     self.queue.waiting.fetch_sub(1, Ordering::Relaxed);
                     self.woken.push(waker);

@@ -191,24 +191,28 @@ impl Slot {
         Generation::new(state >> PHASE_BITS) == generation && matches!(state & PHASE, SUBMITTED | WAITING | DETACHED)
     }
 
-    /// Hands the outcome over to whoever owns the operation.
-    #[inline]
-    pub(super) fn finish(&self, generation: Generation, outcome: Outcome) -> Finished {
-        let unwatched = generation.value() << PHASE_BITS | SUBMITTED;
-        let state = self.state.load(Ordering::Acquire);
-        if state == unwatched {
-            // SAFETY: C1: the phase is SUBMITTED, so the cell is the drainer's; there is one drainer.
-            self.outcome.with_mut(|cell| unsafe { *cell = outcome });
-            let complete = self.phase(state, COMPLETE);
-            if self.state.compare_exchange(state, complete, Ordering::Release, Ordering::Relaxed).is_ok() {
-                return Finished::Unwatched;
-            }
-        }
-        self.finish_watched(generation, outcome)
+    /// True if `generation` is the life it is in, and nobody waits for it.
+    #[inline(always)]
+    pub(super) fn is_unwatched_in(&self, generation: Generation) -> bool {
+        self.state.load(Ordering::Acquire) == generation.value() << PHASE_BITS | SUBMITTED
     }
 
+    /// Leaves the completion to the operation, if nobody waits for it in this life; false if somebody does by now.
+    #[inline(always)]
+    pub(super) fn finish_unwatched(&self, generation: Generation, completion: &WorkCompletion) -> bool {
+        let unwatched = generation.value() << PHASE_BITS | SUBMITTED;
+        if self.state.load(Ordering::Acquire) != unwatched {
+            return false;
+        }
+        // SAFETY: C1: the phase is SUBMITTED, so the cell is the drainer's; there is one drainer.
+        self.outcome.with_mut(|cell| unsafe { *cell = Ok(*completion) });
+        let complete = self.phase(unwatched, COMPLETE);
+        self.state.compare_exchange(unwatched, complete, Ordering::Release, Ordering::Relaxed).is_ok()
+    }
+
+    /// Hands the outcome over to whoever owns the operation.
     #[cold]
-    fn finish_watched(&self, generation: Generation, outcome: Outcome) -> Finished {
+    pub(super) fn finish(&self, generation: Generation, outcome: Outcome) -> Finished {
         let mut state = self.state.load(Ordering::Acquire);
         let current = Generation::new(state >> PHASE_BITS) == generation;
         if !current || !matches!(state & PHASE, SUBMITTED | WAITING | DETACHED) {

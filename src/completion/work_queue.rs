@@ -217,16 +217,14 @@ impl WorkQueue {
         }
         match what {
             What::Send(_) if u64::from(sge.length) > room.min(self.limits.max_message) => None,
-            What::Send(op) => {
-                self.send_now(&mut SendWr { wr_id: WrId(0), op, flags, data: Data::Sges(&[sge]), target: None })
-            }
+            What::Send(op) => self.send_now(op, flags, sge),
             What::Receive => self.receive_now(sge),
         }
     }
 
     /// Gives a send to the device if there is room. In place: a call would cost as much as what it keeps out of line.
     #[inline(always)]
-    fn send_now(&self, wr: &mut SendWr<'_>) -> Option<WrId> {
+    fn send_now(&self, op: SendOp, flags: SendFlags, sge: Sge) -> Option<WrId> {
         let mut posting = lock(&self.posting);
         let posting = &mut *posting;
         if !self.is_clear(posting) {
@@ -235,16 +233,17 @@ impl WorkQueue {
         let Some(Poster::Send(qp)) = &posting.poster else { return None };
         let (slot, index, generation) = self.slots.claim(&mut posting.cursor, NONE)?;
         slot.place(posting.posted as u32);
-        wr.wr_id = self.wr_id(index, generation);
+        let wr_id = self.wr_id(index, generation);
+        let wr = SendWr { wr_id, op, flags, data: Data::Sges(&[sge]), target: None };
         // SAFETY: S1: the element names a buffer that the operation owns. It keeps it until the slot is COMPLETE,
         // or leaves it in the slot, which is emptied only when the device is done or the queue was destroyed.
-        if unsafe { qp.post_send(std::slice::from_ref(wr)) }.is_err() {
+        if unsafe { qp.post_send_one(wr) }.is_err() {
             slot.unclaim();
             return None;
         }
         posting.posted += 1;
-        trace_posted(wr.wr_id, What::Send(wr.op));
-        Some(wr.wr_id)
+        trace_posted(wr_id, What::Send(op));
+        Some(wr_id)
     }
 
     /// Gives a receive to the device if there is room.
@@ -435,22 +434,33 @@ impl WorkQueue {
     }
 
     /// A completion has come: its slot is finished, room is free, and who waits for room gets it.
-    #[inline]
+    #[inline(always)]
     pub(super) fn complete(&self, wc: &WorkCompletion, woken: &mut WakeList) {
-        let index = index_of(wc.wr_id);
         let generation = Generation::new((wc.wr_id.0 >> INDEX_BITS) as u32);
-        let Some(slot) = self.slots.find(index).filter(|slot| slot.is_current(generation)) else { return stale(wc) };
+        let Some(slot) = self.slots.find(index_of(wc.wr_id)) else { return stale(wc) };
+        if !wc.status.is_success() || !slot.is_unwatched_in(generation) {
+            return self.complete_watched(slot, generation, wc, woken);
+        }
+        trace_completed(wc);
+        // First the room, then the result: whoever has seen the result finds the room.
+        self.retire(slot.position(), woken);
+        if !slot.finish_unwatched(generation, wc) {
+            self.settle(index_of(wc.wr_id), generation, Ok(*wc), woken);
+        }
+    }
+
+    /// As [`complete`](Self::complete), if it failed or somebody waits for it.
+    #[inline(never)]
+    fn complete_watched(&self, slot: &Slot, generation: Generation, wc: &WorkCompletion, woken: &mut WakeList) {
+        if !slot.is_current(generation) {
+            return stale(wc);
+        }
         trace_completed(wc);
         if !wc.status.is_success() {
             self.count_failure(wc);
         }
-        // First the room, then the result: whoever has seen the result finds the room.
         self.retire(slot.position(), woken);
-        match slot.finish(generation, Ok(*wc)) {
-            // It holds nothing to be dropped.
-            finished @ Finished::Unwatched => std::mem::forget(finished),
-            finished => self.follow_up(index, finished, woken),
-        }
+        self.settle(index_of(wc.wr_id), generation, Ok(*wc), woken);
     }
 
     #[cold]

@@ -49,7 +49,7 @@ impl<B: Target> Finish for Receipt<B> {
 
     #[inline]
     fn finish(mut held: B, completion: &WorkCompletion) -> Received<B> {
-        let written = completion.opcode == WcOpcode::RecvRdmaWithImm;
+        let written = completion.opcode == WcOpcode::RECV_RDMA_WITH_IMM;
         let len = completion.byte_len as usize;
         held.filled(if written { 0 } else { len });
         Received {

@@ -206,6 +206,18 @@ pub(crate) trait Qp: Debug + Send + Sync {
     /// polled or the queue pair was dropped. The registration that a window is bound to outlives the window.
     unsafe fn post_send(&self, list: &[SendWr<'_>]) -> Result<(), PostError>;
 
+    /// Posts one work request, as [`post_send`](Self::post_send). By value, for who posts it knows most of it when the
+    /// program is compiled, and so does a provider that does it in place.
+    ///
+    /// # Safety
+    ///
+    /// As [`post_send`](Self::post_send).
+    #[inline(always)]
+    unsafe fn post_send_one(&self, wr: SendWr<'_>) -> Result<(), VerbError> {
+        // SAFETY: S1: the caller's promise is passed on unchanged.
+        unsafe { self.post_send(&[wr]) }.map_err(|refused| refused.error)
+    }
+
     /// Posts a list, `ibv_post_recv(3)`.
     ///
     /// # Safety

@@ -238,7 +238,7 @@ impl contract::Cq for Cq {
         each!(self, inner => inner.capacity())
     }
 
-    #[inline]
+    #[inline(always)]
     fn poll(&self, out: &mut [WorkCompletion]) -> Result<usize, VerbError> {
         each!(self, inner => inner.poll(out))
     }
@@ -288,6 +288,12 @@ impl contract::Qp for Qp {
     unsafe fn post_send(&self, list: &[SendWr<'_>]) -> Result<(), PostError> {
         // SAFETY: S1: the caller's promise is passed on unchanged.
         each!(self, inner => unsafe { inner.post_send(list) })
+    }
+
+    #[inline(always)]
+    unsafe fn post_send_one(&self, wr: SendWr<'_>) -> Result<(), VerbError> {
+        // SAFETY: S1: the caller's promise is passed on unchanged.
+        each!(self, inner => unsafe { inner.post_send_one(wr) })
     }
 
     #[inline]

@@ -8,6 +8,7 @@ use super::{Imm, Qpn, Rkey, WrId};
 
 /// Outcome of a work request, codes of `enum ibv_wc_status`.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(transparent)]
 pub struct WcStatus(pub u32);
 
 macro_rules! statuses {
@@ -98,36 +99,54 @@ impl fmt::Display for WcStatus {
     }
 }
 
-/// Which kind of work completed. Defined only if the status is success.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum WcOpcode {
+/// Which kind of work completed, codes of `enum ibv_wc_opcode`. Defined only if the status is success.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(transparent)]
+pub struct WcOpcode(pub u32);
+
+macro_rules! opcodes {
+    ($($(#[$doc:meta])* $name:ident = $code:literal;)*) => {
+        impl WcOpcode {
+            $($(#[$doc])* pub const $name: Self = Self($code);)*
+        }
+
+        impl fmt::Debug for WcOpcode {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                match self.0 {
+                    $($code => f.write_str(stringify!($name)),)*
+                    code => write!(f, "WcOpcode({code})"),
+                }
+            }
+        }
+    };
+}
+
+opcodes! {
     /// SEND of any kind.
-    Send,
+    SEND = 0;
     /// WRITE of any kind.
-    RdmaWrite,
+    RDMA_WRITE = 1;
     /// READ.
-    RdmaRead,
+    RDMA_READ = 2;
     /// Compare-and-swap.
-    CompareSwap,
+    COMP_SWAP = 3;
     /// Fetch-and-add.
-    FetchAdd,
+    FETCH_ADD = 4;
     /// A memory window was bound.
-    BindWindow,
+    BIND_MW = 5;
     /// A key of ours was invalidated.
-    LocalInvalidate,
+    LOCAL_INV = 6;
     /// A message arrived.
-    Recv,
+    RECV = 128;
     /// A peer's WRITE_WITH_IMM consumed a receive.
-    RecvRdmaWithImm,
-    /// A code this crate does not know.
-    Other(u32),
+    RECV_RDMA_WITH_IMM = 129;
 }
 
 bitflags! {
     /// Which optional fields of a completion hold; the bits of `enum ibv_wc_flags`.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-    pub struct WcFlags: u8 {
+    #[repr(transparent)]
+    pub struct WcFlags: u32 {
         /// The first 40 bytes of the receive are the global routing header (UD).
         const GRH = 1;
         /// Immediate data arrived.
@@ -140,19 +159,22 @@ bitflags! {
 /// Work completion, `ibv_poll_cq(3)`.
 ///
 /// If [`status`](Self::status) is not success, only `wr_id`, `status`, `qpn` and `vendor_error` are defined.
+// Laid out as `struct ibv_wc`: libibverbs writes it in place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(C)]
 pub struct WorkCompletion {
     /// Of the work request.
     pub wr_id: WrId,
     /// Outcome.
     pub status: WcStatus,
-    /// The device's own code of an error.
-    pub vendor_error: u32,
     /// What completed.
     pub opcode: WcOpcode,
+    /// The device's own code of an error.
+    pub vendor_error: u32,
     /// Bytes received or read (40 more for UD).
     pub byte_len: u32,
-    /// Immediate data, or the key invalidated; see `flags`.
+    /// Immediate data as they stood on the wire, big-endian, or the key invalidated: [`imm`](Self::imm) or
+    /// [`invalidated`](Self::invalidated) tells.
     pub imm_or_rkey: u32,
     /// Queue pair that the work belonged to.
     pub qpn: Qpn,
@@ -160,13 +182,21 @@ pub struct WorkCompletion {
     pub src_qpn: Qpn,
     /// Which optional fields hold.
     pub flags: WcFlags,
+    /// Index of the partition key (UD, management datagrams).
+    pub pkey_index: u16,
+    /// Local identifier of the sender (UD on InfiniBand).
+    pub src_lid: u16,
+    /// Service level (UD).
+    pub service_level: u8,
+    /// Low bits of the local identifier that it was sent to (UD on InfiniBand).
+    pub dest_path_bits: u8,
 }
 
 impl WorkCompletion {
     /// Immediate data, if any arrived.
     #[must_use]
     pub fn imm(&self) -> Option<Imm> {
-        self.flags.contains(WcFlags::WITH_IMM).then_some(Imm(self.imm_or_rkey))
+        self.flags.contains(WcFlags::WITH_IMM).then_some(Imm(u32::from_be(self.imm_or_rkey)))
     }
 
     /// The key of ours that the peer invalidated, if it did.
@@ -181,13 +211,17 @@ impl WorkCompletion {
     pub const EMPTY: Self = Self {
         wr_id: WrId(0),
         status: WcStatus::SUCCESS,
+        opcode: WcOpcode(0),
         vendor_error: 0,
-        opcode: WcOpcode::Other(0),
         byte_len: 0,
         imm_or_rkey: 0,
         qpn: Qpn(0),
         src_qpn: Qpn(0),
         flags: WcFlags::empty(),
+        pkey_index: 0,
+        src_lid: 0,
+        service_level: 0,
+        dest_path_bits: 0,
     };
 }
 

@@ -73,7 +73,7 @@ impl Cq {
     /// # Errors
     ///
     /// [`VerbError`] for ever once the queue was overrun.
-    #[inline]
+    #[inline(always)]
     pub fn poll(&self, out: &mut [WorkCompletion]) -> Result<usize, VerbError> {
         self.inner.raw.poll(out)
     }

@@ -202,6 +202,17 @@ impl Qp {
         unsafe { self.raw.post_send(list) }.map_err(PostError::from)
     }
 
+    /// Posts one work request, as [`post_send`](Self::post_send).
+    ///
+    /// # Safety
+    ///
+    /// As [`post_send`](Self::post_send).
+    #[inline(always)]
+    pub(crate) unsafe fn post_send_one(&self, wr: SendWr<'_>) -> Result<(), VerbError> {
+        // SAFETY: S1: promised by the caller.
+        unsafe { self.raw.post_send_one(wr) }
+    }
+
     /// Posts a list, `ibv_post_recv(3)`.
     ///
     /// # Errors

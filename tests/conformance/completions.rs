@@ -110,13 +110,13 @@ fn completions_come_in_the_order_of_posting_and_say_what_they_are_of() {
         b.recv(id, &[to.sge(0, 8192)]).unwrap();
     }
     let ops = [
-        (SendOp::Read(remote), vec![from.sge(0, 8192)], WcOpcode::RdmaRead),
-        (SendOp::Write(remote), vec![word], WcOpcode::RdmaWrite),
-        (SendOp::FetchAdd { remote, add: 1 }, vec![word], WcOpcode::FetchAdd),
-        (SendOp::Send, vec![from.sge(0, 3000)], WcOpcode::Send),
-        (SendOp::CompareSwap { remote, compare: 0, swap: 0 }, vec![word], WcOpcode::CompareSwap),
-        (SendOp::SendWithImm(tokio_rdma::Imm(5)), vec![], WcOpcode::Send),
-        (SendOp::WriteWithImm(remote, tokio_rdma::Imm(6)), vec![from.sge(0, 100)], WcOpcode::RdmaWrite),
+        (SendOp::Read(remote), vec![from.sge(0, 8192)], WcOpcode::RDMA_READ),
+        (SendOp::Write(remote), vec![word], WcOpcode::RDMA_WRITE),
+        (SendOp::FetchAdd { remote, add: 1 }, vec![word], WcOpcode::FETCH_ADD),
+        (SendOp::Send, vec![from.sge(0, 3000)], WcOpcode::SEND),
+        (SendOp::CompareSwap { remote, compare: 0, swap: 0 }, vec![word], WcOpcode::COMP_SWAP),
+        (SendOp::SendWithImm(tokio_rdma::Imm(5)), vec![], WcOpcode::SEND),
+        (SendOp::WriteWithImm(remote, tokio_rdma::Imm(6)), vec![from.sge(0, 100)], WcOpcode::RDMA_WRITE),
     ];
     for (id, (op, sges, _)) in ops.iter().enumerate() {
         a.send(id as u64, *op, sges).unwrap();
@@ -130,9 +130,9 @@ fn completions_come_in_the_order_of_posting_and_say_what_they_are_of() {
     let received = b.received(3);
     let seen: Vec<_> = received.iter().map(|wc| (wc.wr_id.0, wc.opcode, wc.byte_len, wc.imm())).collect();
     let expected = [
-        (0, WcOpcode::Recv, 3000, None),
-        (1, WcOpcode::Recv, 0, Some(tokio_rdma::Imm(5))),
-        (2, WcOpcode::RecvRdmaWithImm, 100, Some(tokio_rdma::Imm(6))),
+        (0, WcOpcode::RECV, 3000, None),
+        (1, WcOpcode::RECV, 0, Some(tokio_rdma::Imm(5))),
+        (2, WcOpcode::RECV_RDMA_WITH_IMM, 100, Some(tokio_rdma::Imm(6))),
     ];
     assert_eq!(seen, expected);
 }
@@ -453,7 +453,7 @@ fn sends_and_receives_can_share_a_queue() {
         let mut all = take(&end.send_cq, 2);
         all.sort_by_key(|wc| wc.wr_id.0);
         let opcodes: Vec<_> = all.iter().map(|wc| (wc.wr_id.0, wc.opcode)).collect();
-        assert_eq!(opcodes, [(received, WcOpcode::Recv), (sent, WcOpcode::Send)]);
+        assert_eq!(opcodes, [(received, WcOpcode::RECV), (sent, WcOpcode::SEND)]);
     }
 }
 

@@ -47,14 +47,14 @@ fn bind(
     post(end, 70, &bind);
     let done = end.sent(1);
     assert_eq!(outcome(&done), [(70, WcStatus::SUCCESS)]);
-    assert_eq!((done[0].opcode, done[0].qpn), (WcOpcode::BindWindow, end.qp.qpn()));
+    assert_eq!((done[0].opcode, done[0].qpn), (WcOpcode::BIND_MW, end.qp.qpn()));
     RemoteAddr { addr: bind.addr, rkey: bind.rkey }
 }
 
 fn invalidate(end: &End, rkey: Rkey) {
     end.send(71, SendOp::LocalInvalidate(rkey), &[]).unwrap();
     let done = end.sent(1);
-    assert_eq!((outcome(&done), done[0].opcode), (vec![(71, WcStatus::SUCCESS)], WcOpcode::LocalInvalidate));
+    assert_eq!((outcome(&done), done[0].opcode), (vec![(71, WcStatus::SUCCESS)], WcOpcode::LOCAL_INV));
 }
 
 fn at(remote: RemoteAddr, offset: i64) -> RemoteAddr {
@@ -255,7 +255,7 @@ fn send_with_invalidate_shuts_the_window_and_says_so() {
             assert_eq!(outcome(&a.sent(2)), [(2, WcStatus::SUCCESS), (3, WcStatus::SUCCESS)]);
             let received = b.received(1);
             assert_eq!(outcome(&received), [(1, WcStatus::SUCCESS)]);
-            assert_eq!((received[0].byte_len, received[0].opcode), (len as u32, WcOpcode::Recv));
+            assert_eq!((received[0].byte_len, received[0].opcode), (len as u32, WcOpcode::RECV));
             assert!(received[0].imm().is_none());
             if !rxe::known(&b.device, &rxe::INVALIDATION_UNSAID) {
                 assert!(received[0].flags.contains(WcFlags::WITH_INV));

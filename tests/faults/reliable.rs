@@ -525,7 +525,7 @@ impl Run {
         let message =
             *peer.messages.get(number).unwrap_or_else(|| panic!("end {index}: message {number} was never sent"));
         let step = &peer.plan[message];
-        let opcode = if step.kind == Kind::WriteImm { WcOpcode::RecvRdmaWithImm } else { WcOpcode::Recv };
+        let opcode = if step.kind == Kind::WriteImm { WcOpcode::RECV_RDMA_WITH_IMM } else { WcOpcode::RECV };
         let imm = (step.kind != Kind::Send).then_some(Imm(message as u32 ^ 0x5a00_0000));
         assert_eq!(
             (done.opcode, done.byte_len, done.imm()),

@@ -145,10 +145,10 @@ fn connection(seed: u64, verbose: bool) -> Outcome {
                 let message = plans[1 - side][index];
                 assert_eq!(wc.byte_len as usize, message.len);
                 let found = if message.kind == 2 {
-                    assert_eq!(wc.opcode, WcOpcode::RecvRdmaWithImm);
+                    assert_eq!(wc.opcode, WcOpcode::RECV_RDMA_WITH_IMM);
                     targets[1 - side].bytes(message.to, message.len)
                 } else {
-                    assert_eq!(wc.opcode, WcOpcode::Recv);
+                    assert_eq!(wc.opcode, WcOpcode::RECV);
                     receives[side].bytes(slot * largest[1 - side], message.len)
                 };
                 assert!(found == message.bytes(), "{index} is torn: {message:?}");

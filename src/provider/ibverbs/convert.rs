@@ -9,7 +9,7 @@ use rdma_sys::*;
 
 use crate::types::{
     Access, AckTimeout, AddressVector, Gid, LinkLayer, Lkey, Mtu, PortNum, PortState, Psn, Qkey, QpAttr, QpCaps,
-    QpState, Qpn, RnrTimer, SendFlags, Sge, Transport, WcFlags, WcOpcode, WcStatus, WindowBind, WorkCompletion, WrId,
+    QpState, Qpn, RnrTimer, SendFlags, Sge, Transport, WcFlags, WcOpcode, WindowBind, WorkCompletion,
 };
 
 // A scatter/gather list is handed over as it is.
@@ -230,39 +230,38 @@ pub(super) fn qp_attr_from(raw: &ibv_qp_attr, transport: Transport) -> (QpState,
     (state, attr)
 }
 
-/// A completion; of a failed one only the fields that hold are looked at.
+// Completions are written by libibverbs where they are to be.
+const _: () = {
+    assert!(size_of::<WorkCompletion>() == size_of::<ibv_wc>() && align_of::<WorkCompletion>() == align_of::<ibv_wc>());
+    assert!(mem::offset_of!(WorkCompletion, wr_id) == mem::offset_of!(ibv_wc, wr_id));
+    assert!(mem::offset_of!(WorkCompletion, status) == mem::offset_of!(ibv_wc, status));
+    assert!(mem::offset_of!(WorkCompletion, opcode) == mem::offset_of!(ibv_wc, opcode));
+    assert!(mem::offset_of!(WorkCompletion, vendor_error) == mem::offset_of!(ibv_wc, vendor_err));
+    assert!(mem::offset_of!(WorkCompletion, byte_len) == mem::offset_of!(ibv_wc, byte_len));
+    assert!(mem::offset_of!(WorkCompletion, imm_or_rkey) == mem::offset_of!(ibv_wc, imm_data_invalidated_rkey_union));
+    assert!(mem::offset_of!(WorkCompletion, qpn) == mem::offset_of!(ibv_wc, qp_num));
+    assert!(mem::offset_of!(WorkCompletion, src_qpn) == mem::offset_of!(ibv_wc, src_qp));
+    assert!(mem::offset_of!(WorkCompletion, flags) == mem::offset_of!(ibv_wc, wc_flags));
+    assert!(mem::offset_of!(WorkCompletion, pkey_index) == mem::offset_of!(ibv_wc, pkey_index));
+    assert!(mem::offset_of!(WorkCompletion, src_lid) == mem::offset_of!(ibv_wc, slid));
+    assert!(mem::offset_of!(WorkCompletion, service_level) == mem::offset_of!(ibv_wc, sl));
+    assert!(mem::offset_of!(WorkCompletion, dest_path_bits) == mem::offset_of!(ibv_wc, dlid_path_bits));
+    assert!(WcFlags::GRH.bits() == ibv_wc_flags::IBV_WC_GRH.0);
+    assert!(WcFlags::WITH_IMM.bits() == ibv_wc_flags::IBV_WC_WITH_IMM.0);
+    assert!(WcFlags::WITH_INV.bits() == ibv_wc_flags::IBV_WC_WITH_INV.0);
+    assert!(WcOpcode::SEND.0 == ibv_wc_opcode::IBV_WC_SEND);
+    assert!(WcOpcode::RDMA_WRITE.0 == ibv_wc_opcode::IBV_WC_RDMA_WRITE);
+    assert!(WcOpcode::RDMA_READ.0 == ibv_wc_opcode::IBV_WC_RDMA_READ);
+    assert!(WcOpcode::COMP_SWAP.0 == ibv_wc_opcode::IBV_WC_COMP_SWAP);
+    assert!(WcOpcode::FETCH_ADD.0 == ibv_wc_opcode::IBV_WC_FETCH_ADD);
+    assert!(WcOpcode::BIND_MW.0 == ibv_wc_opcode::IBV_WC_BIND_MW);
+    assert!(WcOpcode::LOCAL_INV.0 == ibv_wc_opcode::IBV_WC_LOCAL_INV);
+    assert!(WcOpcode::RECV.0 == ibv_wc_opcode::IBV_WC_RECV);
+    assert!(WcOpcode::RECV_RDMA_WITH_IMM.0 == ibv_wc_opcode::IBV_WC_RECV_RDMA_WITH_IMM);
+};
+
+/// Where libibverbs writes completions: all of their fields are numbers of any value.
 #[inline]
-pub(super) fn completion_from(wc: &ibv_wc) -> WorkCompletion {
-    let opcode = match wc.opcode {
-        ibv_wc_opcode::IBV_WC_SEND => WcOpcode::Send,
-        ibv_wc_opcode::IBV_WC_RDMA_WRITE => WcOpcode::RdmaWrite,
-        ibv_wc_opcode::IBV_WC_RDMA_READ => WcOpcode::RdmaRead,
-        ibv_wc_opcode::IBV_WC_COMP_SWAP => WcOpcode::CompareSwap,
-        ibv_wc_opcode::IBV_WC_FETCH_ADD => WcOpcode::FetchAdd,
-        ibv_wc_opcode::IBV_WC_BIND_MW => WcOpcode::BindWindow,
-        ibv_wc_opcode::IBV_WC_LOCAL_INV => WcOpcode::LocalInvalidate,
-        ibv_wc_opcode::IBV_WC_RECV => WcOpcode::Recv,
-        ibv_wc_opcode::IBV_WC_RECV_RDMA_WITH_IMM => WcOpcode::RecvRdmaWithImm,
-        other => WcOpcode::Other(other),
-    };
-    const {
-        assert!(WcFlags::GRH.bits() as u32 == ibv_wc_flags::IBV_WC_GRH.0);
-        assert!(WcFlags::WITH_IMM.bits() as u32 == ibv_wc_flags::IBV_WC_WITH_IMM.0);
-        assert!(WcFlags::WITH_INV.bits() as u32 == ibv_wc_flags::IBV_WC_WITH_INV.0);
-    }
-    let flags = WcFlags::from_bits_truncate(wc.wc_flags as u8);
-    // SAFETY: S4: both forms of the union are 4 bytes of any value.
-    let imm_or_rkey = unsafe { wc.imm_data_invalidated_rkey_union.invalidated_rkey };
-    WorkCompletion {
-        wr_id: WrId(wc.wr_id),
-        status: WcStatus(wc.status),
-        vendor_error: wc.vendor_err,
-        opcode,
-        byte_len: wc.byte_len,
-        // Immediate data travels big-endian; a key is a number of this machine.
-        imm_or_rkey: if flags.contains(WcFlags::WITH_IMM) { u32::from_be(imm_or_rkey) } else { imm_or_rkey },
-        qpn: Qpn(wc.qp_num),
-        src_qpn: Qpn(wc.src_qp),
-        flags,
-    }
+pub(super) fn completions(out: &mut [WorkCompletion]) -> *mut ibv_wc {
+    out.as_mut_ptr().cast()
 }

@@ -2,7 +2,6 @@
 
 #![allow(unsafe_code)]
 
-use std::mem::MaybeUninit;
 use std::ptr::{self, NonNull};
 
 use rdma_sys::*;
@@ -12,9 +11,6 @@ use super::{convert, sys};
 use crate::error::VerbError;
 use crate::provider::contract;
 use crate::types::WorkCompletion;
-
-/// Completions that one call of `ibv_poll_cq` takes at most; they stand on the stack in between.
-const BATCH: usize = 16;
 
 /// `ibv_cq`.
 #[derive(Debug)]
@@ -64,32 +60,13 @@ impl contract::Cq for Cq {
         u32::try_from(unsafe { self.raw.as_ref().cqe }).unwrap_or(0)
     }
 
-    #[inline]
+    #[inline(always)]
     fn poll(&self, out: &mut [WorkCompletion]) -> Result<usize, VerbError> {
-        let mut buffer = [const { MaybeUninit::<ibv_wc>::uninit() }; BATCH];
-        let mut filled = 0;
-        loop {
-            let room = &mut out[filled..];
-            let wanted = room.len().min(BATCH);
-            // SAFETY: S3: the queue is alive, and the buffer has room for as many as are asked for.
-            let found = unsafe { ibv_poll_cq(self.raw(), wanted as i32, buffer.as_mut_ptr().cast()) };
-            let found = match usize::try_from(found) {
-                Ok(found) => found.min(wanted),
-                // Of some drivers it is a code of their own; none sets `errno`.
-                Err(_) if filled == 0 => return Err(VerbError::new("ibv_poll_cq", VerbError::EIO)),
-                // What was taken is given; the error comes again.
-                Err(_) => 0,
-            };
-            for (out, wc) in room.iter_mut().zip(&buffer[..found]) {
-                // SAFETY: S4: the call has written the first `found`, of numbers of any value.
-                *out = convert::completion_from(unsafe { wc.assume_init_ref() });
-            }
-            filled += found;
-            // Whoever gets fewer than fit takes the queue for empty.
-            if found < wanted || filled == out.len() {
-                return Ok(filled);
-            }
-        }
+        let wanted = i32::try_from(out.len()).unwrap_or(i32::MAX);
+        // SAFETY: S3: the queue is alive; S4: there is room for as many as are asked for, of numbers of any value.
+        let found = unsafe { ibv_poll_cq(self.raw(), wanted, convert::completions(out)) };
+        // Of some drivers a failure is a code of their own; none sets `errno`.
+        usize::try_from(found).map_err(|_| VerbError::new("ibv_poll_cq", VerbError::EIO))
     }
 
     fn arm(&self, solicited_only: bool) -> Result<(), VerbError> {

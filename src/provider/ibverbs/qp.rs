@@ -25,6 +25,8 @@ pub(crate) struct Qp {
     /// State that it was last put into. Drivers differ in what they do with work that is posted too early: one refuses
     /// it and keeps it in the ring, another takes it.
     state: AtomicU8,
+    /// State from which on plain requests are put together where they are posted: RTS, or none.
+    in_place: u8,
     destroyed: bool,
 }
 
@@ -74,7 +76,9 @@ impl Qp {
         granted: &ibv_qp_cap,
     ) -> Self {
         let state = AtomicU8::new(QpState::Reset as u8);
-        Self { raw, extended, transport, caps: convert::caps_from(granted), state, destroyed: false }
+        let plainly = transport == Transport::Rc && extended.is_none();
+        let in_place = if plainly { QpState::Rts as u8 } else { u8::MAX };
+        Self { raw, extended, transport, caps: convert::caps_from(granted), state, in_place, destroyed: false }
     }
 
     fn raw(&self) -> *mut ibv_qp {
@@ -156,7 +160,17 @@ impl contract::Qp for Qp {
         Ok(convert::qp_attr_from(&raw, self.transport))
     }
 
-    #[inline]
+    #[inline(always)]
+    unsafe fn post_send_one(&self, wr: SendWr<'_>) -> Result<(), VerbError> {
+        if self.state.load(Ordering::Acquire) >= self.in_place && post::is_plain(&wr) {
+            // SAFETY: S1: the memory of the request is kept by the caller; S3: the queue pair is alive.
+            return unsafe { post::send_in_place(self.raw(), &wr) };
+        }
+        // SAFETY: S1: as above.
+        unsafe { self.post_send(&[wr]) }.map_err(|refused| refused.error)
+    }
+
+    #[inline(never)]
     unsafe fn post_send(&self, list: &[SendWr<'_>]) -> Result<(), PostError> {
         self.check("ibv_post_send", QpState::Rts)?;
         let (possible, refused) = post::possible(self.transport, list);

@@ -100,25 +100,15 @@ impl SendWqe {
 
     pub(super) fn completion(&self, status: WcStatus, qpn: Qpn) -> WorkCompletion {
         let opcode = match self.op {
-            SendOp::Send | SendOp::SendWithImm(_) | SendOp::SendWithInvalidate(_) => WcOpcode::Send,
-            SendOp::Write(_) | SendOp::WriteWithImm(..) => WcOpcode::RdmaWrite,
-            SendOp::Read(_) => WcOpcode::RdmaRead,
-            SendOp::CompareSwap { .. } => WcOpcode::CompareSwap,
-            SendOp::FetchAdd { .. } => WcOpcode::FetchAdd,
-            SendOp::BindWindow => WcOpcode::BindWindow,
-            SendOp::LocalInvalidate(_) => WcOpcode::LocalInvalidate,
+            SendOp::Send | SendOp::SendWithImm(_) | SendOp::SendWithInvalidate(_) => WcOpcode::SEND,
+            SendOp::Write(_) | SendOp::WriteWithImm(..) => WcOpcode::RDMA_WRITE,
+            SendOp::Read(_) => WcOpcode::RDMA_READ,
+            SendOp::CompareSwap { .. } => WcOpcode::COMP_SWAP,
+            SendOp::FetchAdd { .. } => WcOpcode::FETCH_ADD,
+            SendOp::BindWindow => WcOpcode::BIND_MW,
+            SendOp::LocalInvalidate(_) => WcOpcode::LOCAL_INV,
         };
-        WorkCompletion {
-            wr_id: self.wr_id,
-            status,
-            vendor_error: 0,
-            opcode,
-            byte_len: self.length,
-            imm_or_rkey: 0,
-            qpn,
-            src_qpn: Qpn(0),
-            flags: crate::types::WcFlags::empty(),
-        }
+        WorkCompletion { wr_id: self.wr_id, status, opcode, byte_len: self.length, qpn, ..WorkCompletion::EMPTY }
     }
 }
 

@@ -42,7 +42,7 @@ impl Responder {
         self.message = None;
         let (imm_or_rkey, flags) = match tail {
             Tail::None => (0, WcFlags::empty()),
-            Tail::Imm(imm) => (imm.0, WcFlags::WITH_IMM),
+            Tail::Imm(imm) => (imm.0.to_be(), WcFlags::WITH_IMM),
             // Windows only: a plain registration is not the peer's to invalidate.
             Tail::Invalidate(rkey) => {
                 keys.invalidate(rkey, self.config.qpn).map_err(|_| Refusal::INVALIDATION)?;
@@ -54,7 +54,7 @@ impl Responder {
             byte_len: self.received,
             imm_or_rkey,
             flags,
-            opcode: WcOpcode::Recv,
+            opcode: WcOpcode::RECV,
             ..self.completion(self.receive.wr_id, WcStatus::SUCCESS)
         };
         self.finish_receive(&completion, solicited, out);
@@ -119,9 +119,9 @@ impl Responder {
         if let Some(imm) = imm {
             let completion = WorkCompletion {
                 byte_len: self.received,
-                imm_or_rkey: imm.0,
+                imm_or_rkey: imm.0.to_be(),
                 flags: WcFlags::WITH_IMM,
-                opcode: WcOpcode::RecvRdmaWithImm,
+                opcode: WcOpcode::RECV_RDMA_WITH_IMM,
                 ..self.completion(self.receive.wr_id, WcStatus::SUCCESS)
             };
             self.finish_receive(&completion, solicited, out);

@@ -367,7 +367,7 @@ impl Responder {
     }
 
     fn completion(&self, wr_id: WrId, status: WcStatus) -> WorkCompletion {
-        WorkCompletion { wr_id, status, qpn: self.config.qpn, opcode: WcOpcode::Recv, ..WorkCompletion::default() }
+        WorkCompletion { wr_id, status, qpn: self.config.qpn, opcode: WcOpcode::RECV, ..WorkCompletion::default() }
     }
 
     /// Queues an acknowledgement; it stands for all before it.

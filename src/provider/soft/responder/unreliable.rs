@@ -111,9 +111,9 @@ impl Responder {
         }
         let completion = WorkCompletion {
             byte_len: self.received,
-            imm_or_rkey: imm.map_or(0, |imm| imm.0),
+            imm_or_rkey: imm.map_or(0, |imm| imm.0.to_be()),
             flags: if imm.is_some() { WcFlags::GRH | WcFlags::WITH_IMM } else { WcFlags::GRH },
-            opcode: WcOpcode::Recv,
+            opcode: WcOpcode::RECV,
             src_qpn,
             ..self.completion(self.receive.wr_id, WcStatus::SUCCESS)
         };

@@ -81,7 +81,7 @@ fn run(seed: u64) -> Trace {
     }
     let got: Vec<_> = received.iter().map(|done| (done.wr_id.0, done.byte_len)).collect();
     assert_eq!(got, expected_receives);
-    for done in received.iter().filter(|done| done.opcode == WcOpcode::RecvRdmaWithImm) {
+    for done in received.iter().filter(|done| done.opcode == WcOpcode::RECV_RDMA_WITH_IMM) {
         assert_eq!(done.imm(), Some(Imm(done.wr_id.0 as u32)));
     }
     let mut previous = 0;

@@ -18,7 +18,7 @@ fn write_lands_in_remote_memory_and_completes() {
             from.fill((0..len).map(|at| at as u8 ^ 0x5a));
             a.send(1, SendOp::Write(to.remote(3)), &[from.sge(0, len)]).unwrap();
             let done = a.wait(1)[0];
-            assert_eq!((done.status, done.opcode), (WcStatus::SUCCESS, WcOpcode::RdmaWrite));
+            assert_eq!((done.status, done.opcode), (WcStatus::SUCCESS, WcOpcode::RDMA_WRITE));
             assert_eq!(to.bytes(3, len), from.bytes(0, len));
             assert_eq!(to.bytes(0, 3), [0; 3]);
             assert_eq!(to.bytes(3 + len, 5), [0; 5]);
@@ -55,7 +55,7 @@ fn send_fills_a_receive_with_its_scatter_list() {
             assert_eq!(a.wait(1)[0].status, WcStatus::SUCCESS);
             let received = b.wait(1)[0];
             assert_eq!(outcome(&[received]), [(9, WcStatus::SUCCESS)]);
-            assert_eq!((received.byte_len, received.opcode), (len as u32, WcOpcode::Recv));
+            assert_eq!((received.byte_len, received.opcode), (len as u32, WcOpcode::RECV));
             assert_eq!((received.imm(), received.flags), (Some(Imm(0x1122_3344)), WcFlags::WITH_IMM));
             assert_eq!(to.bytes(0, len), from.bytes(0, len));
         }
@@ -72,7 +72,7 @@ fn write_with_imm_consumes_a_receive_but_not_its_memory() {
         a.send(1, SendOp::WriteWithImm(to.remote(0), Imm(5)), &[from.sge(0, 3000)]).unwrap();
         assert_eq!(a.wait(1)[0].status, WcStatus::SUCCESS);
         let received = b.wait(1)[0];
-        assert_eq!((received.opcode, received.byte_len), (WcOpcode::RecvRdmaWithImm, 3000));
+        assert_eq!((received.opcode, received.byte_len), (WcOpcode::RECV_RDMA_WITH_IMM, 3000));
         assert_eq!(received.imm(), Some(Imm(5)));
         assert_eq!(to.bytes(0, 3000), [7; 3000]);
         assert_eq!(unused.bytes(0, 16), [0; 16]);
@@ -87,7 +87,7 @@ fn atomics_return_the_original_value() {
         target.fill([0, 0, 0, 0, 0, 0, 0, 0].into_iter().chain(40_u64.to_ne_bytes()));
         let remote = target.remote(8);
         a.send(1, SendOp::FetchAdd { remote, add: 2 }, &[result.sge(0, 8)]).unwrap();
-        assert_eq!(a.wait(1)[0].opcode, WcOpcode::FetchAdd);
+        assert_eq!(a.wait(1)[0].opcode, WcOpcode::FETCH_ADD);
         assert_eq!((result.word(0), target.word(8)), (40, 42));
         a.send(2, SendOp::CompareSwap { remote, compare: 41, swap: 1 }, &[result.sge(0, 8)]).unwrap();
         assert_eq!(a.wait(1)[0].status, WcStatus::SUCCESS);
