@@ -65,8 +65,8 @@ pub use error::{
 };
 pub use mem::{HostMemory, RemoteRegion, Storage};
 pub use op::{
-    Atomic, Batch, BatchOp, BatchResult, ConnectOptions, Invalidate, Lease, Leasing, Operation, QueuePair,
-    QueuePairBuilder, QueuePairEndpoint, Read, Received, Recv, Send, SendTo, SharedReceiveQueue, Write,
+    Atomic, Batch, BatchOp, BatchResult, ConnectOptions, EndpointError, Invalidate, Lease, Leasing, Operation,
+    QueuePair, QueuePairBuilder, QueuePairEndpoint, Read, Received, Recv, Send, SendTo, SharedReceiveQueue, Write,
 };
 pub use types::{Access, Imm};
 pub use verbs::{

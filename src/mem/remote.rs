@@ -13,6 +13,7 @@ use crate::types::{RemoteAddr, Rkey};
 /// Whether the grant still holds only the peer's device knows: if not, the operation fails with
 /// [`WcStatus::REM_ACCESS_ERR`](crate::types::WcStatus::REM_ACCESS_ERR).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct RemoteRegion {
     addr: u64,
     len: u64,
@@ -122,5 +123,14 @@ mod tests {
         assert_eq!(RemoteRegion::from_bytes(&region.to_bytes()), Some(region));
         assert_eq!(RemoteRegion::from_bytes(&[0; 19]), None);
         assert_eq!(RemoteRegion::from_bytes(&[0; 21]), None);
+    }
+
+    #[cfg(feature = "serde")]
+    #[test]
+    fn formats_of_serde_take_it() {
+        let region = RemoteRegion::new(u64::MAX, 9, Rkey(0x0a0b_0c0d));
+        let text = serde_json::to_string(&region).unwrap();
+        assert_eq!(text, r#"{"addr":18446744073709551615,"len":9,"rkey":168496141}"#);
+        assert_eq!(serde_json::from_str::<RemoteRegion>(&text).unwrap(), region);
     }
 }

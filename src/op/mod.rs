@@ -8,6 +8,7 @@
 
 mod atomic;
 mod batch;
+mod endpoint;
 mod future;
 mod lease;
 mod queue_pair;
@@ -19,9 +20,10 @@ mod write;
 
 pub use atomic::Atomic;
 pub use batch::{Batch, BatchOp, BatchResult};
+pub use endpoint::{ConnectOptions, EndpointError, QueuePairEndpoint};
 pub use future::Operation;
 pub use lease::{Invalidate, Lease, Leasing};
-pub use queue_pair::{ConnectOptions, QueuePair, QueuePairBuilder, QueuePairEndpoint};
+pub use queue_pair::{QueuePair, QueuePairBuilder};
 pub use read::Read;
 pub use recv::{Received, Recv};
 pub use send::{Send, SendTo};

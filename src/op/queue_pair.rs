@@ -7,11 +7,11 @@ use std::sync::{Arc, OnceLock};
 use crate::completion::{CompletionQueue, Limits, QueuePairCore, Request, Shared, What, WorkQueue, WorkQueueCounters};
 use crate::error::{LimitError, OpErrorKind, SetupError};
 use crate::mem::RemoteRegion;
-use crate::op::SharedReceiveQueue;
+use crate::op::{ConnectOptions, QueuePairEndpoint, SharedReceiveQueue};
 use crate::provider::dispatch::{ReceiveCounters, SendCounters};
 use crate::types::{
-    Access, AckTimeout, AddressVector, Gid, GidEntry, LinkLayer, Mtu, PortNum, Psn, Qkey, QpAttr, QpCaps, QpState, Qpn,
-    RnrTimer, SendFlags, SendOp, Transport,
+    Access, AddressVector, Gid, GidEntry, LinkLayer, Mtu, PortNum, Psn, Qkey, QpAttr, QpCaps, QpState, Qpn, SendFlags,
+    SendOp, Transport,
 };
 use crate::verbs::{BufMut, PdKey, Pool, PoolError, ProtectionDomain, Qp, QpOptions};
 
@@ -535,48 +535,5 @@ impl QueuePairBuilder {
             _queues: [send_queue, recv_queue],
         };
         Ok(QueuePair { inner: Arc::new(inner), flags: SendFlags::empty() })
-    }
-}
-
-/// What a peer needs to know to connect to a queue pair.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct QueuePairEndpoint {
-    /// Service type.
-    pub transport: Transport,
-    /// Queue pair number.
-    pub qpn: Qpn,
-    /// First packet sequence number it sends.
-    pub psn: Psn,
-    /// Address of its port.
-    pub gid: Gid,
-    /// Local identifier of its port (InfiniBand); 0 on Ethernet.
-    pub lid: u16,
-    /// What its port is attached to.
-    pub link_layer: LinkLayer,
-    /// Largest packet payload; the smaller of both ends is used.
-    pub mtu: Mtu,
-    /// READ and atomic requests it serves at once.
-    pub reads: u8,
-}
-
-/// Timeouts and retries of a reliable connection.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ConnectOptions {
-    /// Time to wait for an acknowledgement. 67 ms unless set, code 14, as librdmacm and most applications do: far
-    /// above the latency of a loaded network, and six retries notice a dead peer within some seconds.
-    pub timeout: AckTimeout,
-    /// Repetitions of what was not acknowledged, 0 to 7. 6 unless set: to the kernel's SoftRoCE 7 means for ever, and a
-    /// dead peer would never be noticed.
-    pub retry_count: u8,
-    /// Repetitions of what found no receive posted, 0 to 6, or 7 for ever. For ever unless set: the peer is there
-    /// and slow, which deadlines of the service should decide about.
-    pub rnr_retry: u8,
-    /// Time that a peer waits before it repeats what found no receive posted here. 0.64 ms unless set.
-    pub rnr_timer: RnrTimer,
-}
-
-impl Default for ConnectOptions {
-    fn default() -> Self {
-        Self { timeout: AckTimeout::from_code(14), retry_count: 6, rnr_retry: 7, rnr_timer: RnrTimer::from_code(12) }
     }
 }
