@@ -1,0 +1,67 @@
+//! `coordinator demo`: the service and two nodes in one process, on whatever device there is.
+//!
+//! ```text
+//! coordinator serve [--listen ADDRESS]                            the service (127.0.0.1:7480)
+//! coordinator node NAME --peer NAME [--service URL]               one node (http://127.0.0.1:7480)
+//! coordinator demo                                                all of it
+//! ```
+//!
+//! `TOKIO_RDMA_DEVICE` names the device. Nodes in processes of their own need one that both can reach: with feature
+//! `ibverbs` a real one, or the kernel's SoftRoCE.
+
+use std::error::Error;
+use std::net::SocketAddr;
+
+use coordinator::node::Node;
+use coordinator::service;
+use lexopt::prelude::*;
+use tokio::net::TcpListener;
+use tokio_rdma::Device;
+
+type Failure = Box<dyn Error + Send + Sync>;
+
+const LISTEN: &str = "127.0.0.1:7480";
+
+#[tokio::main]
+async fn main() -> Result<(), Failure> {
+    let mut arguments = lexopt::Parser::from_env();
+    let (mut positional, mut listen, mut peer) = (Vec::new(), LISTEN.to_owned(), None);
+    let mut url = format!("http://{LISTEN}");
+    while let Some(argument) = arguments.next()? {
+        match argument {
+            Value(value) => positional.push(value.string()?),
+            Long("listen") => listen = arguments.value()?.string()?,
+            Long("peer") => peer = Some(arguments.value()?.string()?),
+            Long("service") => url = arguments.value()?.string()?,
+            other => return Err(other.unexpected().into()),
+        }
+    }
+    match (positional.iter().map(String::as_str).collect::<Vec<_>>().as_slice(), peer) {
+        (["serve"], None) => {
+            let listener = TcpListener::bind(&listen).await?;
+            println!("listening on http://{}", listener.local_addr()?);
+            let stop = async { tokio::signal::ctrl_c().await.expect("no signals on this system") };
+            Ok(axum::serve(listener, service::router()).with_graceful_shutdown(stop).await?)
+        }
+        (["node", name], Some(peer)) => meet(name, &peer, &url).await,
+        (["demo"], None) => {
+            let listener = TcpListener::bind("127.0.0.1:0").await?;
+            let url = url_of(listener.local_addr()?);
+            tokio::spawn(async move { axum::serve(listener, service::router()).await });
+            tokio::try_join!(meet("a", "b", &url), meet("b", "a", &url))?;
+            Ok(())
+        }
+        _ => Err("usage: coordinator serve [--listen ADDRESS] | node NAME --peer NAME [--service URL] | demo".into()),
+    }
+}
+
+fn url_of(address: SocketAddr) -> String {
+    format!("http://{address}")
+}
+
+async fn meet(name: &str, peer: &str, service: &str) -> Result<(), Failure> {
+    let node = Node { name: name.to_owned(), peer: peer.to_owned(), service: service.to_owned() };
+    let found = node.run(&Device::open_default()?).await?;
+    println!("{name}: found {found:?} in our memory");
+    Ok(())
+}
