@@ -146,6 +146,7 @@ fn attr(attr: &DeviceAttr) -> Value {
         "completion_vectors": attr.completion_vectors,
         "atomic": format!("{:?}", attr.atomic),
         "on_demand_paging": attr.on_demand_paging,
+        "dma_buf": attr.dma_buf,
         "dc": attr.dc,
     })
 }

@@ -70,8 +70,8 @@ pub use op::{
 };
 pub use types::{Access, Imm};
 pub use verbs::{
-    AddressHandle, Buf, BufMut, Device, ExposedRegion, ExposedSlice, Pool, PoolBuilder, PoolError, ProtectionDomain,
-    Source, Target,
+    AddressHandle, Buf, BufMut, Device, DmaBufRegion, ExposedRegion, ExposedSlice, Pool, PoolBuilder, PoolError,
+    ProtectionDomain, Source, Target,
 };
 
 /// The software device's own interface: networks within this process, their faults and their clock.

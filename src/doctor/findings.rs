@@ -193,6 +193,7 @@ fn instead(ability: &str) -> &'static str {
         trial::SHARED_RECEIVES => "post receives to each queue pair: `QueuePair::recv`",
         trial::WINDOWS => "revoke access by dropping the exposed region",
         trial::ON_DEMAND => "all registered memory is pinned: mind the limit of locked memory",
+        trial::DMA_BUF => "memory of other devices goes through memory of the host",
         trial::DC => "one queue pair for each peer, or datagrams",
         _ => "",
     }

@@ -378,9 +378,11 @@ fn failures_and_absences_come_with_advice() {
     let failed = |error: &str| Verdict::Failed(error.to_owned());
     broken.abilities = vec![ability(trial::WRITE, failed("no completion within 2s"))];
     only(&with(broken.clone(), interface.clone()), Problem, "awaited WRITE failed", "firewall");
-    broken.abilities = vec![ability(trial::ON_DEMAND, Verdict::Absent), ability(trial::ATOMICS, Verdict::Absent)];
+    broken.abilities =
+        [trial::ON_DEMAND, trial::DMA_BUF, trial::ATOMICS].map(|name| ability(name, Verdict::Absent)).to_vec();
     let found = with(broken.clone(), interface.clone());
     contains(&found, Note, "no on-demand paging", "pinned");
+    contains(&found, Note, "no registration of dma-bufs", "memory of the host");
     contains(&found, Note, "no atomics", "SEND");
     broken.abilities = vec![ability(trial::EVENTS, failed("ibv_create_cq: Cannot allocate memory (os error 12)"))];
     let machine = Machine::new().node().limit("65536", "65536");

@@ -18,6 +18,7 @@ pub(super) const ATOMICS: &str = "atomics";
 pub(super) const SHARED_RECEIVES: &str = "shared receive queues";
 pub(super) const WINDOWS: &str = "memory windows";
 pub(super) const ON_DEMAND: &str = "on-demand paging";
+pub(super) const DMA_BUF: &str = "registration of dma-bufs";
 pub(super) const DC: &str = "dynamic connections";
 
 /// WRITEs that the time is the median of.
@@ -94,6 +95,7 @@ fn look_at(name: &str, found: &Sender<Piece>) {
     let claimed = |is: bool, how: String| if is { Verdict::Claimed(how) } else { Verdict::Absent };
     ability(WINDOWS, claimed(attr.max_mw > 0, format!("up to {}", attr.max_mw)));
     ability(ON_DEMAND, claimed(attr.on_demand_paging, String::new()));
+    ability(DMA_BUF, claimed(attr.dma_buf, String::new()));
     ability(DC, attr.dc.map_or(Verdict::Unknown, |dc| claimed(dc, String::new())));
 }
 
@@ -208,7 +210,7 @@ mod tests {
         let report = examine(Device::SOFTWARE, Duration::from_secs(10));
         assert!(report.works() && report.error.is_none(), "{report:?}");
         assert_eq!(report.ports.len(), 1);
-        assert_eq!(report.abilities.len(), 7);
+        assert_eq!(report.abilities.len(), 8);
         let failed = |ability: &&Ability| matches!(ability.verdict, Verdict::Failed(_) | Verdict::Unknown);
         assert_eq!(report.abilities.iter().find(failed), None);
     }

@@ -81,6 +81,14 @@ pub(crate) trait Pd<P: Provider>: Debug + Send + Sync {
     /// holds a reference to it.
     unsafe fn register(&self, addr: NonNull<u8>, len: usize, access: Access, shared: bool) -> Result<P::Mr, VerbError>;
 
+    /// `ibv_reg_dmabuf_mr(3)`: `len` bytes from `offset` of what the dma-buf `fd` names, which work and peers know as
+    /// `iova` and onwards. The registration keeps the memory, whatever becomes of `fd`; programs reach it by mappings of
+    /// their own, if at all.
+    ///
+    /// EOPNOTSUPP if [`DeviceAttr::dma_buf`] is false; EINVAL if `iova` and `offset` are at different places in a page, or
+    /// the range is not within the memory.
+    fn register_dma_buf(&self, fd: BorrowedFd<'_>, range: DmaBufRange, access: Access) -> Result<P::Mr, VerbError>;
+
     /// `ibv_alloc_mw(3)` of type 2, bound to nothing. A device whose `max_mw` is 0 has none.
     fn create_mw(&self) -> Result<P::Mw, VerbError>;
 
@@ -92,6 +100,16 @@ pub(crate) trait Pd<P: Provider>: Debug + Send + Sync {
 
     /// `ibv_create_ah(3)`.
     fn create_ah(&self, address: &AddressVector) -> Result<P::Ah, VerbError>;
+}
+
+/// A part of a dma-buf, and how work names it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct DmaBufRange {
+    /// First byte, counted from the start of the memory.
+    pub(crate) offset: u64,
+    pub(crate) len: usize,
+    /// What work and peers call the first byte.
+    pub(crate) iova: u64,
 }
 
 /// What a queue pair is made of, `struct ibv_qp_init_attr`.

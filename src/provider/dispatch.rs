@@ -9,7 +9,7 @@
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 
-use super::contract::{self, PostError, Provider, QpInit};
+use super::contract::{self, DmaBufRange, PostError, Provider, QpInit};
 #[cfg(feature = "ibverbs")]
 use super::ibverbs::Ibverbs;
 use super::soft::Soft;
@@ -153,6 +153,10 @@ impl contract::Pd<Any> for Pd {
     unsafe fn register(&self, addr: NonNull<u8>, len: usize, access: Access, shared: bool) -> Result<Mr, VerbError> {
         // SAFETY: S1, S2: the caller's promise is passed on unchanged.
         make!(self, Mr, inner => unsafe { inner.register(addr, len, access, shared) })
+    }
+
+    fn register_dma_buf(&self, fd: BorrowedFd<'_>, range: DmaBufRange, access: Access) -> Result<Mr, VerbError> {
+        make!(self, Mr, inner => inner.register_dma_buf(fd, range, access))
     }
 
     fn create_qp(&self, init: &QpInit<'_, Any>) -> Result<Qp, VerbError> {

@@ -54,6 +54,9 @@ pub struct DeviceAttr {
     pub atomic: AtomicCapability,
     /// Registrations can be made of memory that is not pinned (`IBV_ODP_SUPPORT`).
     pub on_demand_paging: bool,
+    /// Registrations can be made of memory that a dma-buf names, that of other devices too. Tried when the device was
+    /// opened; a device may still refuse the memory of a certain exporter.
+    pub dma_buf: bool,
     /// Dynamically connected transport; `None` if the provider does not say.
     pub dc: Option<bool>,
 }
@@ -86,6 +89,7 @@ impl DeviceAttr {
             completion_vectors: 1,
             atomic: AtomicCapability::None,
             on_demand_paging: false,
+            dma_buf: false,
             dc: None,
         }
     }

@@ -66,7 +66,7 @@ impl ExposedRegion {
     /// for a time.
     #[must_use]
     pub fn grant(&self) -> RemoteRegion {
-        RemoteRegion::new(self.inner.base().addr().get() as u64, self.inner.len() as u64, self.inner.rkey())
+        RemoteRegion::new(self.inner.addr(), self.inner.len() as u64, self.inner.rkey())
     }
 
     /// Copies bytes out, from `offset`.
@@ -132,15 +132,12 @@ impl ExposedRegion {
     /// [`SetupError::Limit`] if the range ends before it starts, reaches beyond the region, or is longer than a
     /// scatter/gather element (2^32 - 1 bytes).
     pub fn slice(&self, range: Range<usize>) -> Result<ExposedSlice, SetupError> {
-        self.check(&range)?;
-        LimitError::check("slice bytes", range.len() as u64, u64::from(u32::MAX))?;
-        Ok(ExposedSlice { inner: self.inner.clone(), offset: range.start, len: range.len() as u32 })
+        ExposedSlice::new(&self.inner, range)
     }
 
     /// `Ok` if the range is one, and within the region.
     pub(super) fn check(&self, range: &Range<usize>) -> Result<(), LimitError> {
-        LimitError::check("start of the range", range.start as u64, range.end as u64)?;
-        LimitError::check("end of the range", range.end as u64, self.len() as u64)
+        check(&self.inner, range)
     }
 
     pub(super) fn registration(&self) -> &Arc<Registration> {
@@ -181,7 +178,14 @@ impl fmt::Debug for ExposedRegion {
     }
 }
 
-/// A part of an [`ExposedRegion`] as the local side of an operation; keeps the region registered.
+/// `Ok` if the range is one, and within the registration.
+fn check(registration: &Registration, range: &Range<usize>) -> Result<(), LimitError> {
+    LimitError::check("start of the range", range.start as u64, range.end as u64)?;
+    LimitError::check("end of the range", range.end as u64, registration.len() as u64)
+}
+
+/// A part of an [`ExposedRegion`] or a [`DmaBufRegion`](super::DmaBufRegion) as the local side of an operation; keeps the
+/// region registered.
 #[derive(Clone)]
 pub struct ExposedSlice {
     inner: Arc<Registration>,
@@ -190,6 +194,12 @@ pub struct ExposedSlice {
 }
 
 impl ExposedSlice {
+    pub(super) fn new(of: &Arc<Registration>, range: Range<usize>) -> Result<Self, SetupError> {
+        check(of, &range)?;
+        LimitError::check("slice bytes", range.len() as u64, u64::from(u32::MAX))?;
+        Ok(Self { inner: of.clone(), offset: range.start, len: range.len() as u32 })
+    }
+
     /// Bytes.
     #[must_use]
     pub fn len(&self) -> usize {
@@ -210,7 +220,7 @@ impl ExposedSlice {
     /// until the completion.
     #[must_use]
     pub fn sge(&self) -> Sge {
-        Sge { addr: (self.inner.base().addr().get() + self.offset) as u64, length: self.len, lkey: self.inner.lkey() }
+        Sge { addr: self.inner.addr() + self.offset as u64, length: self.len, lkey: self.inner.lkey() }
     }
 
     pub(super) fn registration(&self) -> &Registration {

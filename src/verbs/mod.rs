@@ -1,7 +1,7 @@
 //! `[3]` The objects of the verbs interface, each freed after all that was made from it.
 //!
 //! ```text
-//! Device ── ProtectionDomain ── Registration ── BufMut, Buf, Pool, ExposedRegion
+//! Device ── ProtectionDomain ── Registration ── BufMut, Buf, Pool, ExposedRegion, DmaBufRegion
 //!   │              ├─────────── Qp, SharedQueue (Srq)
 //!   │              ├─────────── MemoryWindow
 //!   │              └─────────── AddressHandle
@@ -17,6 +17,7 @@ mod buf;
 mod channel;
 mod cq;
 mod device;
+mod dma_buf;
 mod exposed;
 mod net;
 mod pd;
@@ -33,6 +34,7 @@ pub use buf::{Buf, BufMut};
 pub use channel::Channel;
 pub use cq::Cq;
 pub use device::Device;
+pub use dma_buf::DmaBufRegion;
 pub use exposed::{ExposedRegion, ExposedSlice};
 pub(crate) use net::{Addresses, addresses, interfaces};
 pub use pd::ProtectionDomain;

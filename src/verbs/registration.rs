@@ -5,23 +5,27 @@
 use std::any::Any;
 use std::fmt;
 use std::mem;
+use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
 
 use super::ProtectionDomain;
 use crate::error::{LimitError, SetupError};
 use crate::mem::Storage;
-use crate::provider::contract::{Mr as _, Pd as _};
+use crate::provider::contract::{DmaBufRange, Mr as _, Pd as _};
 use crate::provider::dispatch::Mr;
 use crate::types::{Access, Lkey, Rkey};
 
 /// Registered memory with its owner: the registration ends before the memory is freed.
 pub(crate) struct Registration {
+    /// Dangling, if it is memory that programs do not reach.
     base: NonNull<u8>,
+    /// What work and peers call the first byte.
+    addr: u64,
     len: usize,
     lkey: Lkey,
     rkey: Rkey,
     /// `None` once it has ended.
-    held: Option<(Mr, Box<dyn Storage>)>,
+    held: Option<(Mr, Box<dyn Any + Send>)>,
     pd: ProtectionDomain,
 }
 
@@ -39,7 +43,7 @@ impl Registration {
         access: Access,
         shared: bool,
     ) -> Result<Self, SetupError> {
-        let mut storage: Box<dyn Storage> = Box::new(storage);
+        let mut storage = Box::new(storage);
         let (base, len) = (storage.base(), storage.len());
         if access.contains(Access::ON_DEMAND) && !pd.device().attr().on_demand_paging {
             return Err(SetupError::Unsupported { what: "on-demand paging" });
@@ -50,11 +54,42 @@ impl Registration {
         // by the buffer types, which keep to their rules.
         let raw = unsafe { pd.raw().register(base, len, access, shared) }?;
         tracing::debug!(base = ?base, len, ?access, lkey = %raw.lkey(), "registered");
-        Ok(Self { base, len, lkey: raw.lkey(), rkey: raw.rkey(), held: Some((raw, storage)), pd: pd.clone() })
+        Ok(Self::made(pd, (base, base.addr().get() as u64, len), raw, storage))
     }
 
+    /// Of what a dma-buf names.
+    pub(super) fn of_dma_buf(
+        pd: &ProtectionDomain,
+        fd: OwnedFd,
+        range: DmaBufRange,
+        access: Access,
+    ) -> Result<Self, SetupError> {
+        if !pd.device().attr().dma_buf {
+            return Err(SetupError::Unsupported { what: "registration of dma-bufs" });
+        }
+        LimitError::check("registration bytes", range.len as u64, pd.device().attr().max_mr_size)?;
+        let raw = pd.raw().register_dma_buf(fd.as_fd(), range, access)?;
+        tracing::debug!(?fd, ?range, ?access, lkey = %raw.lkey(), "registered a dma-buf");
+        Ok(Self::made(pd, (NonNull::dangling(), range.iova, range.len), raw, Box::new(fd)))
+    }
+
+    fn made(
+        pd: &ProtectionDomain,
+        (base, addr, len): (NonNull<u8>, u64, usize),
+        raw: Mr,
+        storage: Box<dyn Any + Send>,
+    ) -> Self {
+        Self { base, addr, len, lkey: raw.lkey(), rkey: raw.rkey(), held: Some((raw, storage)), pd: pd.clone() }
+    }
+
+    /// First byte, of memory that programs reach.
     pub(crate) fn base(&self) -> NonNull<u8> {
         self.base
+    }
+
+    /// What work and peers call the first byte.
+    pub(crate) fn addr(&self) -> u64 {
+        self.addr
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -79,13 +114,12 @@ impl Registration {
     }
 
     /// True if the memory is owned by an `S`.
-    pub(super) fn holds<S: Storage>(&self) -> bool {
-        let storage = self.held.as_ref().map(|(_, storage)| &**storage as &dyn Any);
-        storage.is_some_and(|storage| storage.is::<S>())
+    pub(super) fn holds<S: Any>(&self) -> bool {
+        self.held.as_ref().is_some_and(|(_, storage)| storage.is::<S>())
     }
 
     /// Ends the registration and gives the memory back; `None` if it does not end and the device may go on using it.
-    pub(super) fn end(&mut self) -> Option<Box<dyn Storage>> {
+    pub(super) fn end(&mut self) -> Option<Box<dyn Any + Send>> {
         let (raw, _) = self.held.as_mut()?;
         if let Err(error) = raw.deregister() {
             tracing::error!(%error, len = self.len, "a registration does not end");

@@ -112,7 +112,7 @@ impl MemoryWindow {
             current,
             rkey: state.current,
             lkey: region.lkey(),
-            addr: (region.base().addr().get() + range.start) as u64,
+            addr: region.addr() + range.start as u64,
             len: range.len() as u64,
             access,
         }

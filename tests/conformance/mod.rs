@@ -3,6 +3,7 @@
 mod batches;
 mod completions;
 mod datagrams;
+mod dma_buf;
 mod errors;
 mod events;
 mod leases;

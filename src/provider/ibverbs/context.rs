@@ -102,6 +102,7 @@ impl Context {
             context.gids += usize::try_from(entries).unwrap_or(0);
         }
         context.attr.max_inline = context.probe_inline();
+        context.attr.dma_buf = context.create_pd()?.takes_dma_bufs();
         Ok(Some(context))
     }
 

@@ -2,6 +2,8 @@
 
 #![allow(unsafe_code)]
 
+use std::ffi::c_int;
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::NonNull;
 
 use rdma_sys::*;
@@ -11,8 +13,11 @@ use super::qp::Qp;
 use super::srq::Srq;
 use super::{Ibverbs, convert, sys};
 use crate::error::VerbError;
-use crate::provider::contract::{self, QpInit};
+use crate::provider::contract::{self, DmaBufRange, QpInit};
 use crate::types::{Access, AddressVector, DeviceAttr, Lkey, Rkey, SrqCaps};
+
+/// Of `errno(3)`.
+const EPROTONOSUPPORT: i32 = 93;
 
 /// `ibv_pd`.
 #[derive(Debug)]
@@ -32,6 +37,25 @@ impl Pd {
         // SAFETY: S3: the context is open.
         Ok(Self { raw: sys::handle("ibv_alloc_pd", unsafe { ibv_alloc_pd(context.as_ptr()) })?, extended })
     }
+
+    /// Registers what the descriptor `fd` names, which the kernel looks up.
+    fn reg_dma_buf(&self, fd: c_int, range: DmaBufRange, access: Access) -> Result<Mr, VerbError> {
+        let DmaBufRange { offset, len, iova } = range;
+        let flags = convert::access_flags(access) as i32;
+        // SAFETY: S3: the protection domain is alive; what the number names is looked up by the kernel.
+        let raw = unsafe { ibv_reg_dmabuf_mr(self.raw.as_ptr(), offset, len, iova, fd, flags) };
+        Ok(Mr { raw: sys::handle("ibv_reg_dmabuf_mr", raw)?, ended: false })
+    }
+
+    /// True if the device registers dma-bufs. No verb tells, so one that cannot be is offered: who looks at it can.
+    pub(super) fn takes_dma_bufs(&self) -> bool {
+        let nothing = DmaBufRange { offset: 0, len: 4096, iova: 0 };
+        match self.reg_dma_buf(-1, nothing, Access::LOCAL_WRITE) {
+            Ok(_) => true,
+            // Of a library or kernel that does not know the verb, of a driver that does not, of one that cannot.
+            Err(error) => !matches!(error.errno, VerbError::EOPNOTSUPP | VerbError::ENOSYS | EPROTONOSUPPORT),
+        }
+    }
 }
 
 impl contract::Pd<Ibverbs> for Pd {
@@ -41,6 +65,10 @@ impl contract::Pd<Ibverbs> for Pd {
         // SAFETY: S1, S2: the caller keeps the range allocated and unaliased; the protection domain is alive.
         let raw = unsafe { ibv_reg_mr(self.raw.as_ptr(), addr.as_ptr().cast(), len, flags as i32) };
         Ok(Mr { raw: sys::handle(verb, raw)?, ended: false })
+    }
+
+    fn register_dma_buf(&self, fd: BorrowedFd<'_>, range: DmaBufRange, access: Access) -> Result<Mr, VerbError> {
+        self.reg_dma_buf(fd.as_raw_fd(), range, access)
     }
 
     fn create_qp(&self, init: &QpInit<'_, Ibverbs>) -> Result<Qp, VerbError> {

@@ -11,10 +11,11 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
+use memmap2::MmapRaw;
 use parking_lot::{Mutex, RwLock};
 
 use crate::error::VerbError;
-use crate::provider::contract::{self, QpInit};
+use crate::provider::contract::{self, DmaBufRange, QpInit};
 use crate::types::{
     Access, AddressVector, AsyncEvent, AtomicCapability, DeviceAttr, Gid, GidEntry, GidKind, Lkey, PortAttr, PortNum,
     PortState, Qpn, Rkey, SrqCaps,
@@ -29,7 +30,7 @@ use super::network::NetworkInner;
 use super::qp::{Qp, QpInner};
 use super::requester::MAX_MESSAGE;
 use super::srq::Srq;
-use super::{Soft, qp};
+use super::{Soft, dma_buf, qp};
 
 /// The only port.
 pub(super) const PORT: PortNum = PortNum(1);
@@ -95,6 +96,7 @@ impl DeviceInner {
             atomic: AtomicCapability::Global,
             // Nothing is ever pinned.
             on_demand_paging: true,
+            dma_buf: true,
             dc: Some(false),
             ..DeviceAttr::named(name)
         };
@@ -327,6 +329,23 @@ pub(crate) struct Pd {
     id: u32,
 }
 
+impl Pd {
+    fn insert(
+        &self,
+        verb: &'static str,
+        memory: Memory,
+        access: Access,
+        shared: bool,
+        mapping: Option<MmapRaw>,
+    ) -> Result<Mr, VerbError> {
+        let device = self.context.device();
+        let random = device.network.random()?;
+        let key = device.keys.insert(memory, access, shared, self.id, random);
+        let key = key.ok_or(VerbError::new(verb, VerbError::ENOMEM))?;
+        Ok(Mr { device: Arc::clone(device), key, ended: false, _mapping: mapping })
+    }
+}
+
 impl contract::Pd<Soft> for Pd {
     unsafe fn register(&self, addr: NonNull<u8>, len: usize, access: Access, shared: bool) -> Result<Mr, VerbError> {
         const VERB: &str = "ibv_reg_mr";
@@ -338,13 +357,22 @@ impl contract::Pd<Soft> for Pd {
         }
         // SAFETY: the caller keeps the range allocated until the registration is dropped (S1), and
         // `Drop` below removes it from the keys.
-        let memory = unsafe { Memory::new(addr.as_ptr(), len) };
-        let random = device.network.random()?;
-        let key = device
-            .keys
-            .insert(memory, access, shared, self.id, random)
-            .ok_or(VerbError::new(VERB, VerbError::ENOMEM))?;
-        Ok(Mr { device: Arc::clone(device), key, ended: false })
+        let memory = unsafe { Memory::new(addr.as_ptr(), len, addr.addr().get() as u64) };
+        self.insert(VERB, memory, access, shared, None)
+    }
+
+    fn register_dma_buf(&self, fd: BorrowedFd<'_>, range: DmaBufRange, access: Access) -> Result<Mr, VerbError> {
+        const VERB: &str = "ibv_reg_dmabuf_mr";
+        self.context.device().alive(VERB)?;
+        if range.len as u64 > MAX_MR_SIZE || !access.is_legal() {
+            return Err(VerbError::new(VERB, VerbError::EINVAL));
+        }
+        let mapping = dma_buf::map(fd, range).map_err(|errno| VerbError::new(VERB, errno))?;
+        // SAFETY: the mapping has `len` bytes and moves into the registration, which takes it out of the keys before it
+        // is unmapped (S1).
+        let memory = unsafe { Memory::new(mapping.as_mut_ptr(), range.len, range.iova) };
+        // Whoever has the descriptor may have mapped it too.
+        self.insert(VERB, memory, access, true, Some(mapping))
     }
 
     fn create_qp(&self, init: &QpInit<'_, Soft>) -> Result<Qp, VerbError> {
@@ -388,6 +416,8 @@ pub(crate) struct Mr {
     device: Arc<DeviceInner>,
     key: u32,
     ended: bool,
+    /// Of a dma-buf: unmapped once it has ended.
+    _mapping: Option<MmapRaw>,
 }
 
 impl contract::Mr for Mr {

@@ -53,15 +53,18 @@ impl Segment<'_> {
 pub(super) struct Memory {
     base: *mut u8,
     len: usize,
+    start: u64,
 }
 
 impl Memory {
+    /// Memory that work and peers call `start` and onwards.
+    ///
     /// # Safety
     ///
     /// `base..base + len` stays valid until the registration made of it has been removed from its
     /// [`Keys`](super::keys::Keys) (S1).
-    pub(super) const unsafe fn new(base: *mut u8, len: usize) -> Self {
-        Self { base, len }
+    pub(super) const unsafe fn new(base: *mut u8, len: usize, start: u64) -> Self {
+        Self { base, len, start }
     }
 }
 
@@ -70,6 +73,8 @@ impl Memory {
 pub(super) struct Region {
     base: AtomicPtr<u8>,
     len: AtomicUsize,
+    /// What work calls the first byte: its address, if it is not of a dma-buf.
+    start: AtomicU64,
 }
 
 impl Region {
@@ -78,25 +83,26 @@ impl Region {
     pub(super) fn assign(&self, memory: Memory) {
         self.base.store(memory.base, Ordering::Relaxed);
         self.len.store(memory.len, Ordering::Relaxed);
+        self.start.store(memory.start, Ordering::Relaxed);
     }
 
-    /// Changes the memory to that of a segment. As [`assign`](Self::assign); besides, nobody finds a use of this region
+    /// Changes the memory to that of a segment that work calls `start`. As [`assign`](Self::assign); besides, nobody finds a use of this region
     /// any more before the registration behind the segment ends: it ends its windows.
-    pub(super) fn assign_window(&self, of: &Segment<'_>) {
-        self.assign(Memory { base: of.pointer, len: of.len });
+    pub(super) fn assign_window(&self, of: &Segment<'_>, start: u64) {
+        self.assign(Memory { base: of.pointer, len: of.len, start });
     }
 
     /// `addr..addr + len`, if that is within the region.
     #[inline]
     pub(super) fn piece<'k>(&self, addr: u64, len: usize, shared: bool, hold: Use<'k>) -> Option<Segment<'k>> {
-        let base = self.base.load(Ordering::Relaxed);
+        let start = self.start.load(Ordering::Relaxed);
         let size = self.len.load(Ordering::Relaxed);
-        let offset = usize::try_from(addr.checked_sub(base.addr() as u64)?).ok()?;
+        let offset = usize::try_from(addr.checked_sub(start)?).ok()?;
         if offset > size || len > size - offset {
             return None;
         }
         // SAFETY: `offset` is within the memory of a live registration, just checked (S1).
-        let pointer = unsafe { base.add(offset) };
+        let pointer = unsafe { self.base.load(Ordering::Relaxed).add(offset) };
         Some(Segment { pointer, len, shared, _use: hold })
     }
 }

@@ -30,6 +30,7 @@ mod cq;
 mod deferred;
 mod device;
 mod dma;
+mod dma_buf;
 mod exchange;
 mod faults;
 mod keys;

@@ -72,7 +72,7 @@ impl Keys {
         let len = usize::try_from(bind.len).map_err(|_| NotCovered)?;
         let slot = self.slot(key).ok_or(NotCovered)?;
         let segment = self.resolve(bind.lkey.0, pd, bind.addr, len, need)?;
-        slot.region().assign_window(&segment);
+        slot.region().assign_window(&segment, bind.addr);
         slot.open(key, window_owner(qpn), bind.access, true);
         window.key = key;
         window.bound = Some(Binding { region: bind.lkey.0, qpn });

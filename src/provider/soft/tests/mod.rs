@@ -3,6 +3,7 @@
 mod campaign;
 mod cost;
 mod errors;
+mod keys;
 mod machines;
 mod queues;
 mod rc;

@@ -1,0 +1,138 @@
+//! Memory that a dma-buf names. The software device takes a `memfd` too, which tests can write and read by its descriptor.
+
+use std::fs::File;
+use std::io::Write;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
+
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
+use tokio_rdma::types::{Transport, WcStatus};
+use tokio_rdma::{Access, DmaBufRegion, ProtectionDomain, SetupError};
+
+use crate::common::pair::Pair;
+use crate::common::{Setup, pattern, run, skip, within};
+
+const LEN: usize = 3 * 4096;
+
+/// `LEN` bytes that follow a pattern, in memory that only the descriptor names.
+fn memory(seed: u8, seal: bool) -> File {
+    let mut file = File::from(memfd_create("tokio-rdma", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap());
+    file.write_all(&pattern(LEN, seed)).unwrap();
+    if seal {
+        fcntl_add_seals(&file, SealFlags::SHRINK).unwrap();
+    }
+    file
+}
+
+fn fd(file: &File) -> OwnedFd {
+    file.try_clone().unwrap().into()
+}
+
+fn contents(file: &File, offset: u64, len: usize) -> Vec<u8> {
+    let mut bytes = vec![0; len];
+    file.read_exact_at(&mut bytes, offset).unwrap();
+    bytes
+}
+
+/// False, loudly, on a device that takes no dma-bufs, or has none to be given; that it says so is tested then.
+fn possible(test: &str, setup: &Setup, pd: &ProtectionDomain) -> bool {
+    let takes = setup.a.attr().dma_buf;
+    if !takes {
+        let refused = DmaBufRegion::new(pd, fd(&memory(0, true)), 0..4096, Access::REMOTE_ALL).unwrap_err();
+        assert!(matches!(refused, SetupError::Unsupported { what } if what.contains("dma-buf")), "{refused:?}");
+        assert_eq!(std::io::Error::from(refused).kind(), std::io::ErrorKind::Unsupported);
+        skip(test, "the device takes no dma-bufs");
+    } else if !setup.is_software() {
+        // The kernel looks behind the descriptor: that of ordinary memory is none of a dma-buf.
+        let refused = DmaBufRegion::new(pd, fd(&memory(0, true)), 0..4096, Access::REMOTE_ALL).unwrap_err();
+        assert!(matches!(refused, SetupError::Verb(_)), "{refused:?}");
+        skip(test, "no driver that exports a dma-buf is asked for one");
+    }
+    setup.is_software()
+}
+
+#[test]
+fn memory_of_a_descriptor_is_written_and_read_by_both_ends() {
+    run(1, "dma-buf", async {
+        let Pair { a, b, setup } = Pair::new(Transport::Rc, "event");
+        if !possible("memory_of_a_descriptor", &setup, &b.pd) {
+            return;
+        }
+        let (near, far) = (memory(1, true), memory(2, true));
+        // Not whole pages, and under a name of its own.
+        let theirs = DmaBufRegion::at(&b.pd, fd(&far), 100..8292, 0x7000_0064, Access::REMOTE_ALL).unwrap();
+        assert_eq!((theirs.len(), theirs.grant().addr()), (8192, 0x7000_0064));
+        let ours = DmaBufRegion::new(&a.pd, fd(&near), 0..LEN as u64, Access::empty()).unwrap();
+        let (before, sent) = (pattern(LEN, 2), pattern(LEN, 1));
+
+        // From its memory to the peer's, without a byte in a buffer.
+        let to = theirs.grant().slice(4000..4100).unwrap();
+        drop(within("write", a.qp.write(ours.slice(4050..4150).unwrap(), to)).await.unwrap());
+        assert_eq!(contents(&far, 4100, 100), sent[4050..4150]);
+        assert_eq!(contents(&far, 0, 4100), before[..4100], "nothing else is touched");
+        assert_eq!(contents(&far, 4200, LEN - 4200), before[4200..], "nothing else is touched");
+
+        // And back; what the processor writes meanwhile is seen.
+        far.write_all_at(b"later", 200).unwrap();
+        drop(
+            within("read", a.qp.read(ours.slice(0..5).unwrap(), theirs.grant().slice(100..105).unwrap()))
+                .await
+                .unwrap(),
+        );
+        assert_eq!(contents(&near, 0, 5), b"later");
+        assert_eq!(contents(&near, 5, 100), sent[5..105]);
+
+        // Messages, and atomics on an 8-byte boundary of the peer's memory: 100 + 4 is one.
+        let receive = b.qp.recv(theirs.slice(8000..8192).unwrap());
+        drop(within("send", a.qp.send(ours.slice(12_000..12_192).unwrap())).await.unwrap());
+        assert_eq!(within("receive", receive).await.unwrap().len, 192);
+        assert_eq!(contents(&far, 8100, 192), sent[12_000..12_192]);
+        far.write_all_at(&40_u64.to_ne_bytes(), 104).unwrap();
+        let word = theirs.grant().slice(4..12).unwrap();
+        assert_eq!(within("fetch and add", a.qp.fetch_add(word, 2)).await.unwrap(), 40);
+        assert_eq!(contents(&far, 104, 8), 42_u64.to_ne_bytes());
+
+        // Not beyond it, and not any more once it is gone.
+        let held = theirs.slice(0..1).unwrap();
+        let theirs = theirs.into_fd().expect_err("a slice uses it");
+        drop(held);
+        let grant = theirs.grant();
+        drop(File::from(theirs.into_fd().expect("nobody uses it")));
+        let late = within("late write", a.qp.write(ours.slice(0..8).unwrap(), grant.slice(..8).unwrap())).await;
+        assert_eq!(late.unwrap_err().status(), Some(WcStatus::REM_ACCESS_ERR));
+    });
+}
+
+#[test]
+fn descriptor_that_names_no_memory_is_refused() {
+    let setup = Setup::new();
+    let pd = setup.a.protection_domain().unwrap();
+    if !possible("descriptor_that_names_no_memory", &setup, &pd) {
+        return;
+    }
+    let whole = 0..LEN as u64;
+    let verb = |result: Result<DmaBufRegion, SetupError>| match result.unwrap_err() {
+        SetupError::Verb(error) => (error.verb, error.errno),
+        other => panic!("{other:?}"),
+    };
+    let refused = ("ibv_reg_dmabuf_mr", 22);
+    let (sealed, shrinks) = (memory(1, true), memory(1, false));
+    let new = |file: &File, range| DmaBufRegion::new(&pd, fd(file), range, Access::REMOTE_READ);
+    assert_eq!(verb(new(&shrinks, whole.clone())), refused, "it may shrink under the device");
+    assert_eq!(verb(new(&File::open("/dev/zero").unwrap(), 0..4096)), refused);
+    assert_eq!(verb(new(&File::open(env!("CARGO_MANIFEST_DIR").to_owned() + "/Cargo.toml").unwrap(), 0..16)), refused);
+    assert_eq!(verb(new(&sealed, 1..LEN as u64 + 1)), refused, "beyond its end");
+    assert_eq!(verb(new(&sealed, u64::MAX - 8..u64::MAX)), refused);
+    assert_eq!(verb(new(&sealed, 0..0)), refused);
+    let at = |range, iova| DmaBufRegion::at(&pd, fd(&sealed), range, iova, Access::REMOTE_READ);
+    assert_eq!(verb(at(whole.clone(), 4097)), refused, "at another place in its page");
+    assert_eq!(verb(at(whole.clone(), u64::MAX - 4095)), refused, "wraps around");
+    let reversed = std::ops::Range { start: 8, end: 4 };
+    assert!(matches!(new(&sealed, reversed).unwrap_err(), SetupError::Limit(_)));
+    for access in [Access::MW_BIND, Access::ON_DEMAND] {
+        let refused = DmaBufRegion::new(&pd, fd(&sealed), whole.clone(), access).unwrap_err();
+        assert!(matches!(refused, SetupError::Unsupported { .. }), "{refused:?}");
+    }
+    let region = new(&sealed, whole).unwrap();
+    assert!(matches!(region.slice(0..LEN + 1).unwrap_err(), SetupError::Limit(_)));
+}
