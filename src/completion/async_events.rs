@@ -2,21 +2,23 @@
 
 use std::fmt;
 use std::io;
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::OwnedFd;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use futures::Stream;
+use futures::task::AtomicWaker;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
 use crate::error::VerbError;
 use crate::types::AsyncEvent;
-use crate::verbs::Device;
+use crate::verbs::{Device, Listener};
 
 /// Watches the asynchronous events of `device`: faults and changes that belong to no work request.
 ///
-/// Each event is given to one stream only. Operations learn of faults by their own results; this is to know
+/// Each event is given to one stream only; of those that nobody takes, the latest 4096 are kept. Operations learn of faults by their own results; this is to know
 /// why, and of ports.
 ///
 /// # Errors
@@ -27,10 +29,21 @@ use crate::verbs::Device;
 ///
 /// Outside of a Tokio runtime with an I/O driver, as [`AsyncFd::new`].
 pub fn events(device: &Device) -> io::Result<DeviceEvents> {
-    // Deprecated because an `AsRawFd` can lie about its descriptor; ours owns it.
+    let fd = readable(device)?;
+    let waker = Arc::new(AtomicWaker::new());
+    let told = waker.clone();
+    let listener: Arc<Listener> = Arc::new(move || told.wake());
+    device.on_events(&listener);
+    Ok(DeviceEvents { fd, device: device.clone(), waker, _listener: listener, ended: false })
+}
+
+/// Readable while the device has asynchronous events that nobody has read. A descriptor of its own: one cannot be registered
+/// twice.
+pub(super) fn readable(device: &Device) -> io::Result<AsyncFd<OwnedFd>> {
+    let fd = device.event_fd().try_clone_to_owned()?;
+    // Deprecated because an `AsRawFd` can lie about its descriptor; an `OwnedFd` does not.
     #[allow(deprecated, reason = "its successor is not in the oldest Tokio we work with")]
-    let fd = AsyncFd::with_interest(EventFd(device.clone()), Interest::READABLE)?;
-    Ok(DeviceEvents { fd, ended: false })
+    AsyncFd::with_interest(fd, Interest::READABLE)
 }
 
 /// Stream of a device's asynchronous events; ends when the device is gone. See [`events`].
@@ -39,16 +52,12 @@ pub fn events(device: &Device) -> io::Result<DeviceEvents> {
 ///
 /// Dropping it, or a future of its next item, loses no event that was not given yet.
 pub struct DeviceEvents {
-    fd: AsyncFd<EventFd>,
+    fd: AsyncFd<OwnedFd>,
+    device: Device,
+    /// Woken when somebody else has read events, which are in the backlog then and not in the descriptor.
+    waker: Arc<AtomicWaker>,
+    _listener: Arc<Listener>,
     ended: bool,
-}
-
-struct EventFd(Device);
-
-impl AsRawFd for EventFd {
-    fn as_raw_fd(&self) -> RawFd {
-        self.0.event_fd().as_raw_fd()
-    }
 }
 
 impl Stream for DeviceEvents {
@@ -58,25 +67,25 @@ impl Stream for DeviceEvents {
         if self.ended {
             return Poll::Ready(None);
         }
+        // Before the backlog is looked at, so that whoever fills it afterwards wakes us.
+        self.waker.register(context.waker());
         loop {
-            let ready = ready!(self.fd.poll_read_ready(context));
-            let next = self.fd.get_ref().0.next_event();
-            match (next, ready) {
-                (Ok(Some(event)), _) => {
+            match self.device.next_event() {
+                Ok(Some(event)) => {
                     tracing::info!(?event, "asynchronous event");
                     return Poll::Ready(Some(Ok(event)));
                 }
-                (Ok(None), Ok(mut ready)) => ready.clear_ready(),
-                (Err(error), _) if error.errno == VerbError::ENODEV => {
+                Ok(None) => {}
+                Err(error) => {
                     self.ended = true;
-                    return Poll::Ready(None);
+                    return Poll::Ready(if error.errno == VerbError::ENODEV { None } else { Some(Err(error)) });
                 }
-                (Err(error), _) => {
-                    self.ended = true;
-                    return Poll::Ready(Some(Err(error)));
-                }
+            }
+            match ready!(self.fd.poll_read_ready(context)) {
+                // An event meanwhile makes the descriptor ready anew, and one before is looked for again.
+                Ok(mut ready) => ready.clear_ready(),
                 // The runtime shuts down.
-                (Ok(None), Err(_)) => {
+                Err(_) => {
                     self.ended = true;
                     return Poll::Ready(None);
                 }
@@ -87,6 +96,6 @@ impl Stream for DeviceEvents {
 
 impl fmt::Debug for DeviceEvents {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DeviceEvents").field("device", &self.fd.get_ref().0).finish()
+        f.debug_struct("DeviceEvents").field("device", &self.device).finish()
     }
 }

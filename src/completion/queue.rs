@@ -128,6 +128,13 @@ impl CompletionQueueBuilder {
             cq.moderate(completions, period)?;
         }
         let shared = Arc::new(CqShared::new(cq, channel, self.mode));
+        let weak = Arc::downgrade(&shared);
+        shared.verbs().on_fault(Box::new(move || {
+            // Finds the queue dead, and ends what is on it.
+            if let Some(shared) = weak.upgrade() {
+                shared.drain();
+            }
+        }));
         if let CompletionMode::BusyPoll(poller) = shared.mode() {
             poller.serve(&shared);
         }

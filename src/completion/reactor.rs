@@ -4,9 +4,11 @@
 //! the queue right there, and the operations found complete are what gets scheduled, with one wake each.
 //!
 //! Every runtime in which an operation waits watches the channel with a registration of its own. So it does
-//! not matter which of them is running: a waiting task's own runtime is, whenever that task could go on.
+//! not matter which of them is running: a waiting task's own runtime is, whenever that task could go on. It watches the
+//! asynchronous events of the device too: after the last of them no completion may ever come.
 
 use std::future::{Future, poll_fn};
+use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::pin;
 use std::sync::{Arc, Weak};
@@ -17,6 +19,7 @@ use tokio::io::unix::AsyncFd;
 use tokio::runtime::{self, Handle};
 use tokio::task::unconstrained;
 
+use super::async_events::readable;
 use super::drain::CqShared;
 use crate::verbs::Channel;
 
@@ -30,6 +33,8 @@ struct Reactor {
     /// Owns a share of the channel, so that the descriptor is deregistered before it is closed. `None` if the
     /// runtime has no I/O driver.
     fd: Option<AsyncFd<Channel>>,
+    /// Readable when the device has asynchronous events.
+    events: Option<AsyncFd<OwnedFd>>,
     cq: Weak<CqShared>,
     /// Holds the reactor weakly: the registration holds the waker.
     waker: Waker,
@@ -81,18 +86,33 @@ impl Reactor {
                 None
             }
         };
+        let events = fd.as_ref().and_then(|_| match readable(cq.verbs().device()) {
+            Ok(events) => Some(events),
+            Err(error) => {
+                tracing::warn!(%error, "asynchronous events cannot be watched, polls alone notice a lost device");
+                None
+            }
+        });
         Arc::new_cyclic(|weak| Self {
             runtime,
             fd,
+            events,
             cq: Arc::downgrade(cq),
             waker: Waker::from(Arc::new(ReactorWaker(weak.clone()))),
         })
     }
 
-    /// Serves the channel until it is not readable; then the reactor has the waker.
+    /// Serves both descriptors until they are not readable; then the reactor has the waker.
     fn run(&self) {
         let (Some(fd), Some(cq)) = (&self.fd, self.cq.upgrade()) else { return };
         let mut context = Context::from_waker(&self.waker);
+        while let Some(events) = &self.events
+            && let Poll::Ready(Ok(mut ready)) =
+                pin!(unconstrained(poll_fn(|context| events.poll_read_ready(context)))).poll(&mut context)
+        {
+            cq.verbs().device().read_events();
+            ready.clear_ready();
+        }
         loop {
             // Not charged to the budget of the task that happens to be here: if that were spent, Tokio would ask to
             // try again by waking the waker, which is us.

@@ -113,11 +113,12 @@ impl QueuePairCore {
         result
     }
 
-    /// To the error state. Refused in RESET, where nothing is in flight, and by a device that is gone, which flushes
+    /// To the error state, and past the last receive that it takes from a shared queue. Refused in RESET, where nothing is in flight, and by a device that is gone, which flushes
     /// nothing.
     fn flush(&self, qp: &Qp) {
-        if let Err(error) = qp.modify(&QpAttr::to_state(QpState::Err)) {
-            tracing::debug!(%error, "not moved to the error state before it is reset or destroyed");
+        match qp.modify(&QpAttr::to_state(QpState::Err)) {
+            Ok(()) => qp.await_last_receive(),
+            Err(error) => tracing::debug!(%error, "not moved to the error state before it is reset or destroyed"),
         }
     }
 

@@ -58,9 +58,9 @@ impl SharedReceiveQueue {
     ///
     /// Of the future, with the buffer; see [`QueuePair::recv`](super::QueuePair::recv). Receives that no message has
     /// found are not flushed when a queue pair ends; they fail as [`OpErrorKind::CompletionQueue`] when the device is lost,
-    /// and as [`OpErrorKind::Closed`] when the shared queue is dropped with its last queue pair. So does, on devices that
-    /// are hardware, the one that a message was arriving in when its queue pair was closed or dropped: the device reports
-    /// it some time after, and such a report may go with the queue pair.
+    /// and as [`OpErrorKind::Closed`] when the shared queue is dropped with its last queue pair. So does the one that a
+    /// message was arriving in when its queue pair was closed or dropped, if a device takes longer than a millisecond to
+    /// report it.
     ///
     /// # Cancel safety
     ///

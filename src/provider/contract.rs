@@ -36,6 +36,10 @@ pub(crate) trait Context<P: Provider>: Debug + Send + Sync {
     /// Limits and identity; constant while open.
     fn attr(&self) -> &DeviceAttr;
 
+    /// True if it says by an event, `LAST_WQE_REACHED`, that a queue pair in the error state takes no more receives from its
+    /// shared queue; what it has taken is in the completion queue then.
+    fn reports_last_receive(&self) -> bool;
+
     /// A number that peers cannot predict, for packet sequence numbers; in a simulation it comes from the seed.
     fn random(&self) -> Result<u64, VerbError>;
 

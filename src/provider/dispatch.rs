@@ -89,6 +89,10 @@ macro_rules! make {
 }
 
 impl contract::Context<Any> for Context {
+    fn reports_last_receive(&self) -> bool {
+        each!(self, inner => inner.reports_last_receive())
+    }
+
     fn random(&self) -> Result<u64, VerbError> {
         each!(self, inner => inner.random())
     }

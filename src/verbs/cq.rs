@@ -2,8 +2,10 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
+use super::events::{Fault, Listener};
 use super::{Channel, Device};
 use crate::error::{LimitError, SetupError, VerbError};
 use crate::provider::contract::{Context as _, Cq as _};
@@ -21,7 +23,14 @@ struct Inner {
     raw: dispatch::Cq,
     channel: Option<Channel>,
     device: Device,
+    fault: Arc<Fault>,
+    /// Polls that found nothing, modulo 2^32.
+    empty: AtomicU32,
 }
+
+/// Polls that find nothing before one looks for asynchronous events: a device that has been removed is heard of by those
+/// only. About a millisecond of a thread that does nothing else.
+const POLLS_BEFORE_EVENTS: u32 = 1 << 14;
 
 impl Cq {
     /// A queue for at least `capacity` completions, with its events (marked `cookie`) on `channel`.
@@ -53,7 +62,10 @@ impl Cq {
             return Err(SetupError::Foreign { what: "completion channel" });
         }
         let raw = device.context().create_cq(capacity, channel.map(Channel::raw), vector, cookie)?;
-        Ok(Self { inner: Arc::new(Inner { raw, channel: channel.cloned(), device: device.clone() }) })
+        let fault = Fault::new(raw.id());
+        device.events().watch(&fault);
+        let (channel, device, empty) = (channel.cloned(), device.clone(), AtomicU32::new(0));
+        Ok(Self { inner: Arc::new(Inner { raw, channel, device, fault, empty }) })
     }
 
     /// Number by which asynchronous events name it.
@@ -72,10 +84,30 @@ impl Cq {
     ///
     /// # Errors
     ///
-    /// [`VerbError`] for ever once the queue was overrun.
+    /// [`VerbError`] for ever once the queue was overrun, and once it is empty, if its device is lost: by itself, or because
+    /// an asynchronous event says so.
     #[inline(always)]
     pub fn poll(&self, out: &mut [WorkCompletion]) -> Result<usize, VerbError> {
-        self.inner.raw.poll(out)
+        match self.inner.raw.poll(out) {
+            Ok(0) => self.found_nothing(),
+            found => found,
+        }
+    }
+
+    /// Not if there is a reason for it.
+    #[inline(never)]
+    fn found_nothing(&self) -> Result<usize, VerbError> {
+        let empty = self.inner.empty.load(Ordering::Relaxed).wrapping_add(1);
+        self.inner.empty.store(empty, Ordering::Relaxed);
+        if empty.is_multiple_of(POLLS_BEFORE_EVENTS) {
+            self.inner.device.read_events();
+        }
+        self.inner.fault.check().map(|()| 0)
+    }
+
+    /// Calls `listener` when an asynchronous event says that the queue is dead.
+    pub(crate) fn on_fault(&self, listener: Box<Listener>) {
+        self.inner.fault.listen(listener);
     }
 
     /// Asks for one event at the next completion (the next solicited or failed one if `solicited_only`),

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::ProtectionDomain;
+use super::events::{Events, Listener};
 use super::net::{best_path, rank_gids};
 use crate::error::{OpenError, SetupError, VerbError};
 use crate::provider::contract::Context as _;
@@ -23,6 +24,7 @@ struct Inner {
     context: Context,
     /// Completion queues that were given a vector so far.
     vectors: AtomicU32,
+    events: Events,
 }
 
 impl Device {
@@ -202,7 +204,22 @@ impl Device {
     ///
     /// [`VerbError`] with ENODEV once the device is gone.
     pub fn next_event(&self) -> Result<Option<AsyncEvent>, VerbError> {
-        self.inner.context.next_event()
+        self.inner.events.next(|| self.inner.context.next_event())
+    }
+
+    /// Reads the asynchronous events that there are: sees to what they mean, and leaves them to the user.
+    pub(crate) fn read_events(&self) {
+        self.inner.events.take(|| self.inner.context.next_event());
+    }
+
+    /// Calls `listener` whenever events were read by anybody, as long as it lives: what made the descriptor readable may be
+    /// gone from it.
+    pub(crate) fn on_events(&self, listener: &Arc<Listener>) {
+        self.inner.events.listen(listener);
+    }
+
+    pub(super) fn events(&self) -> &Events {
+        &self.inner.events
     }
 
     /// A first packet sequence number that nobody can guess.
@@ -216,7 +233,7 @@ impl Device {
     }
 
     fn new(context: Context) -> Self {
-        Self { inner: Arc::new(Inner { context, vectors: AtomicU32::new(0) }) }
+        Self { inner: Arc::new(Inner { context, vectors: AtomicU32::new(0), events: Events::default() }) }
     }
 
     pub(crate) fn context(&self) -> &Context {

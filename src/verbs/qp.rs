@@ -4,12 +4,14 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
 use super::{Cq, ProtectionDomain, Srq, WindowSet};
 use crate::error::{LimitError, SetupError, VerbError};
-use crate::provider::contract::{self, Pd as _, Qp as _, QpInit};
+use crate::provider::contract::{self, Context as _, Pd as _, Qp as _, QpInit};
 use crate::provider::dispatch;
 use crate::provider::dispatch::{ReceiveCounters, SendCounters};
 use crate::types::{QpAttr, QpCaps, QpState, Qpn, RecvWr, SendWr, TransitionError, Transport, check_transition};
@@ -36,8 +38,13 @@ pub struct Qp {
     send_cq: Cq,
     recv_cq: Cq,
     srq: Option<Srq>,
+    /// With a shared receive queue: that, in the error state, it takes nothing more from it.
+    last_receive: Option<Arc<AtomicBool>>,
     pd: ProtectionDomain,
 }
+
+/// How long a device may take to say that a queue pair in the error state takes no more receives.
+const LAST_RECEIVE: Duration = Duration::from_millis(1);
 
 impl Qp {
     /// A queue pair in RESET.
@@ -74,8 +81,10 @@ impl Qp {
             srq: srq.map(Srq::raw),
             caps,
         })?;
+        let watched = srq.is_some() && pd.device().context().reports_last_receive();
         Ok(Self {
             windows: Arc::default(),
+            last_receive: watched.then(|| pd.device().events().watch_last_receive(raw.qpn())),
             raw,
             transport: options.transport,
             transition: Mutex::new(()),
@@ -149,6 +158,25 @@ impl Qp {
         self.raw.modify(attr)?;
         tracing::debug!(qpn = %self.qpn(), from = ?now, ?to, "queue pair state");
         Ok(())
+    }
+
+    /// Waits until the device takes nothing more from the shared receive queue, if there is one: the receive that a message
+    /// was arriving in has its completion then, which destroying the queue pair would take along. In the error state only,
+    /// and no longer than a millisecond: not every change of state makes a device say so (`LAST_WQE_REACHED`).
+    pub(crate) fn await_last_receive(&self) {
+        let Some(reached) = &self.last_receive else { return };
+        let end = Instant::now() + LAST_RECEIVE;
+        loop {
+            self.pd.device().read_events();
+            if reached.load(Ordering::Acquire) {
+                return;
+            }
+            if Instant::now() >= end {
+                tracing::debug!(qpn = %self.qpn(), "the device does not say that it takes no more shared receives");
+                return;
+            }
+            std::thread::yield_now();
+        }
     }
 
     /// Current state and all attributes that have been set, `ibv_query_qp(3)`.
@@ -232,6 +260,9 @@ impl Qp {
 impl Drop for Qp {
     fn drop(&mut self) {
         self.windows.end();
+        if let Some(reached) = &self.last_receive {
+            self.pd.device().events().forget_last_receive(self.qpn(), reached);
+        }
     }
 }
 

@@ -1,8 +1,8 @@
 //! A device that fails, ports that go down and come up.
 
 use futures::StreamExt;
-use tokio_rdma::types::{AsyncEvent, PortNum, PortState, QpState, SendOp, Transport, WcStatus};
-use tokio_rdma::{Device, OpErrorKind};
+use tokio_rdma::types::{AckTimeout, AsyncEvent, PortNum, PortState, QpState, SendOp, Transport, WcStatus};
+use tokio_rdma::{CompletionQueue, Device, OpErrorKind, QueuePair, SharedReceiveQueue};
 
 use crate::common::pair::{Pair, Shape};
 use crate::common::raw::{End, Options, connect, outcome};
@@ -55,6 +55,101 @@ async fn device_that_is_lost_ends_every_operation(mode: &str) {
     assert_eq!(error.status(), Some(WcStatus::RETRY_EXC_ERR));
     within("close", a.qp.close()).await;
     assert_eq!(a.pool.available(), a.pool.total(), "no buffer is lost");
+}
+
+in_every_mode! { device_that_says_that_it_is_lost_and_no_more_ends_every_operation }
+
+/// As an adapter that is pulled out: no completion, no error of a poll, an event and nothing else.
+async fn device_that_says_that_it_is_lost_and_no_more_ends_every_operation(mode: &str) {
+    let Some((setup, control, _other)) = Setup::controlled("device_that_says_that_it_is_lost") else { return };
+    // It never gives up by itself.
+    let forever = tokio_rdma::ConnectOptions { timeout: AckTimeout::from_code(0), ..Default::default() };
+    let Pair { a, b, setup } = Pair::shaped(setup, &Shape { options: forever, ..Shape::new(Transport::Rc, mode) });
+    let srq = SharedReceiveQueue::new(&a.pd, &a.queue, 4, 1).unwrap();
+    control.set_port(false);
+    let sends: Vec<_> = (0..3).map(|_| tokio::spawn(a.qp.send(a.room(8)))).collect();
+    let receives = [a.qp.recv(a.room(8)), srq.recv(a.room(8))].map(tokio::spawn);
+    let (later, shared) = (a.qp.recv(a.room(8)), srq.recv(a.room(8)));
+    drop(a.qp.recv(a.room(8)));
+    tokio::task::yield_now().await;
+    let mut stream = tokio_rdma::events(&setup.a).unwrap();
+    assert_eq!(within("port", stream.next()).await, Some(Ok(AsyncEvent::PortError(PortNum(1)))));
+    control.announce(AsyncEvent::DeviceFatal);
+    let mut ended = Vec::new();
+    for send in sends {
+        ended.push(within("a send", send).await.unwrap().unwrap_err().kind());
+    }
+    for receive in receives {
+        ended.push(within("a receive", receive).await.unwrap().unwrap_err().kind());
+    }
+    ended.push(within("a later receive", later).await.unwrap_err().kind());
+    ended.push(within("a later shared receive", shared).await.unwrap_err().kind());
+    for kind in ended {
+        let known = matches!(kind, OpErrorKind::CompletionQueue(error) if error.errno == 5)
+            // Its queue pair is flushed by this device, which is not gone at all.
+            || kind.status() == Some(WcStatus::WR_FLUSH_ERR);
+        assert!(known, "{mode}: {kind:?}");
+    }
+    crate::common::eventually("buffers", || (a.pool.available() == a.pool.total()).then_some(()));
+    assert_eq!(within("the event", stream.next()).await, Some(Ok(AsyncEvent::DeviceFatal)), "it is the user's too");
+    assert!(within("a late send", a.qp.send(a.room(8))).await.is_err());
+    assert!(a.queue.verbs().poll(&mut [tokio_rdma::types::WorkCompletion::EMPTY]).is_err());
+    drop(b);
+}
+
+in_every_mode! { queue_that_an_event_calls_dead_ends_its_operations_and_no_others }
+
+async fn queue_that_an_event_calls_dead_ends_its_operations_and_no_others(mode: &str) {
+    let Some((setup, control, _other)) = Setup::controlled("queue_that_an_event_calls_dead") else { return };
+    let Pair { a, b, setup } = Pair::shaped(setup, &Shape::new(Transport::Rc, mode));
+    let bystander = CompletionQueue::new(&setup.a, crate::common::mode(mode)).unwrap();
+    let qp = QueuePair::builder(&a.pd, &bystander).build().unwrap();
+    qp.connect(&qp.endpoint()).unwrap();
+    let (dead, alive) = (tokio::spawn(a.qp.recv(a.room(8))), tokio::spawn(qp.recv(a.room(8))));
+    tokio::task::yield_now().await;
+    control.announce(AsyncEvent::CqError { cq: a.queue.verbs().id() });
+    let kind = within("on the dead queue", dead).await.unwrap().unwrap_err().kind();
+    let known = matches!(kind, OpErrorKind::CompletionQueue(error) if error.errno == 5)
+        || kind.status() == Some(WcStatus::WR_FLUSH_ERR);
+    assert!(known, "{mode}: {kind:?}");
+    within("on another queue", qp.send(a.room(5))).await.unwrap();
+    assert_eq!(within("on another queue", alive).await.unwrap().unwrap().len, 5);
+    assert_eq!(setup.a.next_event().unwrap(), Some(AsyncEvent::CqError { cq: a.queue.verbs().id() }));
+    drop(b);
+}
+
+#[test]
+fn stream_hears_of_events_that_somebody_else_has_read() {
+    run(1, "backlog", async {
+        let Some((setup, control, _other)) = Setup::controlled("stream_hears") else { return };
+        let mut stream = tokio_rdma::events(&setup.a).unwrap();
+        let mut second = tokio_rdma::events(&setup.a).unwrap();
+        let pd = setup.a.protection_domain().unwrap();
+        let queue = CompletionQueue::new(&setup.a, tokio_rdma::CompletionMode::Event).unwrap();
+        let srq = SharedReceiveQueue::new(&pd, &queue, 4, 1).unwrap();
+        let qp = QueuePair::builder(&pd, &queue).shared_receive_queue(&srq).build().unwrap();
+        qp.connect(&qp.endpoint()).unwrap();
+        let qpn = qp.endpoint().qpn;
+        let waits = tokio::spawn(async move { stream.next().await });
+        tokio::task::yield_now().await;
+        // The end of the queue pair reads this one, and what came before it.
+        control.set_port(false);
+        within("close", qp.close()).await;
+        assert_eq!(within("first", waits).await.unwrap(), Some(Ok(AsyncEvent::PortError(PortNum(1)))));
+        assert_eq!(within("second", second.next()).await, Some(Ok(AsyncEvent::LastWqeReached(qpn))));
+        assert_eq!(events(&setup.a), [], "each is given once");
+    });
+}
+
+#[test]
+fn events_that_nobody_takes_do_not_fill_the_memory() {
+    let Some((setup, control, _other)) = Setup::controlled("events_that_nobody_takes") else { return };
+    for up in [false, true].into_iter().cycle().take(5000) {
+        control.set_port(up);
+    }
+    let kept = events(&setup.a);
+    assert_eq!(kept.len(), 4096);
+    assert_eq!(kept.last(), Some(&AsyncEvent::PortActive(PortNum(1))), "the latest");
 }
 
 #[test]

@@ -213,6 +213,11 @@ impl Context {
 }
 
 impl contract::Context<Ibverbs> for Context {
+    fn reports_last_receive(&self) -> bool {
+        // SoftRoCE never does; it is done with what arrives when it has changed the state.
+        self.attr.vendor_id != SOFT_ROCE
+    }
+
     fn attr(&self) -> &DeviceAttr {
         &self.attr
     }

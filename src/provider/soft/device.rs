@@ -185,7 +185,7 @@ impl DeviceInner {
         self.queue_pairs.write().remove(&qpn);
     }
 
-    fn announce(&self, event: AsyncEvent) {
+    pub(super) fn announce(&self, event: AsyncEvent) {
         self.contexts.lock().retain(|context| context.upgrade().map(|context| context.event(event)).is_some());
     }
 
@@ -268,6 +268,10 @@ impl Context {
 }
 
 impl contract::Context<Soft> for Context {
+    fn reports_last_receive(&self) -> bool {
+        true
+    }
+
     fn random(&self) -> Result<u64, VerbError> {
         self.0.device.network.random()
     }

@@ -10,7 +10,7 @@ use parking_lot::{Mutex, RwLock};
 use std::time::Duration;
 
 use crate::error::VerbError;
-use crate::types::{Gid, Qpn};
+use crate::types::{AsyncEvent, Gid, Qpn};
 
 use super::device::{Context, DeviceInner};
 use super::faults::{Faults, Link, LinkCounters};
@@ -267,6 +267,12 @@ impl DeviceControl {
     /// Takes the port down or up. While it is down packets are lost, in both directions.
     pub fn set_port(&self, up: bool) {
         self.0.set_port(up);
+    }
+
+    /// Every opening of the device is told of `event`, and nothing else happens: as an adapter that is pulled out says
+    /// [`AsyncEvent::DeviceFatal`] and is silent from then on.
+    pub fn announce(&self, event: AsyncEvent) {
+        self.0.announce(event);
     }
 
     /// Takes `posted` more sends and refuses the one after them, once, as a driver that runs out of memory does:

@@ -1,0 +1,214 @@
+//! Asynchronous events: read in one place, for users and for the crate itself.
+//!
+//! Whoever reads, be it a user's stream, an idle poll or the end of a queue pair, takes all there are into one backlog. What
+//! they mean for queues of this device is seen to there and then; the events themselves stay for the user. So an event
+//! is stolen from nobody, and one that nobody asks for is not missed by the queue that it ends.
+
+#![forbid(unsafe_code)]
+
+use std::collections::{HashMap, VecDeque};
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
+use std::thread;
+
+use parking_lot::Mutex;
+
+use crate::error::VerbError;
+use crate::types::{AsyncEvent, Qpn};
+
+/// Events kept for a user who does not ask for them; then the oldest go.
+const BACKLOG: usize = 4096;
+
+/// The events of an open device.
+#[derive(Default)]
+pub(super) struct Events {
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// Read, and not yet given.
+    backlog: VecDeque<AsyncEvent>,
+    /// The device has no more.
+    ended: Option<VerbError>,
+    /// Events that nobody asked for in time.
+    lost: u64,
+    /// Completion queues that live.
+    queues: Vec<Weak<Fault>>,
+    /// Queue pairs with a shared receive queue: set once they draw nothing more.
+    drawing: HashMap<Qpn, Arc<AtomicBool>>,
+    listeners: Vec<Weak<Listener>>,
+}
+
+/// Told that events are there.
+pub(crate) type Listener = dyn Fn() + Send + Sync;
+
+/// What an event says of a completion queue.
+pub(super) struct Fault {
+    id: u64,
+    /// An `errno(3)`; 0: nothing.
+    errno: AtomicI32,
+    /// Told when it is set.
+    listener: OnceLock<Box<Listener>>,
+}
+
+impl Fault {
+    pub(super) fn new(id: u64) -> Arc<Self> {
+        Arc::new(Self { id, errno: AtomicI32::new(0), listener: OnceLock::new() })
+    }
+
+    /// The error of the queue, if an event has said that it is dead.
+    #[inline]
+    pub(super) fn check(&self) -> Result<(), VerbError> {
+        match self.errno.load(Ordering::Relaxed) {
+            0 => Ok(()),
+            errno => Err(VerbError::new("ibv_get_async_event", errno)),
+        }
+    }
+
+    /// Calls `listener`, once, on a thread of its own, when an event says that the queue is dead.
+    pub(super) fn listen(&self, listener: Box<Listener>) {
+        // Whoever comes second has the same to say: there is one awaited queue to each bare one.
+        let _ = self.listener.set(listener);
+    }
+
+    fn tell(&self) {
+        if let Some(listener) = self.listener.get() {
+            listener();
+        }
+    }
+}
+
+impl Events {
+    /// Reads all there are with `next`; the oldest that was not given yet.
+    pub(super) fn next(
+        &self,
+        next: impl FnMut() -> Result<Option<AsyncEvent>, VerbError>,
+    ) -> Result<Option<AsyncEvent>, VerbError> {
+        self.take(next);
+        let mut state = self.state.lock();
+        match (state.backlog.pop_front(), state.ended) {
+            (None, Some(error)) => Err(error),
+            (event, _) => Ok(event),
+        }
+    }
+
+    /// Reads all there are with `next`.
+    pub(super) fn take(&self, mut next: impl FnMut() -> Result<Option<AsyncEvent>, VerbError>) {
+        let (mut dead, mut any) = (Vec::new(), false);
+        let mut state = self.state.lock();
+        while state.ended.is_none() {
+            match next() {
+                Ok(Some(event)) => {
+                    any = true;
+                    // Under the lock: a number is not given to another object before the event is understood.
+                    state.understand(event, &mut dead);
+                    state.keep(event);
+                }
+                Ok(None) => break,
+                Err(error) => {
+                    any = true;
+                    state.ended = Some(error);
+                    if error.is_device_gone() {
+                        state.understand(AsyncEvent::DeviceFatal, &mut dead);
+                    }
+                }
+            }
+        }
+        let listeners = if any { state.listeners() } else { Vec::new() };
+        drop(state);
+        for listener in listeners {
+            listener();
+        }
+        tell(dead);
+    }
+
+    /// Calls `listener` whenever events were read, as long as it lives.
+    pub(super) fn listen(&self, listener: &Arc<Listener>) {
+        self.state.lock().listeners.push(Arc::downgrade(listener));
+    }
+
+    /// Watches over a completion queue, as long as it lives.
+    pub(super) fn watch(&self, fault: &Arc<Fault>) {
+        let queues = &mut self.state.lock().queues;
+        if queues.len() == queues.capacity() {
+            queues.retain(|queue| queue.strong_count() > 0);
+        }
+        queues.push(Arc::downgrade(fault));
+    }
+
+    /// What becomes true when queue pair `qpn`, in the error state, takes no more receives from its shared queue.
+    pub(super) fn watch_last_receive(&self, qpn: Qpn) -> Arc<AtomicBool> {
+        let reached = Arc::new(AtomicBool::new(false));
+        self.state.lock().drawing.insert(qpn, reached.clone());
+        reached
+    }
+
+    /// Queue pair `qpn` is gone; `reached` is its own, for its number may have gone to another already.
+    pub(super) fn forget_last_receive(&self, qpn: Qpn, reached: &Arc<AtomicBool>) {
+        let drawing = &mut self.state.lock().drawing;
+        if drawing.get(&qpn).is_some_and(|known| Arc::ptr_eq(known, reached)) {
+            drawing.remove(&qpn);
+        }
+    }
+}
+
+impl State {
+    fn understand(&mut self, event: AsyncEvent, dead: &mut Vec<Arc<Fault>>) {
+        let is_dead: &dyn Fn(&Fault) -> bool = match event {
+            AsyncEvent::DeviceFatal => &|_| true,
+            AsyncEvent::CqError { cq } => &move |fault| fault.id == cq,
+            AsyncEvent::LastWqeReached(qpn) => {
+                if let Some(reached) = self.drawing.get(&qpn) {
+                    reached.store(true, Ordering::Release);
+                }
+                return;
+            }
+            _ => return,
+        };
+        for fault in self.queues.iter().filter_map(Weak::upgrade).filter(|fault| is_dead(fault)) {
+            if fault.errno.swap(VerbError::EIO, Ordering::Relaxed) == 0 {
+                dead.push(fault);
+            }
+        }
+    }
+
+    fn keep(&mut self, event: AsyncEvent) {
+        if self.backlog.len() == BACKLOG {
+            self.backlog.pop_front();
+            self.lost += 1;
+            if self.lost.is_power_of_two() {
+                tracing::warn!(lost = self.lost, "asynchronous events that nobody takes are forgotten");
+            }
+        }
+        self.backlog.push_back(event);
+    }
+
+    fn listeners(&mut self) -> Vec<Arc<Listener>> {
+        self.listeners.retain(|listener| listener.strong_count() > 0);
+        self.listeners.iter().filter_map(Weak::upgrade).collect()
+    }
+}
+
+/// Tells the holders of dead queues. On a thread of its own: whoever found out may be in the middle of a drain.
+fn tell(dead: Vec<Arc<Fault>>) {
+    if dead.iter().all(|fault| fault.listener.get().is_none()) {
+        return;
+    }
+    let all = move || dead.iter().for_each(|fault| fault.tell());
+    if let Err(error) = thread::Builder::new().name("rdma-device-lost".to_owned()).spawn(all) {
+        tracing::error!(%error, "operations that sleep do not hear of the loss of their device");
+    }
+}
+
+impl fmt::Debug for Events {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let state = self.state.lock();
+        f.debug_struct("Events")
+            .field("backlog", &state.backlog.len())
+            .field("lost", &state.lost)
+            .field("ended", &state.ended)
+            .finish_non_exhaustive()
+    }
+}
