@@ -9,6 +9,7 @@ use std::ptr::NonNull;
 use rdma_sys::*;
 
 use super::ah::Ah;
+use super::owned::Owned;
 use super::qp::Qp;
 use super::srq::Srq;
 use super::{Ibverbs, convert, sys};
@@ -44,7 +45,7 @@ impl Pd {
         let flags = convert::access_flags(access) as i32;
         // SAFETY: S3: the protection domain is alive; what the number names is looked up by the kernel.
         let raw = unsafe { ibv_reg_dmabuf_mr(self.raw.as_ptr(), offset, len, iova, fd, flags) };
-        Ok(Mr { raw: sys::handle("ibv_reg_dmabuf_mr", raw)?, ended: false })
+        Ok(Mr::new(sys::handle("ibv_reg_dmabuf_mr", raw)?))
     }
 
     /// True if the device registers dma-bufs. No verb tells, so one that cannot be is offered: who looks at it can.
@@ -64,7 +65,7 @@ impl contract::Pd<Ibverbs> for Pd {
         let flags = convert::access_flags(access);
         // SAFETY: S1, S2: the caller keeps the range allocated and unaliased; the protection domain is alive.
         let raw = unsafe { ibv_reg_mr(self.raw.as_ptr(), addr.as_ptr().cast(), len, flags as i32) };
-        Ok(Mr { raw: sys::handle(verb, raw)?, ended: false })
+        Ok(Mr::new(sys::handle(verb, raw)?))
     }
 
     fn register_dma_buf(&self, fd: BorrowedFd<'_>, range: DmaBufRange, access: Access) -> Result<Mr, VerbError> {
@@ -78,7 +79,9 @@ impl contract::Pd<Ibverbs> for Pd {
     fn create_mw(&self) -> Result<Mw, VerbError> {
         // SAFETY: S3: the protection domain is alive.
         let raw = unsafe { ibv_alloc_mw(self.raw.as_ptr(), ibv_mw_type::IBV_MW_TYPE_2) };
-        Ok(Mw { raw: sys::handle("ibv_alloc_mw", raw)?, ended: false })
+        let raw = sys::handle("ibv_alloc_mw", raw)?;
+        // SAFETY: S3: just made, and ours; a binding is none of its objects.
+        Ok(Mw { raw: unsafe { Owned::new(raw) } })
     }
 
     fn create_srq(&self, caps: SrqCaps) -> Result<Srq, VerbError> {
@@ -100,84 +103,53 @@ impl Drop for Pd {
 /// `ibv_mr`.
 #[derive(Debug)]
 pub(crate) struct Mr {
-    raw: NonNull<ibv_mr>,
-    ended: bool,
+    raw: Owned<ibv_mr>,
 }
 
-// SAFETY: S3: libibverbs is safe to call from any thread at once; the handle is used until `deregister` only.
-unsafe impl Send for Mr {}
-// SAFETY: S3: as above.
-unsafe impl Sync for Mr {}
+impl Mr {
+    fn new(raw: NonNull<ibv_mr>) -> Self {
+        // SAFETY: S3: just made, and ours; the layer above ends windows of it before.
+        Self { raw: unsafe { Owned::new(raw) } }
+    }
+}
 
 impl contract::Mr for Mr {
     fn lkey(&self) -> Lkey {
         // SAFETY: S3: the registration is alive.
-        Lkey(unsafe { self.raw.as_ref().lkey })
+        Lkey(unsafe { self.raw.get().as_ref().lkey })
     }
 
     fn rkey(&self) -> Rkey {
         // SAFETY: S3: the registration is alive.
-        Rkey(unsafe { self.raw.as_ref().rkey })
+        Rkey(unsafe { self.raw.get().as_ref().rkey })
     }
 
     fn handle(&self) -> usize {
-        self.raw.as_ptr().expose_provenance()
+        self.raw.get().as_ptr().expose_provenance()
     }
 
     fn deregister(&mut self) -> Result<(), VerbError> {
-        if !self.ended {
-            // SAFETY: S3: made by us, and not used again once it has ended.
-            sys::status("ibv_dereg_mr", unsafe { ibv_dereg_mr(self.raw.as_ptr()) })?;
-            self.ended = true;
-        }
-        Ok(())
-    }
-}
-
-impl Drop for Mr {
-    fn drop(&mut self) {
-        if let Err(error) = contract::Mr::deregister(self) {
-            tracing::error!(%error, "not freed");
-        }
+        self.raw.end()
     }
 }
 
 /// `ibv_mw`.
 #[derive(Debug)]
 pub(crate) struct Mw {
-    raw: NonNull<ibv_mw>,
-    ended: bool,
+    raw: Owned<ibv_mw>,
 }
-
-// SAFETY: S3: libibverbs is safe to call from any thread at once; the handle is used until `Drop` only.
-unsafe impl Send for Mw {}
-// SAFETY: S3: as above.
-unsafe impl Sync for Mw {}
 
 impl contract::Mw for Mw {
     fn rkey(&self) -> Rkey {
         // SAFETY: S3: the window is alive.
-        Rkey(unsafe { self.raw.as_ref().rkey })
+        Rkey(unsafe { self.raw.get().as_ref().rkey })
     }
 
     fn handle(&self) -> usize {
-        self.raw.as_ptr().expose_provenance()
+        self.raw.get().as_ptr().expose_provenance()
     }
 
     fn deallocate(&mut self) -> Result<(), VerbError> {
-        if !self.ended {
-            // SAFETY: S3: made by us, and not used again once it has ended.
-            sys::status("ibv_dealloc_mw", unsafe { ibv_dealloc_mw(self.raw.as_ptr()) })?;
-            self.ended = true;
-        }
-        Ok(())
-    }
-}
-
-impl Drop for Mw {
-    fn drop(&mut self) {
-        if let Err(error) = contract::Mw::deallocate(self) {
-            tracing::error!(%error, "not freed");
-        }
+        self.raw.end()
     }
 }

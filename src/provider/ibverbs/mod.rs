@@ -11,6 +11,7 @@ mod context;
 mod convert;
 mod cq;
 mod memory;
+mod owned;
 mod post;
 mod qp;
 mod srq;

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 use rdma_sys::*;
 
+use super::owned::Owned;
 use super::srq::Srq;
 use super::{Ibverbs, convert, post, sys};
 use crate::error::VerbError;
@@ -17,7 +18,7 @@ use crate::types::{AtomicCapability, DeviceAttr, QpAttr, QpCaps, QpState, Qpn, R
 /// `ibv_qp`.
 #[derive(Debug)]
 pub(crate) struct Qp {
-    raw: NonNull<ibv_qp>,
+    raw: Owned<ibv_qp>,
     /// The same queue pair for `ibv_wr_*`, where the driver has them.
     extended: Option<NonNull<ibv_qp_ex>>,
     transport: Transport,
@@ -27,7 +28,6 @@ pub(crate) struct Qp {
     state: AtomicU8,
     /// State from which on plain requests are put together where they are posted: RTS, or none.
     in_place: u8,
-    destroyed: bool,
 }
 
 // SAFETY: S3: libibverbs is safe to call from any thread at once; the handle is used until `Drop` only.
@@ -78,11 +78,13 @@ impl Qp {
         let state = AtomicU8::new(QpState::Reset as u8);
         let plainly = transport == Transport::Rc && extended.is_none();
         let in_place = if plainly { QpState::Rts as u8 } else { u8::MAX };
-        Self { raw, extended, transport, caps: convert::caps_from(granted), state, in_place, destroyed: false }
+        // SAFETY: S3: just made, and ours.
+        let raw = unsafe { Owned::new(raw) };
+        Self { raw, extended, transport, caps: convert::caps_from(granted), state, in_place }
     }
 
     fn raw(&self) -> *mut ibv_qp {
-        self.raw.as_ptr()
+        self.raw.get().as_ptr()
     }
 
     /// Refuses work in the states before `first`.
@@ -120,7 +122,7 @@ fn send_operations(transport: Transport, device: &DeviceAttr) -> ibv_qp_create_s
 impl contract::Qp for Qp {
     fn qpn(&self) -> Qpn {
         // SAFETY: S3: the queue pair is alive.
-        Qpn(unsafe { self.raw.as_ref().qp_num })
+        Qpn(unsafe { self.raw.get().as_ref().qp_num })
     }
 
     fn caps(&self) -> QpCaps {
@@ -195,19 +197,6 @@ impl contract::Qp for Qp {
     }
 
     fn destroy(&mut self) -> Result<(), VerbError> {
-        if !self.destroyed {
-            // SAFETY: S3: made by us, and not used again once it is destroyed.
-            sys::status("ibv_destroy_qp", unsafe { ibv_destroy_qp(self.raw()) })?;
-            self.destroyed = true;
-        }
-        Ok(())
-    }
-}
-
-impl Drop for Qp {
-    fn drop(&mut self) {
-        if let Err(error) = contract::Qp::destroy(self) {
-            tracing::error!(%error, "not freed");
-        }
+        self.raw.end()
     }
 }

@@ -6,6 +6,7 @@ use std::ptr::{self, NonNull};
 
 use rdma_sys::*;
 
+use super::owned::Owned;
 use super::{post, sys};
 use crate::error::VerbError;
 use crate::provider::contract::{self, PostError};
@@ -14,14 +15,9 @@ use crate::types::{RecvWr, SrqCaps};
 /// `ibv_srq`.
 #[derive(Debug)]
 pub(crate) struct Srq {
-    raw: NonNull<ibv_srq>,
+    raw: Owned<ibv_srq>,
     caps: SrqCaps,
 }
-
-// SAFETY: S3: libibverbs is safe to call from any thread at once; the handle is used until `Drop` only.
-unsafe impl Send for Srq {}
-// SAFETY: S3: as above.
-unsafe impl Sync for Srq {}
 
 impl Srq {
     pub(super) fn new(pd: NonNull<ibv_pd>, caps: SrqCaps) -> Result<Self, VerbError> {
@@ -32,11 +28,12 @@ impl Srq {
         // SAFETY: S3: the protection domain is alive, the attributes ours; granted sizes come back in them.
         let raw = sys::handle("ibv_create_srq", unsafe { ibv_create_srq(pd.as_ptr(), &raw mut init) })?;
         let caps = SrqCaps { max_wr: init.attr.max_wr.max(caps.max_wr), max_sge: init.attr.max_sge.max(caps.max_sge) };
-        Ok(Self { raw, caps })
+        // SAFETY: S3: just made, and ours; its queue pairs go before it.
+        Ok(Self { raw: unsafe { Owned::new(raw) }, caps })
     }
 
     pub(super) fn raw(&self) -> *mut ibv_srq {
-        self.raw.as_ptr()
+        self.raw.get().as_ptr()
     }
 }
 
@@ -69,12 +66,5 @@ impl contract::Srq for Srq {
             // SAFETY: S1: the memory of the list is kept by the caller; S3: the queue is alive, the chain ours.
             sys::status("ibv_post_srq_recv", unsafe { ibv_post_srq_recv(self.raw(), first, refused) })
         })
-    }
-}
-
-impl Drop for Srq {
-    fn drop(&mut self) {
-        // SAFETY: S3: made by us; its queue pairs are gone.
-        sys::freed("ibv_destroy_srq", unsafe { ibv_destroy_srq(self.raw()) });
     }
 }
