@@ -23,6 +23,8 @@ impl VerbError {
     pub(crate) const EIO: i32 = 5;
     /// Out of memory, or queue full.
     pub(crate) const ENOMEM: i32 = 12;
+    /// Something uses it.
+    pub(crate) const EBUSY: i32 = 16;
     /// No such device, or it is gone.
     pub(crate) const ENODEV: i32 = 19;
     /// Wrong argument or wrong state.

@@ -1,24 +1,26 @@
 //! Objects that go away with work in flight: in any order, from any thread, and by failure.
 
-#![allow(unsafe_code, reason = "a completion queue is overrun through the bare verbs only")]
+#![allow(unsafe_code, reason = "overrun through the bare verbs, and memory that says when it is freed")]
 
 mod torture;
 
 use std::any::Any;
 use std::future::Future;
 use std::pin::Pin;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread;
 use std::time::Duration;
 
 use fastrand::Rng;
-use tokio_rdma::software::{Faults, Network};
-use tokio_rdma::types::{QpAttr, QpCaps, QpState, RecvWr, Transport, WrId};
+use tokio_rdma::software::{DeviceControl, Faults, Network};
+use tokio_rdma::types::{QpAttr, QpCaps, QpState, RecvWr, Transport, WcStatus, WrId};
 use tokio_rdma::verbs::{Qp, QpOptions};
 use tokio_rdma::{
-    Access, Batch, BatchOp, BufMut, CompletionMode, CompletionQueue, ExposedRegion, OpErrorKind, Pool, QueuePair,
-    SetupError, SharedReceiveQueue,
+    Access, Batch, BatchOp, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, OpErrorKind, Pool,
+    ProtectionDomain, QueuePair, SetupError, SharedReceiveQueue, Storage,
 };
 use torture::{
     Flavour, LONG, Mode, Seed, block_on, bounded, connect, device, pair, scaled, slow_network, software, soon,
@@ -384,4 +386,175 @@ fn who_is_woken_by_a_reset_may_change_the_state_at_once() {
         qp.modify(&QpAttr::to_state(QpState::Reset)).unwrap();
         assert_eq!(pool.available(), 1);
     });
+}
+
+/// Memory that says when it is freed.
+#[derive(Debug)]
+struct Tracked(Box<[u8]>, Arc<AtomicBool>);
+
+impl Tracked {
+    fn new() -> (Self, Arc<AtomicBool>) {
+        let freed = Arc::new(AtomicBool::new(false));
+        (Self(vec![0; 4096].into(), freed.clone()), freed)
+    }
+}
+
+// SAFETY: a boxed slice owns its heap memory alone, wherever it is moved.
+unsafe impl Storage for Tracked {
+    fn base(&mut self) -> NonNull<u8> {
+        NonNull::from(&mut *self.0).cast()
+    }
+
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+}
+
+impl Drop for Tracked {
+    fn drop(&mut self) {
+        self.1.store(true, Ordering::SeqCst);
+    }
+}
+
+fn is_freed(freed: &AtomicBool) -> bool {
+    freed.load(Ordering::SeqCst)
+}
+
+/// A device whose driver refuses to end what it is asked to, or does as it should.
+struct Reluctant {
+    network: Network,
+    control: DeviceControl,
+    pd: ProtectionDomain,
+    queue: CompletionQueue,
+}
+
+impl Reluctant {
+    fn new() -> Self {
+        let network = Network::new();
+        let device = Device::software_in(&network, "it").unwrap();
+        let control = network.control("it").unwrap();
+        let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
+        Self { pd: device.protection_domain().unwrap(), network, control, queue }
+    }
+
+    /// True if something of the device lives on when all that is known of it was dropped.
+    fn leaks(self) -> bool {
+        let Self { network, control, pd, queue } = self;
+        control.refuse_ends(false);
+        drop((control, pd, queue));
+        network.control("it").is_some()
+    }
+}
+
+#[test]
+fn memory_whose_registration_does_not_end_is_not_freed() {
+    for refuses in [false, true] {
+        let it = Reluctant::new();
+        let ((local, exposed), (local_freed, exposed_freed)) = {
+            let ((a, freed_a), (b, freed_b)) = (Tracked::new(), Tracked::new());
+            ((a, b), (freed_a, freed_b))
+        };
+        let buffer = it.pd.register(local).unwrap();
+        let region = ExposedRegion::new(&it.pd, exposed, Access::REMOTE_ALL).unwrap();
+        it.control.refuse_ends(true);
+        let buffer = buffer.into_storage::<Tracked>().expect_err("its registration does not end");
+        let region = region.into_storage::<Tracked>().expect_err("its registration does not end");
+        assert!(!is_freed(&local_freed) && !is_freed(&exposed_freed));
+        region.write(0, b"still ours").unwrap();
+        it.control.refuse_ends(refuses);
+        drop((buffer, region));
+        assert_eq!((is_freed(&local_freed), is_freed(&exposed_freed)), (!refuses, !refuses));
+        assert_eq!(it.leaks(), refuses);
+    }
+}
+
+#[test]
+fn memory_that_a_window_may_still_open_is_not_freed() {
+    for refuses in [false, true] {
+        let it = Reluctant::new();
+        let (a, b) = pair(&it.pd, &it.queue);
+        let (memory, freed) = Tracked::new();
+        let region = ExposedRegion::new(&it.pd, memory, Access::REMOTE_ALL | Access::MW_BIND).unwrap();
+        let lease = block_on(a.lease(&region, 0..64, Access::REMOTE_WRITE)).unwrap();
+        let grant = lease.grant();
+        it.control.refuse_ends(refuses);
+        lease.revoke();
+        it.control.refuse_ends(false);
+        drop(region);
+        assert_eq!(is_freed(&freed), !refuses);
+        // What the device refused to end does no harm: the memory is there, and nobody else's.
+        let written = block_on(b.write_inline(b"late", grant));
+        assert_eq!(written.is_ok(), refuses, "{written:?}");
+        drop((a, b));
+        assert_eq!(it.leaks(), refuses);
+    }
+}
+
+#[test]
+fn what_a_queue_pair_that_is_not_destroyed_was_given_comes_back_by_its_completions_only() {
+    for refuses in [false, true] {
+        let it = Reluctant::new();
+        let (a, b) = pair(&it.pd, &it.queue);
+        let (memory, freed) = Tracked::new();
+        let (owned, other) = (it.pd.register(memory).unwrap(), Tracked::new());
+        let srq = SharedReceiveQueue::new(&it.pd, &it.queue, 4, 1).unwrap();
+        let drawing = QueuePair::builder(&it.pd, &it.queue).shared_receive_queue(&srq).build().unwrap();
+        let (receive, shared) = (a.recv(owned), srq.recv(it.pd.register(other.0).unwrap()));
+        drop(srq);
+        it.control.refuse_ends(refuses);
+        drop((a, b, drawing));
+        it.control.refuse_ends(false);
+        // The device has flushed it, and says so.
+        let error = block_on(receive).unwrap_err();
+        assert_eq!(error.status(), Some(WcStatus::WR_FLUSH_ERR), "{error:?}");
+        drop(error.into_buffer());
+        assert!(is_freed(&freed), "it came back by a completion");
+        // No message has found that one, and the queue pair may still draw from its queue.
+        let mut shared = shared;
+        match poll(&mut shared) {
+            Poll::Ready(Err(error)) => assert!(!refuses && matches!(error.kind(), OpErrorKind::Closed), "{error:?}"),
+            Poll::Ready(Ok(received)) => panic!("nobody sends: {received:?}"),
+            Poll::Pending => assert!(refuses),
+        }
+        drop(shared);
+        assert_eq!(is_freed(&other.1), !refuses);
+        assert_eq!(it.leaks(), refuses);
+    }
+}
+
+#[test]
+fn receives_of_a_shared_queue_that_is_not_destroyed_are_not_given_back() {
+    for refuses in [false, true] {
+        let it = Reluctant::new();
+        let (memory, freed) = Tracked::new();
+        let srq = SharedReceiveQueue::new(&it.pd, &it.queue, 4, 1).unwrap();
+        let mut receive = srq.recv(it.pd.register(memory).unwrap());
+        it.control.refuse_ends(refuses);
+        drop(srq);
+        it.control.refuse_ends(false);
+        match poll(&mut receive) {
+            Poll::Ready(Err(error)) => assert!(!refuses && matches!(error.kind(), OpErrorKind::Closed), "{error:?}"),
+            Poll::Ready(Ok(received)) => panic!("nobody sends: {received:?}"),
+            Poll::Pending => assert!(refuses),
+        }
+        drop(receive);
+        assert_eq!(is_freed(&freed), !refuses);
+        assert_eq!(it.leaks(), refuses);
+    }
+}
+
+#[test]
+fn bare_queue_pair_says_that_it_is_not_destroyed() {
+    let it = Reluctant::new();
+    let options = QpOptions {
+        transport: Transport::Rc,
+        caps: QpCaps { max_send_wr: 1, max_recv_wr: 1, max_send_sge: 1, max_recv_sge: 1, max_inline: 0 },
+    };
+    let bare = || Qp::new(&it.pd, it.queue.verbs(), it.queue.verbs(), None, &options).unwrap();
+    bare().destroy().unwrap();
+    let refused = bare();
+    it.control.refuse_ends(true);
+    let error = refused.destroy().unwrap_err();
+    assert_eq!((error.verb, error.errno), ("ibv_destroy_qp", 16));
+    assert!(it.leaks());
 }

@@ -38,6 +38,6 @@ pub use drive::Drive;
 pub(crate) use in_flight::{InFlight, InFlightBatch};
 pub use mode::CompletionMode;
 pub use queue::{CompletionQueue, CompletionQueueBuilder, CompletionQueueCounters};
-pub(crate) use teardown::{QueuePairCore, Shared};
+pub(crate) use teardown::{QueuePairCore, Shared, end_shared};
 pub use work_queue::WorkQueueCounters;
 pub(crate) use work_queue::{Limits, Patience, Poster, Refusal, Request, What, WorkQueue};

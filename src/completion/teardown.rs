@@ -14,7 +14,7 @@ use super::wake::WakeList;
 use super::work_queue::{Limits, Poster, WorkQueue};
 use crate::error::{OpErrorKind, SetupError, VerbError};
 use crate::types::{QpAttr, QpState};
-use crate::verbs::Qp;
+use crate::verbs::{Qp, Srq};
 use parking_lot::Mutex;
 
 /// A queue pair and what is in flight on it.
@@ -151,6 +151,19 @@ impl QueuePairCore {
         if let Some(queue) = shared {
             queue.cq().no_longer_draws(queue, self);
         }
+    }
+}
+
+/// Ends a shared receive queue that nothing draws from any more: receives fail as closed, and their buffers are free.
+///
+/// Not if the device refuses to destroy it. Then nothing of it is ever free, for nothing ever completes.
+pub(crate) fn end_shared(queue: &Arc<WorkQueue>, srq: Srq) {
+    drop(queue.close());
+    match srq.destroy() {
+        Err(error) if !error.is_device_gone() => {
+            tracing::error!(%error, "receives of a shared queue stay with the device for ever");
+        }
+        Ok(()) | Err(_) => queue.shut(OpErrorKind::Closed),
     }
 }
 

@@ -4,8 +4,8 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::recv::{Recv, recv, try_recv};
-use crate::completion::{CompletionQueue, Limits, Poster, WorkQueue, WorkQueueCounters};
-use crate::error::{OpErrorKind, SetupError, TryError};
+use crate::completion::{CompletionQueue, Limits, Poster, WorkQueue, WorkQueueCounters, end_shared};
+use crate::error::{SetupError, TryError};
 use crate::types::SrqCaps;
 use crate::verbs::{PdKey, ProtectionDomain, Srq, Target};
 
@@ -19,7 +19,8 @@ pub struct SharedReceiveQueue {
 
 struct Inner {
     queue: Arc<WorkQueue>,
-    srq: Srq,
+    /// `None` once destroyed, with the last share of this.
+    srq: Option<Srq>,
     completions: CompletionQueue,
 }
 
@@ -48,7 +49,7 @@ impl SharedReceiveQueue {
             pd: PdKey(pd.id()),
         };
         let queue = completions.shared().attach(Poster::Shared(srq.clone()), limits)?;
-        Ok(Self { inner: Arc::new(Inner { queue, srq, completions: completions.clone() }) })
+        Ok(Self { inner: Arc::new(Inner { queue, srq: Some(srq), completions: completions.clone() }) })
     }
 
     /// Posts a receive: the next message to any of its queue pairs goes into `buffer`;
@@ -57,10 +58,12 @@ impl SharedReceiveQueue {
     /// # Errors
     ///
     /// Of the future, with the buffer; see [`QueuePair::recv`](super::QueuePair::recv). Receives that no message has
-    /// found are not flushed when a queue pair ends; they fail as [`OpErrorKind::CompletionQueue`] when the device is lost,
-    /// and as [`OpErrorKind::Closed`] when the shared queue is dropped with its last queue pair. So does the one that a
-    /// message was arriving in when its queue pair was closed or dropped, if a device takes longer than a millisecond to
-    /// report it.
+    /// found are not flushed when a queue pair ends; they fail as
+    /// [`OpErrorKind::CompletionQueue`](crate::OpErrorKind::CompletionQueue) when the device is lost, and as
+    /// [`OpErrorKind::Closed`](crate::OpErrorKind::Closed) when the shared queue is dropped with its last queue pair. So
+    /// does the one that a message was arriving in when its queue pair was closed or dropped, if a device takes longer than
+    /// a millisecond to report it. Should a device refuse to destroy the queue, which no device is known to do, they never
+    /// end, and their buffers are leaked.
     ///
     /// # Cancel safety
     ///
@@ -85,7 +88,7 @@ impl SharedReceiveQueue {
     ///
     /// [`SetupError::Limit`] above its size.
     pub fn set_limit(&self, limit: u32) -> Result<(), SetupError> {
-        self.inner.srq.set_limit(limit)
+        self.verbs().set_limit(limit)
     }
 
     /// What it has done so far.
@@ -103,7 +106,10 @@ impl SharedReceiveQueue {
     /// The bare queue. Not for users: receives that a bare queue pair drew from it would complete who knows where,
     /// and it would still draw from it when the receives are given back.
     pub(super) fn verbs(&self) -> &Srq {
-        &self.inner.srq
+        match &self.inner.srq {
+            Some(srq) => srq,
+            None => unreachable!("destroyed with the last share of it"),
+        }
     }
 
     pub(super) fn work_queue(&self) -> &Arc<WorkQueue> {
@@ -114,12 +120,14 @@ impl SharedReceiveQueue {
 impl Drop for Inner {
     fn drop(&mut self) {
         // Its queue pairs hold it until they are destroyed, so nothing draws from it any more.
-        self.queue.shut(OpErrorKind::Closed);
+        if let Some(srq) = self.srq.take() {
+            end_shared(&self.queue, srq);
+        }
     }
 }
 
 impl fmt::Debug for SharedReceiveQueue {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SharedReceiveQueue").field("srq", &self.inner.srq).field("counters", &self.counters()).finish()
+        f.debug_struct("SharedReceiveQueue").field("srq", self.verbs()).field("counters", &self.counters()).finish()
     }
 }

@@ -151,10 +151,8 @@ pub(crate) trait Mw: Debug + Send + Sync {
     /// What [`WindowBind::window`](crate::types::WindowBind::window) carries.
     fn handle(&self) -> usize;
 
-    /// `ibv_dealloc_mw(3)`, for those whose drop may fail; it does nothing more then. After an error peers may go on.
-    fn deallocate(&mut self) -> Result<(), VerbError> {
-        Ok(())
-    }
+    /// `ibv_dealloc_mw(3)`; its drop does nothing more then. After an error peers may go on.
+    fn deallocate(&mut self) -> Result<(), VerbError>;
 }
 
 /// Completion channel, `ibv_create_comp_channel(3)`.
@@ -247,11 +245,9 @@ pub(crate) trait Qp: Debug + Send + Sync {
     /// As [`post_send`](Self::post_send).
     unsafe fn post_recv(&self, list: &[RecvWr<'_>]) -> Result<(), PostError>;
 
-    /// `ibv_destroy_qp(3)`, for those whose drop may fail; it does nothing more then. After an error the device may go on
+    /// `ibv_destroy_qp(3)`, for those who drop it next if it succeeds. After an error the device may go on
     /// with what was posted, and nothing that the queue pair is made of may be freed.
-    fn destroy(&mut self) -> Result<(), VerbError> {
-        Ok(())
-    }
+    fn destroy(&mut self) -> Result<(), VerbError>;
 }
 
 /// Shared receive queue, `ibv_create_srq(3)`.
@@ -276,6 +272,10 @@ pub(crate) trait Srq: Debug + Send + Sync {
     /// The memory that the list names stays valid and untouched until its completion has been
     /// polled or the shared receive queue was dropped.
     unsafe fn post_recv(&self, list: &[RecvWr<'_>]) -> Result<(), PostError>;
+
+    /// `ibv_destroy_srq(3)`, once its queue pairs are gone; its drop does nothing more then. After an error the device may go
+    /// on with what was posted.
+    fn destroy(&mut self) -> Result<(), VerbError>;
 }
 
 /// Address handle, `ibv_create_ah(3)`.

@@ -337,6 +337,10 @@ impl contract::Srq for Srq {
         // SAFETY: S1: the caller's promise is passed on unchanged.
         each!(self, inner => unsafe { inner.post_recv(list) })
     }
+
+    fn destroy(&mut self) -> Result<(), VerbError> {
+        each!(self, inner => inner.destroy())
+    }
 }
 
 impl contract::Ah for Ah {

@@ -88,6 +88,20 @@ impl Srq {
         unsafe { self.inner.raw.post_recv(list) }.map_err(PostError::from)
     }
 
+    /// Destroys it, if this is the last share, and says whether it is gone. Others are held by queue pairs only that went with
+    /// their device and were leaked: nothing draws for them either.
+    ///
+    /// After an error the device may go on with what was posted. Nothing that it is made of is freed then.
+    pub(crate) fn destroy(self) -> Result<(), VerbError> {
+        let Ok(mut inner) = Arc::try_unwrap(self.inner) else { return Ok(()) };
+        let result = inner.raw.destroy();
+        if let Err(error) = &result {
+            tracing::error!(srq = inner.raw.id(), %error, "shared receive queue is not destroyed");
+            std::mem::forget(inner);
+        }
+        result
+    }
+
     pub(super) fn raw(&self) -> &dispatch::Srq {
         &self.inner.raw
     }

@@ -67,4 +67,8 @@ impl contract::Srq for Srq {
             sys::status("ibv_post_srq_recv", unsafe { ibv_post_srq_recv(self.raw(), first, refused) })
         })
     }
+
+    fn destroy(&mut self) -> Result<(), VerbError> {
+        self.raw.end()
+    }
 }

@@ -55,6 +55,8 @@ pub(super) struct DeviceInner {
     linked: AtomicBool,
     /// Sends to be posted before one is refused; [`NO_REFUSAL`] if none is to be.
     refusal: AtomicU32,
+    /// Nothing of it can be ended.
+    stuck: AtomicBool,
 }
 
 const NO_REFUSAL: u32 = u32::MAX;
@@ -114,6 +116,7 @@ impl DeviceInner {
             port_up: AtomicBool::new(true),
             linked: AtomicBool::new(true),
             refusal: AtomicU32::new(NO_REFUSAL),
+            stuck: AtomicBool::new(false),
         }))
     }
 
@@ -121,7 +124,16 @@ impl DeviceInner {
         &self.attr
     }
 
-    #[inline]
+    /// Refuses to end anything, until it is told otherwise.
+    pub(super) fn refuse_ends(&self, refuse: bool) {
+        self.stuck.store(refuse, Ordering::Relaxed);
+    }
+
+    /// EBUSY if it is to refuse the end of an object.
+    pub(super) fn ends(&self, verb: &'static str) -> Result<(), VerbError> {
+        if self.stuck.load(Ordering::Relaxed) { Err(VerbError::new(verb, VerbError::EBUSY)) } else { Ok(()) }
+    }
+
     /// Refuses one send after `posted` more.
     pub(super) fn refuse_send(&self, posted: u32) {
         self.refusal.store(posted.min(NO_REFUSAL - 1), Ordering::Relaxed);
@@ -346,7 +358,7 @@ impl Pd {
         let random = device.network.random()?;
         let key = device.keys.insert(memory, access, shared, self.id, random);
         let key = key.ok_or(VerbError::new(verb, VerbError::ENOMEM))?;
-        Ok(Mr { device: Arc::clone(device), key, ended: false, _mapping: mapping })
+        Ok(Mr { device: Arc::clone(device), key, ended: false, mapping })
     }
 }
 
@@ -390,7 +402,7 @@ impl contract::Pd<Soft> for Pd {
         device.alive(VERB)?;
         let random = device.network.random()?;
         let key = device.keys.add_window(self.id, random).ok_or(VerbError::new(VERB, VerbError::ENOMEM))?;
-        Ok(Mw { device: Arc::clone(device), key })
+        Ok(Mw { device: Arc::clone(device), key, ended: false })
     }
 
     fn create_srq(&self, caps: SrqCaps) -> Result<Srq, VerbError> {
@@ -421,7 +433,7 @@ pub(crate) struct Mr {
     key: u32,
     ended: bool,
     /// Of a dma-buf: unmapped once it has ended.
-    _mapping: Option<MmapRaw>,
+    mapping: Option<MmapRaw>,
 }
 
 impl contract::Mr for Mr {
@@ -438,8 +450,10 @@ impl contract::Mr for Mr {
     }
 
     fn deregister(&mut self) -> Result<(), VerbError> {
-        if !mem::replace(&mut self.ended, true) {
+        if !self.ended {
+            self.device.ends("ibv_dereg_mr")?;
             self.device.keys.remove(self.key);
+            self.ended = true;
         }
         Ok(())
     }
@@ -447,8 +461,10 @@ impl contract::Mr for Mr {
 
 impl Drop for Mr {
     fn drop(&mut self) {
-        // Never fails here.
-        let _ = contract::Mr::deregister(self);
+        if let Err(error) = contract::Mr::deregister(self) {
+            tracing::error!(%error, "not freed");
+            mem::forget(self.mapping.take());
+        }
     }
 }
 
@@ -458,6 +474,7 @@ pub(crate) struct Mw {
     device: Arc<DeviceInner>,
     /// As allocated.
     key: u32,
+    ended: bool,
 }
 
 impl contract::Mw for Mw {
@@ -468,11 +485,22 @@ impl contract::Mw for Mw {
     fn handle(&self) -> usize {
         self.key as usize
     }
+
+    fn deallocate(&mut self) -> Result<(), VerbError> {
+        if !self.ended {
+            self.device.ends("ibv_dealloc_mw")?;
+            self.device.keys.remove_window(self.key);
+            self.ended = true;
+        }
+        Ok(())
+    }
 }
 
 impl Drop for Mw {
     fn drop(&mut self) {
-        self.device.keys.remove_window(self.key);
+        if let Err(error) = contract::Mw::deallocate(self) {
+            tracing::error!(%error, "not freed");
+        }
     }
 }
 

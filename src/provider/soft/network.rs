@@ -275,6 +275,12 @@ impl DeviceControl {
         self.0.announce(event);
     }
 
+    /// Refuses, or no longer, to end registrations, windows, queue pairs and shared receive queues (EBUSY), as a driver does
+    /// that has lost track of them: this crate leaks then what the device may still touch.
+    pub fn refuse_ends(&self, refuse: bool) {
+        self.0.refuse_ends(refuse);
+    }
+
     /// Takes `posted` more sends and refuses the one after them, once, as a driver that runs out of memory does:
     /// ENOMEM, and nothing that stands behind it in the same list is posted.
     pub fn refuse_send(&self, posted: u32) {

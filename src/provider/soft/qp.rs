@@ -352,6 +352,11 @@ impl Qp {
 }
 
 impl contract::Qp for Qp {
+    fn destroy(&mut self) -> Result<(), VerbError> {
+        // Its drop does it.
+        self.0.device().ends("ibv_destroy_qp")
+    }
+
     fn qpn(&self) -> Qpn {
         self.0.qpn
     }

@@ -118,6 +118,10 @@ impl contract::Srq for Srq {
         }
         Ok(())
     }
+
+    fn destroy(&mut self) -> Result<(), VerbError> {
+        self.0.context.device().ends("ibv_destroy_srq")
+    }
 }
 
 impl Drop for Srq {
