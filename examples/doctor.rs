@@ -159,7 +159,7 @@ fn port(port: &PortReport) -> Value {
         "active_mtu": port.attr.active_mtu.bytes(),
         "max_mtu": port.attr.max_mtu.bytes(),
         "lid": port.attr.lid,
-        "pkeys": port.attr.pkey_table,
+        "pkeys": port.pkeys,
         "gids": port.gids.iter().map(gid).collect::<Vec<_>>(),
     })
 }

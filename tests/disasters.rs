@@ -11,10 +11,11 @@
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Stdio};
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use tokio::task::JoinSet;
+use tokio::sync::Semaphore;
+use tokio::task::{JoinHandle, JoinSet};
 use tokio_rdma::types::{Gid, LinkLayer, Mtu, PortState, Psn, Qpn, Transport, WcStatus};
 use tokio_rdma::{
     Access, BufMut, CompletionMode, CompletionQueue, ConnectOptions, Device, ExposedRegion, OpErrorKind, Pool,
@@ -94,8 +95,9 @@ async fn load(end: &End, remote: RemoteRegion, shout: impl FnOnce()) -> Load {
     let mut shout = Some(shout);
     let mut load = Load::default();
     let mut work: JoinSet<(u64, OpErrorKind, Option<BufMut>)> = JoinSet::new();
+    let under_way = Arc::new(Semaphore::new(0));
     for at in 0..DEPTH {
-        let (qp, pool) = (end.qp.clone(), end.pool.clone());
+        let (qp, pool, under_way) = (end.qp.clone(), end.pool.clone(), under_way.clone());
         let block = remote.slice(at as u64 * BLOCK as u64..(at as u64 + 1) * BLOCK as u64).unwrap();
         work.spawn(async move {
             let mut done = 0;
@@ -114,6 +116,9 @@ async fn load(end: &End, remote: RemoteRegion, shout: impl FnOnce()) -> Load {
                     Ok(back) => buffer = back,
                     Err(error) => return (done, error.kind(), Some(error.into_buffer())),
                 }
+                if done == 0 {
+                    under_way.add_permits(1);
+                }
                 done += 1;
             }
         });
@@ -127,8 +132,9 @@ async fn load(end: &End, remote: RemoteRegion, shout: impl FnOnce()) -> Load {
             }
         });
     }
-    // All kinds are under way.
-    tokio::time::sleep(Duration::from_millis(300)).await;
+    // All have done something, and most are at it again.
+    let all = tokio::time::timeout(HANG, under_way.acquire_many(DEPTH as u32)).await;
+    drop(all.expect("the load does not get under way"));
     shout.take().unwrap()();
     let start = Instant::now();
     let mut stalls = end.qp.protection_domain().device().attr().vendor_id == SOFT_ROCE;
@@ -159,7 +165,24 @@ async fn load(end: &End, remote: RemoteRegion, shout: impl FnOnce()) -> Load {
     load
 }
 
-/// Nothing writes to memory that was handed back.
+/// Two ends of one device, connected.
+fn connected(name: &str, mode: &CompletionMode) -> (End, End) {
+    let (a, b) = (End::open(name, mode.clone()), End::open(name, mode.clone()));
+    a.connect(&b.qp.endpoint());
+    b.connect(&a.qp.endpoint());
+    (a, b)
+}
+
+/// Closes both ends after `load`: what `receiving` had posted at the peer ends, and no memory is touched any more.
+async fn ended((end, peer): (End, End), receiving: JoinHandle<()>, load: &Load) {
+    // Nothing tells it that nobody will send any more.
+    peer.qp.clone().close().await;
+    drop((end, peer));
+    tokio::time::timeout(HANG, receiving).await.expect("receives hang").unwrap();
+    untouched(load).await;
+}
+
+/// Nothing writes to memory that was handed back. What does not happen cannot be awaited, only given time to.
 async fn untouched(load: &Load) {
     tokio::time::sleep(Duration::from_millis(200)).await;
     assert!(load.kept.iter().all(|buffer| buffer.iter().all(|&byte| byte == MARK)), "touched after it was handed back");
@@ -167,9 +190,7 @@ async fn untouched(load: &Load) {
 
 /// The device can be opened again, and works.
 async fn works(name: &str) {
-    let (a, b) = (End::open(name, CompletionMode::Event), End::open(name, CompletionMode::Event));
-    a.connect(&b.qp.endpoint());
-    b.connect(&a.qp.endpoint());
+    let (a, b) = connected(name, &CompletionMode::Event);
     let result = tokio::time::timeout(HANG, a.qp.write(a.room(), b.region.grant())).await;
     result.expect("hangs afterwards").expect("does not work afterwards");
 }
@@ -291,18 +312,11 @@ fn link_that_goes_down_ends_every_operation() {
     for (label, mode) in modes() {
         println!("{label}");
         runtime(label).block_on(async {
-            let (end, peer) = (End::open(&name, mode.clone()), End::open(&name, mode));
-            end.connect(&peer.qp.endpoint());
-            peer.connect(&end.qp.endpoint());
-            let remote = peer.region.grant();
+            let (end, peer) = connected(&name, &mode);
             let receiving = receive(&peer);
-            let load = load(&end, remote, || run(&format!("ip link set {interface} down"))).await;
+            let load = load(&end, peer.region.grant(), || run(&format!("ip link set {interface} down"))).await;
             run(&format!("ip link set {interface} up"));
-            // Nothing tells it that nobody will send any more.
-            peer.qp.clone().close().await;
-            drop((end, peer));
-            tokio::time::timeout(HANG, receiving).await.expect("receives hang").unwrap();
-            untouched(&load).await;
+            ended((end, peer), receiving, &load).await;
             active(&name);
             works(&name).await;
         });
@@ -317,27 +331,23 @@ fn device_that_is_removed_serves_until_it_is_closed_and_can_be_opened_when_it_is
     for (label, mode) in modes() {
         println!("{label}");
         runtime(label).block_on(async {
-            let (end, peer) = (End::open(&name, mode.clone()), End::open(&name, mode));
-            end.connect(&peer.qp.endpoint());
-            peer.connect(&end.qp.endpoint());
-            let remote = peer.region.grant();
+            let (end, peer) = connected(&name, &mode);
             let receiving = receive(&peer);
             let mut removal = None;
-            let load = load(&end, remote, || {
+            let load = load(&end, peer.region.grant(), || {
                 removal = Some(Command::new("rdma").args(["link", "delete", &name]).spawn().unwrap());
                 // SoftRoCE cannot take a device away from those who use it: the command waits for them, unnoticed.
-                let qp = end.qp.clone();
+                let (qp, name) = (end.qp.clone(), name.clone());
                 tokio::spawn(async move {
-                    tokio::time::sleep(Duration::from_millis(500)).await;
+                    while Device::open(&name).is_ok() {
+                        tokio::time::sleep(Duration::from_millis(20)).await;
+                    }
                     qp.close().await;
                 });
             })
             .await;
             assert!(Device::open(&name).is_err(), "it is there for nobody else");
-            peer.qp.clone().close().await;
-            drop((end, peer));
-            tokio::time::timeout(HANG, receiving).await.expect("receives hang").unwrap();
-            untouched(&load).await;
+            ended((end, peer), receiving, &load).await;
             // The buffers are the last that hold it.
             drop(load);
             let removed = removal.unwrap().wait().unwrap();
@@ -350,7 +360,7 @@ fn device_that_is_removed_serves_until_it_is_closed_and_can_be_opened_when_it_is
 }
 
 /// Receives until that fails.
-fn receive(end: &End) -> tokio::task::JoinHandle<()> {
+fn receive(end: &End) -> JoinHandle<()> {
     let (qp, pool) = (end.qp.clone(), end.pool.clone());
     tokio::spawn(async move {
         let post = || qp.recv(pool.try_alloc(BLOCK).unwrap());

@@ -184,6 +184,8 @@ pub struct PortReport {
     pub attr: PortAttr,
     /// Its GIDs, best first, with reasons, for an unknown peer.
     pub gids: Vec<RankedGid>,
+    /// The partition key table, by index.
+    pub pkeys: Vec<u16>,
 }
 
 /// Something that a device may be able to do.

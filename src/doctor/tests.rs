@@ -313,7 +313,7 @@ fn port(addresses: &[&str], kind: GidKind, mtu: u32) -> (PortReport, NetInterfac
     let addresses = addresses.iter().map(|address| IpPrefix::new(*address, 24)).collect();
     let interface = NetInterface { index: 2, name: "eth0".into(), up: true, vlan: false, mtu: Some(mtu), addresses };
     let ranked = rank(&gids, std::slice::from_ref(&interface), None::<Peer>);
-    (PortReport { attr: PortAttr::ethernet(PortNum(1), gids), gids: ranked }, interface)
+    (PortReport { attr: PortAttr::ethernet(PortNum(1), gids), gids: ranked, pkeys: vec![0xffff] }, interface)
 }
 
 fn with(device: DeviceReport, interface: NetInterface) -> Vec<Finding> {

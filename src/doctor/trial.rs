@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::{Ability, DeviceReport, PortReport, Verdict};
 use crate::completion::{CompletionMode, CompletionQueue};
-use crate::error::SetupError;
+use crate::error::{SetupError, VerbError};
 use crate::mem::HostMemory;
 use crate::op::{QueuePair, SharedReceiveQueue};
 use crate::types::{Access, AtomicCapability, DeviceAttr, PortNum};
@@ -80,9 +80,9 @@ fn look_at(name: &str, found: &Sender<Piece>) {
     let attr = device.attr();
     tell(Piece::Attr(attr.clone()));
     for number in 1..=attr.ports {
-        match (device.port(PortNum(number)), device.gids(PortNum(number), None)) {
-            (Ok(attr), Ok(gids)) => tell(Piece::Port(PortReport { attr, gids })),
-            (Err(error), _) | (_, Err(error)) => tell(Piece::Error(format!("port {number}: {error}"))),
+        match port_report(&device, PortNum(number)) {
+            Ok(report) => tell(Piece::Port(report)),
+            Err(error) => tell(Piece::Error(format!("port {number}: {error}"))),
         }
     }
     let ability = |name, verdict| tell(Piece::Ability(Ability { name, verdict }));
@@ -97,6 +97,10 @@ fn look_at(name: &str, found: &Sender<Piece>) {
     ability(ON_DEMAND, claimed(attr.on_demand_paging, String::new()));
     ability(DMA_BUF, claimed(attr.dma_buf, String::new()));
     ability(DC, attr.dc.map_or(Verdict::Unknown, |dc| claimed(dc, String::new())));
+}
+
+fn port_report(device: &Device, port: PortNum) -> Result<PortReport, VerbError> {
+    Ok(PortReport { attr: device.port(port)?, gids: device.gids(port, None)?, pkeys: device.pkey_table(port)? })
 }
 
 fn verdict<E: ToString>(tried: Result<String, E>) -> Verdict {

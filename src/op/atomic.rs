@@ -4,6 +4,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
+use super::checked::Checked;
 use super::future::{Finish, Operation};
 use super::queue_pair::{QueuePair, room};
 use crate::completion::What;
@@ -16,7 +17,7 @@ use crate::verbs::{BufMut, PoolError};
 #[derive(Debug)]
 #[must_use = "it is posted already, but only awaiting it tells whether it succeeded"]
 pub struct Atomic {
-    operation: Result<Operation<Original>, Option<OpErrorKind>>,
+    operation: Checked<Original>,
 }
 
 impl QueuePair {
@@ -68,17 +69,16 @@ impl QueuePair {
     fn atomic(&self, op: SendOp, remote: RemoteRegion) -> Atomic {
         let operation = self
             .prepare(&remote)
-            .map_err(Some)
             .map(|word| Operation::post(self.send_queue(), What::Send(op), self.signaled(), room(&remote), word));
-        Atomic { operation }
+        Atomic { operation: operation.into() }
     }
 
     fn try_atomic(&self, op: SendOp, remote: RemoteRegion) -> Result<Atomic, TryError<()>> {
         let operation = match self.prepare(&remote) {
             Ok(word) => Ok(Operation::try_post(self.send_queue(), self.request(What::Send(op), room(&remote)), word)?),
-            Err(kind) => Err(Some(kind)),
+            Err(kind) => Err(kind),
         };
-        Ok(Atomic { operation })
+        Ok(Atomic { operation: operation.into() })
     }
 
     /// Checks the target and takes a word for the result.
@@ -102,13 +102,7 @@ impl Future for Atomic {
 
     #[inline]
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        match &mut self.operation {
-            Ok(operation) => Pin::new(operation).poll(context),
-            Err(refused) => match refused.take() {
-                Some(kind) => Poll::Ready(Err(OpError::new(kind, ()))),
-                None => panic!("an operation was polled after it had completed"),
-            },
-        }
+        Pin::new(&mut self.operation).poll(context)
     }
 }
 

@@ -7,6 +7,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
+use super::checked::Checked;
 use super::future::{Finish, Operation};
 use super::queue_pair::QueuePair;
 use crate::completion::{Request, What, WorkQueue};
@@ -77,7 +78,7 @@ impl Sealed for Leased {
 #[derive(Debug)]
 #[must_use = "it is posted already, but only awaiting it tells whether it succeeded; dropping it revokes the lease"]
 pub struct Leasing {
-    operation: Result<Operation<Granting>, Option<OpErrorKind>>,
+    operation: Checked<Granting>,
 }
 
 /// An invalidation in flight.
@@ -103,7 +104,7 @@ impl QueuePair {
     /// Dropping the future revokes the lease when the work request has completed, or the queue pair has ended. Nobody
     /// knows its key.
     pub fn lease(&self, region: &ExposedRegion, range: Range<usize>, access: Access) -> Leasing {
-        Leasing { operation: self.bind(region, range, access & Access::REMOTE_ALL).map_err(Some) }
+        Leasing { operation: self.bind(region, range, access & Access::REMOTE_ALL).into() }
     }
 
     fn bind(
@@ -185,13 +186,7 @@ impl Future for Leasing {
     type Output = Result<Lease, OpError<()>>;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        match &mut self.operation {
-            Ok(operation) => Pin::new(operation).poll(context),
-            Err(refused) => match refused.take() {
-                Some(kind) => Poll::Ready(Err(OpError::new(kind, ()))),
-                None => panic!("an operation was polled after it had completed"),
-            },
-        }
+        Pin::new(&mut self.operation).poll(context)
     }
 }
 

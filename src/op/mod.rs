@@ -8,6 +8,7 @@
 
 mod atomic;
 mod batch;
+mod checked;
 mod endpoint;
 mod future;
 mod lease;

@@ -46,6 +46,9 @@ pub(crate) trait Context<P: Provider>: Debug + Send + Sync {
     /// Current state of a port. EINVAL for a port the device does not have.
     fn port(&self, port: PortNum) -> Result<PortAttr, VerbError>;
 
+    /// The partition key table of a port, `ibv_query_pkey(3)` of each entry. EINVAL as [`port`](Self::port).
+    fn pkey_table(&self, port: PortNum) -> Result<Vec<u16>, VerbError>;
+
     /// `ibv_alloc_pd(3)`.
     fn create_pd(&self) -> Result<P::Pd, VerbError>;
 

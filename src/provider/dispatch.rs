@@ -105,6 +105,10 @@ impl contract::Context<Any> for Context {
         each!(self, inner => inner.port(port))
     }
 
+    fn pkey_table(&self, port: PortNum) -> Result<Vec<u16>, VerbError> {
+        each!(self, inner => inner.pkey_table(port))
+    }
+
     fn create_pd(&self) -> Result<Pd, VerbError> {
         make!(self, Pd, inner => inner.create_pd())
     }

@@ -127,8 +127,8 @@ pub struct PortAttr {
     pub lid: u16,
     /// The GID table without its empty entries.
     pub gids: Vec<GidEntry>,
-    /// The partition key table, by index; empty entries are 0. Bit 15: full member.
-    pub pkey_table: Vec<u16>,
+    /// Entries of the partition key table, which [`Device::pkey_table`](crate::Device::pkey_table) reads.
+    pub pkeys: u16,
 }
 
 impl PortAttr {
@@ -143,8 +143,8 @@ impl PortAttr {
             max_msg_size: 1 << 31,
             lid: 0,
             gids,
-            // The default partition, full member: all that RoCE has.
-            pkey_table: vec![0xffff],
+            // The default partition: all that RoCE has.
+            pkeys: 1,
         }
     }
 }

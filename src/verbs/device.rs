@@ -129,6 +129,16 @@ impl Device {
         self.inner.context.port(port)
     }
 
+    /// The partition key table of a port, by index; empty entries are 0. Bit 15: full member. One system call for each of its
+    /// [entries](PortAttr::pkeys).
+    ///
+    /// # Errors
+    ///
+    /// As [`port`](Self::port).
+    pub fn pkey_table(&self, port: PortNum) -> Result<Vec<u16>, VerbError> {
+        self.inner.context.pkey_table(port)
+    }
+
     /// A new protection domain: objects of one may be used together, `ibv_alloc_pd(3)`.
     ///
     /// # Errors

@@ -2,8 +2,8 @@
 
 #![allow(unsafe_code)]
 
-use std::ffi::CStr;
-use std::mem::{self, MaybeUninit};
+use std::ffi::{CStr, c_int};
+use std::mem::MaybeUninit;
 use std::os::fd::BorrowedFd;
 use std::ptr::{self, NonNull};
 
@@ -107,11 +107,10 @@ impl Context {
     }
 
     fn query(&self, name: &str) -> Result<DeviceAttr, VerbError> {
-        // SAFETY: S3: all zero is a value of this structure of numbers.
-        let mut all: ibv_device_attr_ex = unsafe { mem::zeroed() };
-        // SAFETY: S3: the context is open, the structure ours; without an input the call takes null.
-        let result = unsafe { ibv_query_device_ex(self.raw.as_ptr(), ptr::null(), &raw mut all) };
-        sys::status("ibv_query_device_ex", result)?;
+        let raw = self.raw.as_ptr();
+        // SAFETY: S3: a structure of numbers; the context is open, and without an input the call takes null.
+        let all: ibv_device_attr_ex =
+            unsafe { filled("ibv_query_device_ex", |all| ibv_query_device_ex(raw, ptr::null(), all)) }?;
         let raw = &all.orig_attr;
         // Counts are signed in C and never negative.
         let count = |value: i32| u32::try_from(value).unwrap_or(0);
@@ -153,11 +152,8 @@ impl Context {
     }
 
     fn query_port(&self, port: PortNum) -> Result<ibv_port_attr, VerbError> {
-        // SAFETY: S3: all zero is a value of this structure of numbers.
-        let mut raw: ibv_port_attr = unsafe { mem::zeroed() };
-        // SAFETY: S3: the context is open, the structure ours.
-        sys::status("ibv_query_port", unsafe { ibv_query_port(self.raw.as_ptr(), port.0, &raw mut raw) })?;
-        Ok(raw)
+        // SAFETY: S3: a structure of numbers; the context is open.
+        unsafe { filled("ibv_query_port", |attr| ibv_query_port(self.raw.as_ptr(), port.0, attr)) }
     }
 
     /// The entries of `port`'s GID table that are in use, `ibv_query_gid_table(3)`.
@@ -183,17 +179,6 @@ impl Context {
             .collect())
     }
 
-    /// `ibv_query_pkey(3)` of each entry.
-    fn pkey_table(&self, port: PortNum, entries: u16) -> Result<Vec<u16>, VerbError> {
-        let read = |index| {
-            let mut pkey = 0;
-            // SAFETY: S3: the context is open, the result ours.
-            let result = unsafe { ibv_query_pkey(self.raw.as_ptr(), port.0, index, &raw mut pkey) };
-            sys::status("ibv_query_pkey", result).map(|()| u16::from_be(pkey))
-        };
-        (0..i32::from(entries)).map(read).collect()
-    }
-
     /// Most inline bytes of a queue pair: no verb tells, so queue pairs are made and thrown away.
     fn probe_inline(&self) -> u32 {
         let largest = || -> Result<u32, VerbError> {
@@ -210,6 +195,18 @@ impl Context {
             0
         })
     }
+}
+
+/// What `query` fills in.
+///
+/// # Safety
+///
+/// All zero is a `T`, and `query` may be called with a pointer to one.
+unsafe fn filled<T>(verb: &'static str, query: impl FnOnce(*mut T) -> c_int) -> Result<T, VerbError> {
+    let mut value = MaybeUninit::zeroed();
+    sys::status(verb, query(value.as_mut_ptr()))?;
+    // SAFETY: S3: zero, and filled in.
+    Ok(unsafe { value.assume_init() })
 }
 
 impl contract::Context<Ibverbs> for Context {
@@ -237,8 +234,18 @@ impl contract::Context<Ibverbs> for Context {
             max_msg_size: raw.max_msg_sz,
             lid: raw.lid,
             gids: self.gid_table(port)?,
-            pkey_table: self.pkey_table(port, raw.pkey_tbl_len)?,
+            pkeys: raw.pkey_tbl_len,
         })
+    }
+
+    fn pkey_table(&self, port: PortNum) -> Result<Vec<u16>, VerbError> {
+        let read = |index| {
+            let mut pkey = 0;
+            // SAFETY: S3: the context is open, the result ours.
+            let result = unsafe { ibv_query_pkey(self.raw.as_ptr(), port.0, index, &raw mut pkey) };
+            sys::status("ibv_query_pkey", result).map(|()| u16::from_be(pkey))
+        };
+        (0..i32::from(self.query_port(port)?.pkey_tbl_len)).map(read).collect()
     }
 
     fn create_pd(&self) -> Result<Pd, VerbError> {
