@@ -81,12 +81,14 @@ impl Fault {
 }
 
 impl Events {
-    /// Reads all there are with `next`; the oldest that was not given yet.
+    /// Reads all there are with `next`; the oldest that was not given yet. Listeners are told here and now.
     pub(super) fn next(
         &self,
         next: impl FnMut() -> Result<Option<AsyncEvent>, VerbError>,
     ) -> Result<Option<AsyncEvent>, VerbError> {
-        self.take(next);
+        let News { listeners, dead } = self.read(next);
+        listeners.iter().for_each(|listener| listener());
+        News { listeners: Vec::new(), dead }.tell();
         let mut state = self.state.lock();
         match (state.backlog.pop_front(), state.ended) {
             (None, Some(error)) => Err(error),
@@ -94,8 +96,13 @@ impl Events {
         }
     }
 
-    /// Reads all there are with `next`.
-    pub(super) fn take(&self, mut next: impl FnMut() -> Result<Option<AsyncEvent>, VerbError>) {
+    /// Reads all there are with `next`. Nobody is told on this thread: it may be in the middle of a drain, or of a change of
+    /// state.
+    pub(super) fn take(&self, next: impl FnMut() -> Result<Option<AsyncEvent>, VerbError>) {
+        self.read(next).tell();
+    }
+
+    fn read(&self, mut next: impl FnMut() -> Result<Option<AsyncEvent>, VerbError>) -> News {
         let (mut dead, mut any) = (Vec::new(), false);
         let mut state = self.state.lock();
         while state.ended.is_none() {
@@ -116,12 +123,7 @@ impl Events {
                 }
             }
         }
-        let listeners = if any { state.listeners() } else { Vec::new() };
-        drop(state);
-        for listener in listeners {
-            listener();
-        }
-        tell(dead);
+        News { listeners: if any { state.listeners() } else { Vec::new() }, dead }
     }
 
     /// Calls `listener` whenever events were read, as long as it lives.
@@ -191,14 +193,26 @@ impl State {
     }
 }
 
-/// Tells the holders of dead queues. On a thread of its own: whoever found out may be in the middle of a drain.
-fn tell(dead: Vec<Arc<Fault>>) {
-    if dead.iter().all(|fault| fault.listener.get().is_none()) {
-        return;
-    }
-    let all = move || dead.iter().for_each(|fault| fault.tell());
-    if let Err(error) = thread::Builder::new().name("rdma-device-lost".to_owned()).spawn(all) {
-        tracing::error!(%error, "operations that sleep do not hear of the loss of their device");
+/// Who is to hear of what was read.
+struct News {
+    listeners: Vec<Arc<Listener>>,
+    dead: Vec<Arc<Fault>>,
+}
+
+impl News {
+    /// Tells them, on a thread of its own: what they do runs code of users, which no lock may be held for. News are rare.
+    fn tell(mut self) {
+        self.dead.retain(|fault| fault.listener.get().is_some());
+        if self.listeners.is_empty() && self.dead.is_empty() {
+            return;
+        }
+        let tell = move || {
+            self.listeners.iter().for_each(|listener| listener());
+            self.dead.iter().for_each(|fault| fault.tell());
+        };
+        if let Err(error) = thread::Builder::new().name("rdma-events".to_owned()).spawn(tell) {
+            tracing::error!(%error, "who sleeps does not hear of an asynchronous event");
+        }
     }
 }
 
