@@ -1,10 +1,11 @@
 //! The work of `benches/c/raw.c` through this crate, for comparing with it: same arguments, same line of output.
 //!
 //! ```text
-//! verbs work=write|read|pingpong|pingpong-tasks mode=event|cooperative|hybrid|busy-poll [depth=1] [operations=10000]
+//! verbs work=write|read|write-batch|read-batch|pingpong|pingpong-tasks mode=event|cooperative|hybrid|busy-poll [depth=1] [operations=10000]
 //!       [warmup=1000] [devices=soft0[,rxe1]] [times=yes|no] [runtime=current|multi]
 //! ```
 //!
+//! `write-batch` and `read-batch` post `depth` with one doorbell, wait for all, and so on; times are of batches.
 //! `pingpong` does both ends in turn, in one task, as the C program does; in `pingpong-tasks` the other end is a task of
 //! its own. `scripts/bench-verbs` builds and runs both.
 
@@ -14,8 +15,8 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use tokio_rdma::{
-    Access, BufMut, CompletionMode, CompletionQueue, CompletionQueueCounters, Device, ExposedRegion, Pool, QueuePair,
-    Write,
+    Access, Batch, BufMut, CompletionMode, CompletionQueue, CompletionQueueCounters, Device, ExposedRegion, Pool,
+    QueuePair, Write,
 };
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
@@ -145,6 +146,10 @@ async fn run(ours: &End, theirs: &End, arguments: &Arguments, operations: usize,
         ("read", 1) => one_by_one(ours, |buffer| ours.qp.read(buffer, remote), operations, times).await,
         ("write", _) => window(ours, |buffer| ours.qp.write(buffer, remote), depth, operations, times).await,
         ("read", _) => window(ours, |buffer| ours.qp.read(buffer, remote), depth, operations, times).await,
+        ("write-batch", _) => {
+            batches(ours, |batch, buffer| batch.write(buffer, remote), depth, operations, times).await
+        }
+        ("read-batch", _) => batches(ours, |batch, buffer| batch.read(buffer, remote), depth, operations, times).await,
         ("pingpong", 1) => ping_pong(ours, theirs, operations, times).await,
         ("pingpong-tasks", 1) => ping_pong_of_tasks(ours, theirs, operations, times).await,
         (other, _) => Err(format!("{other}: no such work, or not so deep").into()),
@@ -250,6 +255,32 @@ async fn window(
     for (start, rest) in in_flight {
         rest.await?;
         times.stop(start);
+    }
+    Ok(())
+}
+
+/// `depth` with one doorbell and one completion, again and again.
+async fn batches(
+    ours: &End,
+    add: impl for<'a> Fn(&'a mut Batch<BufMut>, BufMut) -> &'a mut Batch<BufMut>,
+    depth: usize,
+    operations: usize,
+    times: &mut Times,
+) -> Result<()> {
+    let mut buffers = (0..depth).map(|_| ours.buffer(WORD)).collect::<Result<Vec<_>>>()?;
+    let mut batch = Batch::new();
+    for _ in 0..operations / depth {
+        let start = times.start();
+        for buffer in buffers.drain(..) {
+            add(&mut batch, buffer);
+        }
+        let mut result = ours.qp.post_batch(batch).await;
+        if let Some(error) = result.results().iter().find_map(|result| result.err()) {
+            return Err(error.into());
+        }
+        times.stop(start);
+        buffers.extend(result.drain());
+        batch = result.into_batch();
     }
     Ok(())
 }

@@ -10,16 +10,17 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use super::in_flight::InFlightBatch;
+use super::request::{Patience, Refusal, What};
 use super::slot::{Generation, NONE, Outcome};
 use super::wake::WakeList;
-use super::work_queue::{Patience, Poster, Posting, Queued, Refusal, What, WorkQueue};
+use super::work_queue::{Poster, Posting, Queued, WorkQueue, index_of};
 use crate::error::{LimitError, OpErrorKind, VerbError};
 use crate::sync::{MutexGuard, lock};
 use crate::types::{Data, QpAttr, QpState, SendFlags, SendOp, SendWr, Sge};
 use crate::verbs::{PostError, SgeList, Source};
 
 /// Work requests of a batch for which posting needs no allocation.
-const BATCH_INLINE: usize = 16;
+const BATCH_INLINE: usize = 32;
 
 /// One work request of a batch, without its buffer.
 #[derive(Debug, Clone, Copy)]
@@ -39,9 +40,8 @@ impl WorkQueue {
         buffers: Vec<B>,
         patience: Patience,
     ) -> Result<InFlightBatch<B>, Refusal<Vec<B>>> {
-        let mut sges: SmallVec<[Sge; 2 * BATCH_INLINE]> = SmallVec::new();
-        let mut ends: SmallVec<[usize; BATCH_INLINE]> = SmallVec::new();
-        if let Err(error) = self.check_batch(entries, &buffers, &mut sges, &mut ends) {
+        let mut pieces = Pieces::default();
+        if let Err(error) = self.check_batch(entries, &buffers, &mut pieces) {
             return Err(Refusal::Error(error, buffers));
         }
         let mut posting = lock(&self.posting);
@@ -53,43 +53,40 @@ impl WorkQueue {
             return Err(Refusal::Full(buffers));
         }
 
-        let mut slots: SmallVec<[(u32, Generation); BATCH_INLINE]> = SmallVec::new();
-        let mut previous = NONE;
-        for _ in entries {
-            let Some((_, index, generation)) = self.slots.claim(&mut posting.cursor, previous) else {
-                slots.iter().for_each(|&(index, _)| self.slots.slot(index).unclaim());
+        let mut list: SmallVec<[SendWr<'_>; BATCH_INLINE]> = SmallVec::new();
+        let (mut previous, mut left, mut start) = (NONE, entries.len(), 0);
+        for (entry, &end) in entries.iter().zip(&pieces.ends) {
+            let Some((slot, index, generation)) = self.slots.claim(&mut posting.cursor, previous) else {
+                list.iter().for_each(|wr| self.slots.slot(index_of(wr.wr_id)).unclaim());
                 return Err(Refusal::Error(self.too_many(), buffers));
             };
-            slots.push((index, generation));
-            previous = index;
+            slot.place((posting.posted as u32).wrapping_add((entries.len() - left) as u32));
+            left -= 1;
+            let signaled =
+                left == 0 || signal_every != 0 && ((entries.len() - left) as u32).is_multiple_of(signal_every);
+            let flags = entry.flags | common;
+            list.push(SendWr {
+                wr_id: self.wr_id(index, generation),
+                op: entry.op,
+                flags: if signaled { flags | SendFlags::SIGNALED } else { flags - SendFlags::SIGNALED },
+                data: Data::Sges(pieces.sges.get(start..end).unwrap_or_default()),
+                target: None,
+            });
+            (previous, start) = (index, end);
         }
-        let last = entries.len() - 1;
-        let flags = |at: usize| {
-            let signaled = at == last || signal_every != 0 && (at as u32 + 1).is_multiple_of(signal_every);
-            let flags = entries[at].flags | common;
-            if signaled { flags | SendFlags::SIGNALED } else { flags - SendFlags::SIGNALED }
-        };
-        let pieces = |at: usize| &sges[if at == 0 { 0 } else { ends[at - 1] }..ends[at]];
 
+        let Some(&SendWr { wr_id: last, .. }) = list.last() else { unreachable!("an empty batch is not posted") };
         if direct {
-            let list: SmallVec<[SendWr<'_>; BATCH_INLINE]> = (0..entries.len())
-                .map(|at| SendWr {
-                    wr_id: self.wr_id(slots[at].0, slots[at].1),
-                    op: entries[at].op,
-                    flags: flags(at),
-                    data: Data::Sges(pieces(at)),
-                    target: None,
-                })
-                .collect();
-            self.post_list(posting, &list, &slots);
+            self.post_list(posting, &list);
         } else {
-            for at in 0..entries.len() {
+            for wr in &list {
+                let Data::Sges(sges) = wr.data else { unreachable!("made above") };
                 let queued = Queued {
-                    index: slots[at].0,
-                    generation: slots[at].1,
-                    what: What::Send(entries[at].op),
-                    flags: flags(at),
-                    sges: SgeList::from_slice(pieces(at)),
+                    index: index_of(wr.wr_id),
+                    generation: Generation::of(wr.wr_id),
+                    what: What::Send(wr.op),
+                    flags: wr.flags,
+                    sges: SgeList::from_slice(sges),
                     inline: None,
                     window: None,
                     to: None,
@@ -99,33 +96,40 @@ impl WorkQueue {
             }
             self.announce(posting);
         }
-        Ok(InFlightBatch::new(self.clone(), self.wr_id(slots[last].0, slots[last].1), entries.len(), buffers))
+        Ok(InFlightBatch::new(self.clone(), last, entries.len(), buffers))
     }
 
     /// One doorbell for many. A refusal part-way ends the queue pair: of those already posted some are
     /// unsignalled, and only a completion behind them tells when their buffers are free.
-    fn post_list(&self, mut posting: MutexGuard<'_, Posting>, list: &[SendWr<'_>], slots: &[(u32, Generation)]) {
+    fn post_list(&self, mut posting: MutexGuard<'_, Posting>, list: &[SendWr<'_>]) {
         let Some(Poster::Send(qp)) = &posting.poster else {
             unreachable!("batches are of send queues, and the caller saw it open")
         };
-        for (at, &(index, _)) in slots.iter().enumerate() {
-            self.slots.slot(index).place((posting.posted as u32).wrapping_add(at as u32));
-        }
         // SAFETY: S1: the elements name buffers that the batch owns; see `post_one`.
         let refused = unsafe { qp.post_send(list) }.err();
-        let posted = refused.map_or(list.len(), |refused| refused.posted) as u32;
+        let posted = refused.map_or(list.len(), |refused| refused.posted);
         tracing::trace!(posted, of = list.len(), "posted a batch");
-        posting.posted += u64::from(posted);
-        let Some(PostError { error, .. }) = refused else { return };
-        let (mut woken, last) = (WakeList::new(), slots.len() - 1);
-        let failed = Outcome::Err(OpErrorKind::Post(error));
-        for &(index, generation) in &slots[posted as usize..last] {
-            self.settle(index, generation, failed, &mut woken);
+        posting.posted += posted as u64;
+        if let Some(PostError { error, .. }) = refused {
+            self.refused(posting, list, posted, error);
         }
-        if posted > 0 {
-            self.flush_behind(&mut posting, slots[last].0, list[last], error);
-        } else {
-            self.settle(slots[last].0, slots[last].1, failed, &mut woken);
+    }
+
+    /// All of `list` behind the first `posted` was refused.
+    #[cold]
+    fn refused(&self, mut posting: MutexGuard<'_, Posting>, list: &[SendWr<'_>], posted: usize, error: VerbError) {
+        let mut woken = WakeList::new();
+        let mut fail = |wr: &SendWr<'_>| {
+            let failed = Outcome::Err(OpErrorKind::Post(error));
+            self.settle(index_of(wr.wr_id), Generation::of(wr.wr_id), failed, &mut woken);
+        };
+        if let [between @ .., last] = &list[posted..] {
+            between.iter().for_each(&mut fail);
+            if posted > 0 {
+                self.flush_behind(&mut posting, index_of(last.wr_id), *last, error);
+            } else {
+                fail(last);
+            }
         }
         drop(posting);
         woken.finish();
@@ -156,16 +160,29 @@ impl WorkQueue {
         &self,
         entries: &[BatchEntry],
         buffers: &[B],
-        sges: &mut SmallVec<[Sge; 2 * BATCH_INLINE]>,
-        ends: &mut SmallVec<[usize; BATCH_INLINE]>,
+        pieces: &mut Pieces,
     ) -> Result<(), OpErrorKind> {
         LimitError::check("work requests of a batch", entries.len() as u64, self.limits.depth.into())?;
         for (entry, buffer) in entries.iter().zip(buffers) {
-            let start = sges.len();
-            self.gather(buffer, sges)?;
-            self.check(&sges[start..], None, entry.room)?;
-            ends.push(sges.len());
+            match buffer.single() {
+                // What there is most of.
+                Some((sge, pd)) if self.is_plain(sge, pd, entry.room) => pieces.sges.push(sge),
+                _ => {
+                    let start = pieces.sges.len();
+                    self.gather(buffer, &mut pieces.sges)?;
+                    self.check(&pieces.sges[start..], None, entry.room)?;
+                }
+            }
+            pieces.ends.push(pieces.sges.len());
         }
         Ok(())
     }
+}
+
+/// Scatter/gather elements of a batch, one work request after the other.
+#[derive(Default)]
+struct Pieces {
+    sges: SmallVec<[Sge; BATCH_INLINE]>,
+    /// Where those of each work request end.
+    ends: SmallVec<[usize; BATCH_INLINE]>,
 }

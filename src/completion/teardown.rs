@@ -10,8 +10,9 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::drain::CqShared;
+use super::request::Limits;
 use super::wake::WakeList;
-use super::work_queue::{Limits, Poster, WorkQueue};
+use super::work_queue::{Poster, WorkQueue};
 use crate::error::{OpErrorKind, SetupError, VerbError};
 use crate::types::{QpAttr, QpState};
 use crate::verbs::{Qp, Srq};

@@ -10,6 +10,7 @@ use smallvec::SmallVec;
 
 use super::drain::CqShared;
 use super::in_flight::InFlight;
+use super::request::{Limits, Patience, Refusal, Request, What, WorkQueueCounters, data_of};
 use super::room::Room;
 use super::slot::{Finished, Generation, NONE, Outcome, Slot};
 use super::slots::{Cursor, INDEX_BITS, Slots};
@@ -34,59 +35,6 @@ pub(crate) enum Poster {
     Receive(Arc<Qp>),
     /// Shared receive queue.
     Shared(Srq),
-}
-
-/// Limits that are checked before the device is asked.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Limits {
-    /// Work requests the device holds.
-    pub(crate) depth: u32,
-    pub(crate) max_sge: u32,
-    pub(crate) max_inline: u32,
-    /// Bytes of a message.
-    pub(crate) max_message: u64,
-    /// Where buffers must be registered.
-    pub(crate) pd: PdKey,
-}
-
-/// What to do when the queue is full.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Patience {
-    /// Wait in line.
-    Queue,
-    /// Give the buffer back.
-    Try,
-}
-
-/// Which kind of work.
-#[derive(Debug, Clone, Copy)]
-pub(crate) enum What {
-    Send(SendOp),
-    Receive,
-}
-
-/// A work request without its buffers.
-#[derive(Debug)]
-pub(crate) struct Request<'a> {
-    pub(crate) what: What,
-    pub(crate) flags: SendFlags,
-    /// Data that is copied while posting, instead of a buffer.
-    pub(crate) inline: Option<&'a [u8]>,
-    /// What a binding binds, which its buffer keeps.
-    pub(crate) window: Option<&'a WindowBind>,
-    /// Receiver of a datagram.
-    pub(crate) to: Option<(&'a AddressHandle, Qpn, Qkey)>,
-    /// Bytes at the remote end, if it is memory.
-    pub(crate) room: u64,
-}
-
-/// Why nothing was posted, with the buffers.
-#[derive(Debug)]
-pub(crate) enum Refusal<B> {
-    /// No room, and no patience.
-    Full(B),
-    /// It cannot be done.
-    Error(OpErrorKind, B),
 }
 
 /// A work queue of a device and all that is in flight on it.
@@ -142,6 +90,14 @@ impl Owner {
     #[inline]
     pub(super) fn of(id: WrId) -> Self {
         Self((id.0 >> OWNER_SHIFT) as u32)
+    }
+}
+
+impl Generation {
+    /// Life of the slot of a work request.
+    #[inline]
+    pub(super) fn of(id: WrId) -> Self {
+        Self::new((id.0 >> INDEX_BITS) as u32)
     }
 }
 
@@ -212,14 +168,20 @@ impl WorkQueue {
     #[inline(always)]
     fn post_now<B: Source>(&self, what: What, flags: SendFlags, room: u64, buffer: &B) -> Option<WrId> {
         let (sge, pd) = buffer.single()?;
-        if pd != self.limits.pd || sge.length == 0 || self.limits.max_sge == 0 {
-            return None;
-        }
         match what {
-            What::Send(_) if u64::from(sge.length) > room.min(self.limits.max_message) => None,
-            What::Send(op) => self.send_now(op, flags, sge),
-            What::Receive => self.receive_now(sge),
+            What::Send(op) if self.is_plain(sge, pd, room) => self.send_now(op, flags, sge),
+            What::Receive if self.is_plain(sge, pd, u64::MAX) => self.receive_now(sge),
+            _ => None,
         }
+    }
+
+    /// True if there is nothing to complain about in this one element. To some devices one of no bytes means 2^31.
+    #[inline(always)]
+    pub(super) fn is_plain(&self, sge: Sge, pd: PdKey, room: u64) -> bool {
+        pd == self.limits.pd
+            && sge.length > 0
+            && self.limits.max_sge > 0
+            && u64::from(sge.length) <= room.min(self.limits.max_message)
     }
 
     /// Gives a send to the device if there is room. In place: a call would cost as much as what it keeps out of line.
@@ -436,7 +398,7 @@ impl WorkQueue {
     /// A completion has come: its slot is finished, room is free, and who waits for room gets it.
     #[inline(always)]
     pub(super) fn complete(&self, wc: &WorkCompletion, woken: &mut WakeList) {
-        let generation = Generation::new((wc.wr_id.0 >> INDEX_BITS) as u32);
+        let generation = Generation::of(wc.wr_id);
         let Some(slot) = self.slots.find(index_of(wc.wr_id)) else { return stale(wc) };
         if !wc.status.is_success() || !slot.is_unwatched_in(generation) {
             return self.complete_watched(slot, generation, wc, woken);
@@ -598,14 +560,6 @@ impl WorkQueue {
     }
 }
 
-fn data_of<'a>(sges: &'a [Sge], inline: Option<&'a [u8]>, window: Option<&'a WindowBind>) -> Data<'a> {
-    match (window, inline) {
-        (Some(bind), _) => Data::Window(bind),
-        (None, Some(bytes)) => Data::Inline(bytes),
-        (None, None) => Data::Sges(sges),
-    }
-}
-
 /// At no cost but a comparison when off; out of line, to leave the path its registers.
 #[inline]
 fn trace_completed(wc: &WorkCompletion) {
@@ -635,32 +589,8 @@ fn stale(wc: &WorkCompletion) {
     tracing::warn!(wr_id = %wc.wr_id, "completion of a work request that is not in flight");
 }
 
-impl From<LimitError> for OpErrorKind {
-    fn from(error: LimitError) -> Self {
-        Self::Limit(error)
-    }
-}
-
 impl fmt::Debug for WorkQueue {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("WorkQueue").field("limits", &self.limits).field("counters", &self.counters()).finish()
     }
-}
-
-/// What a send or receive queue has done so far.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub struct WorkQueueCounters {
-    /// Work requests given to the device.
-    pub posted: u64,
-    /// Work requests the device holds.
-    pub in_flight: u32,
-    /// Operations that wait for room now.
-    pub waiting: usize,
-    /// Operations that had to wait for room.
-    pub waited: u64,
-    /// Completions that were errors.
-    pub failed: u32,
-    /// Errors that were flushes.
-    pub flushed: u32,
 }

@@ -15,7 +15,7 @@ use crate::verbs::{Source, Target};
 /// Work requests to be posted together: one doorbell, one completion (or some), one future.
 ///
 /// It can be used again: [`BatchResult::into_batch`] gives it back empty, with the memory it has grown to, so that
-/// batches of up to 16 work requests with a buffer each are posted without an allocation.
+/// batches of up to 32 work requests with a buffer each are posted without an allocation.
 ///
 /// ```no_run
 /// # async fn example(qp: tokio_rdma::QueuePair, pool: tokio_rdma::Pool, remote: tokio_rdma::RemoteRegion)

@@ -14,7 +14,7 @@ use crate::provider::contract::PostError;
 use crate::types::{Data, RecvWr, RemoteAddr, SendOp, SendWr, Transport, UdTarget, WindowBind};
 
 /// Work requests of one chain: a longer list rings one doorbell for each so many. They stand on the stack while posted.
-const CHAIN: usize = 16;
+const CHAIN: usize = 32;
 
 /// One element of a chain of sends, with the place that inline data is named from.
 #[repr(C)]

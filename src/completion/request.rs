@@ -1,0 +1,90 @@
+//! What is asked of a work queue, and what it counts.
+
+use crate::error::{LimitError, OpErrorKind};
+use crate::types::{Data, Qkey, Qpn, SendFlags, SendOp, Sge, WindowBind};
+use crate::verbs::{AddressHandle, PdKey};
+
+/// Limits that are checked before the device is asked.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Limits {
+    /// Work requests the device holds.
+    pub(crate) depth: u32,
+    pub(crate) max_sge: u32,
+    pub(crate) max_inline: u32,
+    /// Bytes of a message.
+    pub(crate) max_message: u64,
+    /// Where buffers must be registered.
+    pub(crate) pd: PdKey,
+}
+
+/// What to do when the queue is full.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Patience {
+    /// Wait in line.
+    Queue,
+    /// Give the buffer back.
+    Try,
+}
+
+/// Which kind of work.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum What {
+    Send(SendOp),
+    Receive,
+}
+
+/// A work request without its buffers.
+#[derive(Debug)]
+pub(crate) struct Request<'a> {
+    pub(crate) what: What,
+    pub(crate) flags: SendFlags,
+    /// Data that is copied while posting, instead of a buffer.
+    pub(crate) inline: Option<&'a [u8]>,
+    /// What a binding binds, which its buffer keeps.
+    pub(crate) window: Option<&'a WindowBind>,
+    /// Receiver of a datagram.
+    pub(crate) to: Option<(&'a AddressHandle, Qpn, Qkey)>,
+    /// Bytes at the remote end, if it is memory.
+    pub(crate) room: u64,
+}
+
+/// Why nothing was posted, with the buffers.
+#[derive(Debug)]
+pub(crate) enum Refusal<B> {
+    /// No room, and no patience.
+    Full(B),
+    /// It cannot be done.
+    Error(OpErrorKind, B),
+}
+
+pub(super) fn data_of<'a>(sges: &'a [Sge], inline: Option<&'a [u8]>, window: Option<&'a WindowBind>) -> Data<'a> {
+    match (window, inline) {
+        (Some(bind), _) => Data::Window(bind),
+        (None, Some(bytes)) => Data::Inline(bytes),
+        (None, None) => Data::Sges(sges),
+    }
+}
+
+impl From<LimitError> for OpErrorKind {
+    fn from(error: LimitError) -> Self {
+        Self::Limit(error)
+    }
+}
+
+/// What a send or receive queue has done so far.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct WorkQueueCounters {
+    /// Work requests given to the device.
+    pub posted: u64,
+    /// Work requests the device holds.
+    pub in_flight: u32,
+    /// Operations that wait for room now.
+    pub waiting: usize,
+    /// Operations that had to wait for room.
+    pub waited: u64,
+    /// Completions that were errors.
+    pub failed: u32,
+    /// Errors that were flushes.
+    pub flushed: u32,
+}
