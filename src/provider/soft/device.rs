@@ -332,6 +332,10 @@ impl contract::Context<Soft> for Context {
         Ok(cq)
     }
 
+    fn create_cm_channel(&self) -> Result<super::cm::CmChannel, VerbError> {
+        Err(VerbError::new("rdma_create_event_channel", VerbError::EOPNOTSUPP))
+    }
+
     fn event_fd(&self) -> BorrowedFd<'_> {
         self.0.events.fd()
     }
