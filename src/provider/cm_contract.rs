@@ -194,6 +194,7 @@ pub(crate) struct CmEvent<P: Provider> {
 
 /// What happened. Numbers are those of `errno(3)`, positive.
 #[derive(Debug)]
+#[allow(dead_code, reason = "some only real devices raise")]
 pub(crate) enum CmEventKind<P: Provider> {
     AddressResolved,
     AddressError(i32),

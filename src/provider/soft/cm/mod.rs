@@ -1,94 +1,27 @@
-//! Minimal: filled in by the next commit.
+//! The software device's connection manager: the protocol of InfiniBand's (IBTA 12), by the addresses of IP.
+//!
+//! ```text
+//!   CmId  ── calls ──▶  Manager  ── calls, messages, time ──▶  Machine
+//!   CmChannel ◀── events ──┘  └──▶ network's scheduler ──▶ manager of the peer
+//! ```
+//!
+//! [`machine`] is pure, [`message`] is what it sends, [`manager`] puts a lock and the network around it, [`channel`] is
+//! what the layers above see. [`ports`] knows which addresses are taken.
+//!
+//! A device has the IP address of its GID. 127.0.0.1 and ::1 are shared by all devices of a network, as by the programs
+//! of a machine: a connection there goes to whichever device listens at that port. An address of which nobody listens is
+//! refused by the device that has it, and one that no device has cannot be reached.
 
-use std::net::SocketAddr;
-use std::os::fd::BorrowedFd;
-use std::time::Duration;
+mod channel;
+mod connection;
+mod machine;
+mod manager;
+mod message;
+mod ports;
 
-use super::Soft;
-use crate::error::VerbError;
-use crate::provider::cm_contract::{self, CmEvent, CmParams, CmRoute};
-use crate::types::{QpAttr, QpState};
+#[cfg(test)]
+mod tests;
 
-/// Event channel; has no values.
-#[derive(Debug)]
-pub(crate) enum CmChannel {}
-
-/// Id; has no values.
-#[derive(Debug)]
-pub(crate) enum CmId {}
-
-impl cm_contract::CmChannel<Soft> for CmChannel {
-    fn fd(&self) -> BorrowedFd<'_> {
-        match *self {}
-    }
-
-    fn may_block(&self) -> bool {
-        match *self {}
-    }
-
-    fn take_event(&self) -> Result<Option<CmEvent<Soft>>, VerbError> {
-        match *self {}
-    }
-
-    fn create_id(&self) -> Result<CmId, VerbError> {
-        match *self {}
-    }
-}
-
-impl cm_contract::CmId for CmId {
-    fn key(&self) -> u64 {
-        match *self {}
-    }
-
-    fn bind(&self, _: SocketAddr) -> Result<(), VerbError> {
-        match *self {}
-    }
-
-    fn listen(&self, _: u32) -> Result<(), VerbError> {
-        match *self {}
-    }
-
-    fn resolve_addr(&self, _: Option<SocketAddr>, _: SocketAddr, _: Duration) -> Result<(), VerbError> {
-        match *self {}
-    }
-
-    fn resolve_route(&self, _: Duration) -> Result<(), VerbError> {
-        match *self {}
-    }
-
-    fn connect(&self, _: &CmParams<'_>) -> Result<(), VerbError> {
-        match *self {}
-    }
-
-    fn accept(&self, _: &CmParams<'_>) -> Result<(), VerbError> {
-        match *self {}
-    }
-
-    fn reject(&self, _: &[u8]) -> Result<(), VerbError> {
-        match *self {}
-    }
-
-    fn establish(&self) -> Result<(), VerbError> {
-        match *self {}
-    }
-
-    fn disconnect(&self) -> Result<(), VerbError> {
-        match *self {}
-    }
-
-    fn qp_attr(&self, _: QpState) -> Result<QpAttr, VerbError> {
-        match *self {}
-    }
-
-    fn local_addr(&self) -> Option<SocketAddr> {
-        match *self {}
-    }
-
-    fn peer_addr(&self) -> Option<SocketAddr> {
-        match *self {}
-    }
-
-    fn route(&self) -> Option<CmRoute> {
-        match *self {}
-    }
-}
+pub(crate) use channel::{CmChannel, CmId};
+pub(super) use manager::{Letter, Manager};
+pub(super) use ports::Ports;

@@ -1,0 +1,284 @@
+//! One event channel for each open device, and where its events go.
+//!
+//! Whoever waits makes sure that its runtime watches the channel ([`Reactors`]). The reactor's waker drains the channel
+//! there and then; each event is filed with the id that it belongs to, whose waiters are woken.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::{Arc, Weak};
+
+use parking_lot::Mutex;
+use tokio::runtime::Handle;
+use tokio::sync::watch;
+
+use crate::error::VerbError;
+use crate::op::WeakQueuePair;
+use crate::provider::cm_contract::{CmChannel as _, CmEvent, CmEventKind, CmPeer};
+use crate::provider::contract::Context as _;
+use crate::provider::dispatch::{Any, CmChannel, CmId};
+use crate::types::{QpAttr, QpState, RejectReason};
+use crate::verbs::Device;
+
+use super::listener::Incoming;
+use super::reactor::Reactors;
+
+/// What has happened to an id so far. Nothing happens twice, so nothing is overwritten.
+#[derive(Debug, Default)]
+pub(super) struct Happened {
+    pub(super) address: Option<Result<(), i32>>,
+    pub(super) route: Option<Result<(), i32>>,
+    pub(super) response: Option<CmPeer>,
+    pub(super) established: bool,
+    /// The first of the ends that there may be.
+    pub(super) end: Option<End>,
+    /// TIMEWAIT is over, or there is none.
+    pub(super) exited: bool,
+}
+
+/// How a connection, or the attempt at one, ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum End {
+    Rejected { reason: RejectReason, private_data: Vec<u8> },
+    Unreachable(i32),
+    Error(i32),
+    Disconnected,
+    TimewaitExit,
+    DeviceRemoval,
+    AddressChange,
+}
+
+/// Where the events of one id go.
+#[derive(Debug)]
+pub(super) struct Inbox {
+    pub(super) happened: watch::Sender<Happened>,
+    /// Goes to the error state with the connection.
+    pub(super) queue_pair: Mutex<Option<WeakQueuePair>>,
+    /// Of a listener.
+    pub(super) incoming: Option<Incoming>,
+}
+
+impl Inbox {
+    pub(super) fn new(incoming: Option<Incoming>) -> Arc<Self> {
+        let happened = watch::Sender::new(Happened::default());
+        Arc::new(Self { happened, queue_pair: Mutex::new(None), incoming })
+    }
+}
+
+/// See the module.
+pub(super) struct Router {
+    device: Device,
+    channel: Arc<CmChannel>,
+    inboxes: Mutex<HashMap<u64, Arc<Inbox>>>,
+    /// Held while events are taken, so that those of one id stay in order.
+    draining: Mutex<()>,
+    reactors: Reactors,
+}
+
+/// The channel as something that a reactor can watch.
+pub(super) struct Watched(Arc<CmChannel>);
+
+impl std::os::fd::AsRawFd for Watched {
+    fn as_raw_fd(&self) -> std::os::fd::RawFd {
+        let fd: BorrowedFd<'_> = self.0.fd();
+        fd.as_fd().as_raw_fd()
+    }
+}
+
+/// Routers in use.
+static ROUTERS: Mutex<Vec<Weak<Router>>> = Mutex::new(Vec::new());
+
+impl Router {
+    /// That of an open device, made when first needed and gone with the last id.
+    pub(super) fn of(device: &Device) -> Result<Arc<Self>, VerbError> {
+        // Dropped without the lock: one of them may be the last share of its router by then.
+        let mut seen = Vec::new();
+        let mut routers = ROUTERS.lock();
+        routers.retain(|router| router.strong_count() > 0);
+        seen.extend(routers.iter().filter_map(Weak::upgrade));
+        let known = seen.iter().find(|router| router.device.same(device)).cloned();
+        let router = match known {
+            Some(router) => router,
+            None => {
+                let router = Arc::new(Self {
+                    device: device.clone(),
+                    channel: Arc::new(device.context().create_cm_channel()?),
+                    inboxes: Mutex::default(),
+                    draining: Mutex::new(()),
+                    reactors: Reactors::new(),
+                });
+                routers.push(Arc::downgrade(&router));
+                router
+            }
+        };
+        drop(routers);
+        drop(seen);
+        Ok(router)
+    }
+
+    pub(super) fn device(&self) -> &Device {
+        &self.device
+    }
+
+    pub(super) fn create_id(&self) -> Result<CmId, VerbError> {
+        self.channel.create_id()
+    }
+
+    pub(super) fn watched(&self) -> Watched {
+        Watched(Arc::clone(&self.channel))
+    }
+
+    pub(super) fn reactors(&self) -> &Reactors {
+        &self.reactors
+    }
+
+    /// Makes sure that the current runtime watches the channel.
+    pub(super) fn watch(self: &Arc<Self>) {
+        self.reactors.watch(self);
+    }
+
+    pub(super) fn add(&self, key: u64, inbox: &Arc<Inbox>) {
+        self.inboxes.lock().insert(key, Arc::clone(inbox));
+    }
+
+    pub(super) fn remove(&self, key: u64) {
+        let removed = self.inboxes.lock().remove(&key);
+        drop(removed);
+    }
+
+    /// True if calls of ids may have to wait.
+    pub(super) fn may_block(&self) -> bool {
+        self.channel.may_block()
+    }
+
+    /// Drops an id where that holds up nobody.
+    pub(super) fn dispose(&self, id: impl Send + 'static) {
+        match Handle::try_current() {
+            Ok(runtime) if self.may_block() => drop(runtime.spawn_blocking(move || drop(id))),
+            // There is no runtime here that it could hold up.
+            _ => drop(id),
+        }
+    }
+
+    /// Takes and files all events.
+    pub(super) fn drain(self: &Arc<Self>) {
+        // What becomes useless, dropped without the lock.
+        let mut useless = Vec::new();
+        {
+            let _one_at_a_time = self.draining.lock();
+            loop {
+                match self.channel.take_event() {
+                    Ok(Some(event)) => useless.extend(self.file(event)),
+                    Ok(None) => break,
+                    Err(error) => {
+                        tracing::error!(%error, "events of the connection manager cannot be read");
+                        break;
+                    }
+                }
+            }
+        }
+        for id in useless {
+            self.dispose(id);
+        }
+    }
+
+    /// Files one event. What comes back is an id that nobody wants.
+    fn file(self: &Arc<Self>, event: CmEvent<Any>) -> Option<CmId> {
+        let CmEvent { key, kind } = event;
+        tracing::trace!(key, ?kind, "connection event");
+        let inbox = self.inboxes.lock().get(&key).cloned();
+        let Some(inbox) = inbox else {
+            // Of an id that is gone.
+            return match kind {
+                CmEventKind::ConnectRequest { id, .. } => Some(id),
+                _ => None,
+            };
+        };
+        let kind = match kind {
+            CmEventKind::ConnectRequest { id, peer } => {
+                let Some(incoming) = &inbox.incoming else { return Some(id) };
+                return incoming.push(self, id, peer);
+            }
+            kind => kind,
+        };
+        inbox.happened.send_if_modified(|happened| happened.on_event(kind));
+        if inbox.happened.borrow().end.is_some() {
+            inbox.fail_queue_pair();
+            if let Some(incoming) = &inbox.incoming {
+                incoming.end();
+            }
+        }
+        None
+    }
+}
+
+impl Inbox {
+    /// Ends what is in flight. Once: the link's end is the queue pair's.
+    pub(super) fn fail_queue_pair(&self) {
+        let queue_pair = self.queue_pair.lock().take();
+        if let Some(queue_pair) = queue_pair.and_then(|weak| weak.upgrade())
+            && let Err(error) = queue_pair.modify(&QpAttr::to_state(QpState::Err))
+        {
+            tracing::debug!(%error, qpn = %queue_pair.qpn(), "queue pair of a connection that ended");
+        }
+    }
+}
+
+impl Happened {
+    /// True if somebody may be interested.
+    fn on_event(&mut self, kind: CmEventKind<Any>) -> bool {
+        let end = match kind {
+            CmEventKind::AddressResolved => {
+                self.address = Some(Ok(()));
+                None
+            }
+            CmEventKind::AddressError(errno) => {
+                self.address = Some(Err(errno));
+                None
+            }
+            CmEventKind::RouteResolved => {
+                self.route = Some(Ok(()));
+                None
+            }
+            CmEventKind::RouteError(errno) => {
+                self.route = Some(Err(errno));
+                None
+            }
+            CmEventKind::ConnectResponse(peer) => {
+                self.response = Some(peer);
+                None
+            }
+            CmEventKind::Established => {
+                self.established = true;
+                None
+            }
+            CmEventKind::Rejected { reason, private_data } => Some(End::Rejected { reason, private_data }),
+            CmEventKind::Unreachable(errno) => Some(End::Unreachable(errno)),
+            CmEventKind::ConnectError(errno) => Some(End::Error(errno)),
+            CmEventKind::Disconnected => Some(End::Disconnected),
+            CmEventKind::TimewaitExit => {
+                self.exited = true;
+                Some(End::TimewaitExit)
+            }
+            CmEventKind::DeviceRemoval => {
+                self.exited = true;
+                Some(End::DeviceRemoval)
+            }
+            CmEventKind::AddressChange => Some(End::AddressChange),
+            CmEventKind::ConnectRequest { .. } | CmEventKind::Other(_) => return false,
+        };
+        if self.end.is_none() {
+            self.end = end;
+        }
+        true
+    }
+}
+
+impl fmt::Debug for Router {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Router")
+            .field("device", &self.device)
+            .field("ids", &self.inboxes.lock().len())
+            .finish_non_exhaustive()
+    }
+}
