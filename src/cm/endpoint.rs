@@ -105,9 +105,13 @@ impl Endpoint {
 
     /// The result of a call; if the peer has ended the connection meanwhile, that is why it failed.
     pub(super) fn blame<T>(&self, result: Result<T, ConnectError>, address: SocketAddr) -> Result<T, ConnectError> {
-        result.map_err(|error| match &self.inbox.happened.borrow().end {
-            Some(end) => ConnectError::ended(end, address),
-            None => error,
+        result.map_err(|error| {
+            // The event may be there and not taken yet.
+            self.router.drain();
+            match &self.inbox.happened.borrow().end {
+                Some(end) => ConnectError::ended(end, address),
+                None => error,
+            }
         })
     }
 

@@ -336,10 +336,11 @@ impl Request {
                 .await;
             endpoint.blame(said, address)?;
             endpoint
-                .until(|happened| match (&happened.end, happened.established) {
-                    (Some(end), _) => Some(Err(ConnectError::ended(end, address))),
-                    (None, true) => Some(Ok(())),
-                    (None, false) => None,
+                .until(|happened| match (happened.established, &happened.end) {
+                    // It may be over already: what the peer sent before is there all the same.
+                    (true, _) => Some(Ok(())),
+                    (false, Some(end)) => Some(Err(ConnectError::ended(end, address))),
+                    (false, None) => None,
                 })
                 .await
         })

@@ -494,6 +494,10 @@ impl Machine {
                 if let Some(connection) = self.connections.get_mut(&id) {
                     connection.transaction = transaction;
                 }
+                if state == Some(State::RepSent) {
+                    // The confirmation was lost or overtaken: who says goodbye has confirmed.
+                    self.event(id, Event::Established);
+                }
                 self.send(id, answer);
                 self.disconnected(now, id);
             }
