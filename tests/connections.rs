@@ -5,7 +5,7 @@
 mod torture;
 
 use std::net::{IpAddr, SocketAddr};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tokio_rdma::cm::{
@@ -27,8 +27,13 @@ struct Side {
 
 impl Side {
     fn new(device: &Device) -> Self {
+        Self::with_room(device, 8192)
+    }
+
+    /// Room for so many completions, four for each queue pair: one that is left behind takes some for ever.
+    fn with_room(device: &Device, completions: u32) -> Self {
         let pd = device.protection_domain().unwrap();
-        let queue = CompletionQueue::builder(device).capacity(8192).build().unwrap();
+        let queue = CompletionQueue::builder(device).capacity(completions).build().unwrap();
         let pool = Pool::builder(&pd).buffer_size(256).buffers(64).growing(true).build().unwrap();
         Self { device: device.clone(), pd, queue, pool }
     }
@@ -636,6 +641,7 @@ fn churn_leaves_no_descriptor_and_no_address_behind() {
     bounded("churn", 5 * LONG, || {
         Flavour::CurrentThread.runtime().block_on(async {
             let (a, b) = sides();
+            let (a, b) = (Side::with_room(&a.device, 64), Side::with_room(&b.device, 64));
             let listener = b.listen().await;
             let (address, options) = (listener.local_addr(), Options::default());
             let descriptors = || std::fs::read_dir("/proc/self/fd").unwrap().count();
@@ -662,6 +668,69 @@ fn churn_leaves_no_descriptor_and_no_address_behind() {
                 assert!(descriptors() <= before + slack, "{} of {before}", descriptors());
             }
         });
+    });
+}
+
+#[test]
+fn whenever_either_end_gives_up_nothing_hangs_and_no_queue_pair_is_half_connected() {
+    bounded("giving up", 5 * LONG, || {
+        let seed = torture::Seed::new("--test connections");
+        for (number, flavour) in Flavour::ALL.into_iter().enumerate() {
+            let mut random = fastrand::Rng::with_seed(seed.value.wrapping_add(number as u64));
+            flavour.runtime().block_on(async {
+                let (a, b) = sides();
+                // For two queue pairs of each side, and those that a provider has not destroyed yet.
+                let (a, b) = (Side::with_room(&a.device, 64), Side::with_room(&b.device, 64));
+                let listener = b.listen().await;
+                let (address, options) = (listener.local_addr(), Options::default());
+                let mut outcomes = [0; 2];
+                for _ in 0..scaled(400) {
+                    let mut moment = |most: u64| Duration::from_micros(random.u64(..most));
+                    let (patience, theirs, ours) = (moment(2_000), Mutex::new(None), Mutex::new(None));
+                    let active = tokio::time::timeout(moment(2_000), async {
+                        let made = cm::connect(&a.device, address, &options, |route| {
+                            let queue_pair = route.prepare(a.builder()).build()?;
+                            *ours.lock().unwrap() = Some(queue_pair.clone());
+                            Ok(queue_pair)
+                        });
+                        made.await
+                    });
+                    let passive = tokio::time::timeout(patience, async {
+                        let request = listener.accept().await?;
+                        let queue_pair = request.prepare(b.builder()).build().unwrap();
+                        *theirs.lock().unwrap() = Some(queue_pair.clone());
+                        request.accept(&queue_pair, &options).await
+                    });
+                    let (active, passive) = soon("both", async { tokio::join!(active, passive) }).await;
+                    for (link, queue_pair) in [
+                        (active.map(|made| made.map(|(_, link)| link)), ours.into_inner().unwrap()),
+                        (passive, theirs.into_inner().unwrap()),
+                    ] {
+                        let ready = matches!(&link, Ok(Ok(link)) if link.is_connected());
+                        outcomes[usize::from(ready)] += 1;
+                        if let Some(queue_pair) = queue_pair.filter(|_| !ready) {
+                            assert_eq!(state(&queue_pair), QpState::Err);
+                        }
+                        // What ends it for the other.
+                        drop(link);
+                    }
+                }
+                assert!(outcomes[0] > 0, "nobody gave up: {outcomes:?}");
+                // And after all that it works.
+                let late = async {
+                    loop {
+                        // Requests that were given up may still be taken back.
+                        let request = listener.accept().await.unwrap();
+                        if request.private_data().starts_with(b"last") {
+                            break b.accept(request, &options).await.unwrap();
+                        }
+                    }
+                };
+                let last = Options::default().private_data(*b"last");
+                let (ours, theirs) = soon("last", async { tokio::join!(a.connect(address, &last), late) }).await;
+                a.exchange(&ours.unwrap().0, &b, &theirs.0).await;
+            });
+        }
     });
 }
 

@@ -105,9 +105,9 @@ impl Default for ListenOptions {
 impl ListenOptions {
     /// Requests that wait at most; 1024 unless set, some 0.5 KiB each, and at least 1.
     ///
-    /// The software device's manager does not see requests beyond that, and the peers repeat them until there is room, or
-    /// they give up: until a request is accepted or rejected, it counts. The kernel's counts only those that the program
-    /// has not seen; beyond, requests are rejected here, with reason
+    /// The software device's manager asks the peers beyond that to try again a little later, until there is room or their
+    /// deadline has passed; a request counts until it is accepted or rejected. The kernel's counts only those that the
+    /// program has not seen; beyond, requests are rejected here, with reason
     /// [`CONSUMER`](crate::cm::RejectReason::CONSUMER).
     #[must_use]
     pub const fn backlog(mut self, requests: u32) -> Self {

@@ -74,7 +74,7 @@ pub(crate) trait CmId: Debug + Send + Sync {
     fn bind(&self, address: SocketAddr) -> Result<(), VerbError>;
 
     /// `rdma_listen(3)` on the address bound to. `backlog` requests at most wait to be answered (or to be taken, if the
-    /// provider can tell no more); requests beyond that are dropped unseen, so that the peer repeats them.
+    /// provider can tell no more); requests beyond that are dropped unseen or put off, so that the peer repeats them.
     fn listen(&self, backlog: u32) -> Result<(), VerbError>;
 
     /// `rdma_resolve_addr(3)`: binds to a local device by source and destination.

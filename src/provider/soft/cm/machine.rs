@@ -23,6 +23,9 @@ pub(super) const MAX_RETRIES: u8 = 15;
 /// What an MRA asks for while a program makes up its mind: 4.3 s, after which the peer repeats its request and is asked
 /// again.
 const SERVICE_TIMEOUT: CmTimeout = CmTimeout(20);
+/// What an MRA asks for when a listener's backlog is full: 67 ms. A listener with a backlog of 16 and a slow program
+/// takes in 1,000 in 4 s so.
+const BUSY_TIMEOUT: CmTimeout = CmTimeout(14);
 /// Bounds of the times that peers ask for: 1 ms, so that they cannot make us busy, and 4.3 s, so that they cannot make
 /// us remember them for hours.
 const TIMEOUTS: (CmTimeout, CmTimeout) = (CmTimeout(8), CmTimeout(20));
@@ -374,8 +377,10 @@ impl Machine {
             return;
         }
         if listener.waiting >= listener.backlog {
-            // Not a word: the peer repeats it, and there may be room then.
-            return;
+            // Nothing is remembered of it: the peer repeats it, and there may be room then.
+            let mra = Mra { local_id: 0, remote_id: req.local_id, about: About::Req, service_timeout: BUSY_TIMEOUT };
+            let mad = Mad { transaction, message: Message::Mra(mra) };
+            return self.out.push_back(Output::Send { to: from, mad });
         }
         // Without a number that nobody can guess: as if the request was lost.
         let Some(rq_psn) = psn() else { return };
@@ -468,7 +473,7 @@ impl Machine {
     }
 
     fn on_receipt(&mut self, now: u64, from: Gid, mra: &Mra) {
-        let Some(connection) = self.connections.get(&mra.remote_id) else { return };
+        let Some(connection) = self.connections.get_mut(&mra.remote_id) else { return };
         let theirs = connection.remote_id == mra.local_id || connection.remote_id == 0;
         if connection.peer != from || !theirs {
             return;
@@ -479,6 +484,9 @@ impl Machine {
             _ => return,
         };
         if mra.about == expected {
+            // It is alive: how long is long enough the program decides. Otherwise a listener in a storm would lose those
+            // that it has put off too often.
+            connection.retries_left = connection.retries;
             let at = now.saturating_add(bounded(mra.service_timeout));
             self.set_deadline(mra.remote_id, Some(at));
         }
