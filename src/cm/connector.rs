@@ -218,7 +218,7 @@ impl Route {
                     (None, None) => None,
                 })
                 .await?;
-            endpoint.tie(queue_pair);
+            endpoint.inbox().tie(queue_pair);
             let (ours, reads) = (queue_pair.clone(), reads.agreed(&peer));
             let confirmed = endpoint
                 .call(move |id| {

@@ -13,10 +13,9 @@ use crate::error::VerbError;
 use crate::op::QueuePair;
 use crate::provider::cm_contract::{CmId as _, CmRoute};
 use crate::provider::dispatch::CmId;
-use crate::types::{QpAttr, QpState};
 
 use super::error::{ConnectError, Step};
-use super::router::{Happened, Inbox, Router};
+use super::router::{Happened, Inbox, Router, fail};
 
 /// See the module. Its drop destroys the id.
 pub(super) struct Endpoint {
@@ -95,14 +94,6 @@ impl Endpoint {
         }
     }
 
-    /// The queue pair ends with the connection from now on; at once, if that is over.
-    pub(super) fn tie(&self, queue_pair: &QueuePair) {
-        *self.inbox.queue_pair.lock() = Some(queue_pair.downgrade());
-        if self.ended() {
-            self.inbox.fail_queue_pair();
-        }
-    }
-
     /// The result of a call; if the peer has ended the connection meanwhile, that is why it failed.
     pub(super) fn blame<T>(&self, result: Result<T, ConnectError>, address: SocketAddr) -> Result<T, ConnectError> {
         result.map_err(|error| {
@@ -162,10 +153,8 @@ impl Halfway {
 
 impl Drop for Halfway {
     fn drop(&mut self) {
-        if let Some(queue_pair) = self.0.take()
-            && let Err(error) = queue_pair.modify(&QpAttr::to_state(QpState::Err))
-        {
-            tracing::debug!(%error, qpn = %queue_pair.qpn(), "queue pair that did not connect");
+        if let Some(queue_pair) = self.0.take() {
+            fail(&queue_pair);
         }
     }
 }

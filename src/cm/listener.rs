@@ -325,7 +325,7 @@ impl Request {
         let halfway = Halfway::new(queue_pair);
         let reads = Reads::of(&device, options).agreed(&peer);
         within(options.deadline(), Step::Establish, async {
-            endpoint.tie(queue_pair);
+            endpoint.inbox().tie(queue_pair);
             let (ours, options) = (queue_pair.clone(), options.clone());
             let said = endpoint
                 .call(move |id| {

@@ -13,7 +13,7 @@ use tokio::runtime::Handle;
 use tokio::sync::watch;
 
 use crate::error::VerbError;
-use crate::op::WeakQueuePair;
+use crate::op::{QueuePair, WeakQueuePair};
 use crate::provider::cm_contract::{CmChannel as _, CmEvent, CmEventKind, CmPeer};
 use crate::provider::contract::Context as _;
 use crate::provider::dispatch::{Any, CmChannel, CmId};
@@ -53,7 +53,7 @@ pub(super) enum End {
 pub(super) struct Inbox {
     pub(super) happened: watch::Sender<Happened>,
     /// Goes to the error state with the connection.
-    pub(super) queue_pair: Mutex<Option<WeakQueuePair>>,
+    queue_pair: Mutex<Option<WeakQueuePair>>,
     /// Of a listener.
     pub(super) incoming: Option<Incoming>,
 }
@@ -201,26 +201,51 @@ impl Router {
             }
             kind => kind,
         };
-        inbox.happened.send_if_modified(|happened| happened.on_event(kind));
-        if inbox.happened.borrow().end.is_some() {
-            inbox.fail_queue_pair();
-            if let Some(incoming) = &inbox.incoming {
-                incoming.end();
-            }
-        }
+        inbox.on_event(kind);
         None
     }
 }
 
 impl Inbox {
-    /// Ends what is in flight. Once: the link's end is the queue pair's.
+    fn on_event(&self, kind: CmEventKind<Any>) {
+        let ends = kind.is_end();
+        // Held so that who sees the end finds the queue pair in the error state.
+        let mut tied = self.queue_pair.lock();
+        let queue_pair = if ends { tied.take().and_then(|weak| weak.upgrade()) } else { None };
+        if let Some(queue_pair) = &queue_pair {
+            fail(queue_pair);
+        }
+        self.happened.send_if_modified(|happened| happened.on_event(kind));
+        drop(tied);
+        if ends && let Some(incoming) = &self.incoming {
+            incoming.end();
+        }
+    }
+
+    /// The queue pair ends with the connection from now on; at once, if that is over.
+    pub(super) fn tie(&self, queue_pair: &QueuePair) {
+        let mut tied = self.queue_pair.lock();
+        if self.happened.borrow().end.is_some() {
+            fail(queue_pair);
+        } else {
+            *tied = Some(queue_pair.downgrade());
+        }
+    }
+
+    /// Ends what is in flight, once.
     pub(super) fn fail_queue_pair(&self) {
         let queue_pair = self.queue_pair.lock().take();
-        if let Some(queue_pair) = queue_pair.and_then(|weak| weak.upgrade())
-            && let Err(error) = queue_pair.modify(&QpAttr::to_state(QpState::Err))
-        {
-            tracing::debug!(%error, qpn = %queue_pair.qpn(), "queue pair of a connection that ended");
+        if let Some(queue_pair) = queue_pair.and_then(|weak| weak.upgrade()) {
+            fail(&queue_pair);
         }
+    }
+}
+
+/// To the error state.
+pub(super) fn fail(queue_pair: &QueuePair) {
+    if let Err(error) = queue_pair.modify(&QpAttr::to_state(QpState::Err)) {
+        // Closed, or its device is gone: then it does nothing more either.
+        tracing::debug!(%error, qpn = %queue_pair.qpn(), "queue pair of a connection that ended");
     }
 }
 

@@ -231,6 +231,29 @@ pub(crate) enum CmEventKind<P: Provider> {
     Other(u32),
 }
 
+impl<P: Provider> CmEventKind<P> {
+    /// True if the connection, or the attempt at one, is over.
+    pub(crate) const fn is_end(&self) -> bool {
+        match self {
+            Self::Rejected { .. }
+            | Self::Unreachable(_)
+            | Self::ConnectError(_)
+            | Self::Disconnected
+            | Self::TimewaitExit
+            | Self::DeviceRemoval
+            | Self::AddressChange => true,
+            Self::AddressResolved
+            | Self::AddressError(_)
+            | Self::RouteResolved
+            | Self::RouteError(_)
+            | Self::ConnectRequest { .. }
+            | Self::ConnectResponse(_)
+            | Self::Established
+            | Self::Other(_) => false,
+        }
+    }
+}
+
 impl<P: Provider> CmEvent<P> {
     /// The same event, with its id as that of provider `Q`.
     pub(crate) fn map<Q: Provider>(self, id_of: impl FnOnce(P::CmId) -> Q::CmId) -> CmEvent<Q> {
