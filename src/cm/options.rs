@@ -103,7 +103,7 @@ impl Default for ListenOptions {
 }
 
 impl ListenOptions {
-    /// Requests that wait at most; 1024 unless set, some 0.5 KiB each, and at least 1.
+    /// Requests that wait at most; 1024 unless set, some 2 KiB each, and at least 1.
     ///
     /// The software device's manager asks the peers beyond that to try again a little later, until there is room or their
     /// deadline has passed; a request counts until it is accepted or rejected. The kernel's counts only those that the

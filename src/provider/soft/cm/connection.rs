@@ -13,7 +13,7 @@ use super::message::{CommId, Message, Rep, Req};
 /// ```text
 ///        active                                       passive
 ///   REQ ◀── connect                                    REQ arrives
-///     ReqSent ── REJ, timeout ──▶ gone                   ReqRcvd ── REJ arrives ──▶ gone
+///     ReqSent ── REJ, timeout ──▶ gone                   ReqRcvd ── REJ ──▶ Withdrawn ── release ──▶ gone
 ///        │ REP arrives                                      │  └── reject ──▶ Refused ── later ──▶ gone
 ///     RepRcvd ── REJ ──▶ gone                               │ accept ──▶ REP
 ///        │ establish ──▶ RTU                             RepSent ── REJ, timeout ──▶ gone
@@ -33,11 +33,14 @@ pub(super) enum State {
     TimeWait,
     /// A request that was rejected: repeated ones get the same answer.
     Refused,
+    /// A request that the peer has taken back. It counts against the backlog until the program lets go of it: peers that
+    /// come and go must not fill the channel of a program that does not look.
+    Withdrawn,
 }
 
 impl State {
     #[cfg(test)]
-    pub(super) const ALL: [Self; 8] = [
+    pub(super) const ALL: [Self; 9] = [
         Self::ReqSent,
         Self::RepRcvd,
         Self::ReqRcvd,
@@ -46,6 +49,7 @@ impl State {
         Self::DreqSent,
         Self::TimeWait,
         Self::Refused,
+        Self::Withdrawn,
     ];
 }
 

@@ -29,6 +29,8 @@ const BUSY_TIMEOUT: CmTimeout = CmTimeout(14);
 /// Bounds of the times that peers ask for: 1 ms, so that they cannot make us busy, and 4.3 s, so that they cannot make
 /// us remember them for hours.
 const TIMEOUTS: (CmTimeout, CmTimeout) = (CmTimeout(8), CmTimeout(20));
+/// Rejections remembered at most, for peers that repeat their request: however fast they come.
+const MAX_REFUSED: usize = 1024;
 /// Twice the lifetime of a packet (67 ms), IBTA 12.9.8.4: then nothing of a connection is underway any more.
 const TIME_WAIT: u64 = 2 * CmTimeout(14).nanoseconds();
 /// Acknowledgement timeout proposed to both queue pairs, as librdmacm's.
@@ -95,6 +97,8 @@ pub(super) struct Machine {
     queue_pairs: HashMap<(Gid, Qpn), CommId>,
     listeners: HashMap<u64, Listener>,
     timers: BTreeSet<(u64, CommId)>,
+    /// Rejected last; some may be forgotten already.
+    refused: VecDeque<CommId>,
     out: VecDeque<Output>,
 }
 
@@ -115,6 +119,7 @@ impl Machine {
             queue_pairs: HashMap::new(),
             listeners: HashMap::new(),
             timers: BTreeSet::new(),
+            refused: VecDeque::new(),
             out: VecDeque::new(),
         }
     }
@@ -262,7 +267,7 @@ impl Machine {
                 Ok(())
             }
             State::DreqSent | State::TimeWait => Ok(()),
-            State::ReqSent | State::RepRcvd | State::ReqRcvd | State::RepSent | State::Refused => {
+            State::ReqSent | State::RepRcvd | State::ReqRcvd | State::RepSent | State::Refused | State::Withdrawn => {
                 Err(invalid("rdma_disconnect"))
             }
         }
@@ -281,6 +286,7 @@ impl Machine {
                 // Cannot fail in this state.
                 let _ = self.disconnect(now, id);
             }
+            State::Withdrawn => self.forget(id),
             State::DreqSent | State::TimeWait | State::Refused => {}
         }
     }
@@ -341,7 +347,7 @@ impl Machine {
                 }
                 State::Refused => self.forget(id),
                 // Have no deadline.
-                State::RepRcvd | State::ReqRcvd | State::Established => {}
+                State::RepRcvd | State::ReqRcvd | State::Established | State::Withdrawn => {}
             }
         }
     }
@@ -462,13 +468,17 @@ impl Machine {
             return;
         }
         match connection.state {
-            State::ReqSent | State::RepRcvd | State::ReqRcvd | State::RepSent => {
+            State::ReqSent | State::RepRcvd | State::RepSent => {
                 self.event(id, Event::Rejected(rej.reason, rej.private_data.bytes().to_vec()));
                 self.forget(id);
             }
+            State::ReqRcvd => {
+                self.event(id, Event::Rejected(rej.reason, rej.private_data.bytes().to_vec()));
+                self.withdraw(id);
+            }
             // The peer has given up what we took for granted.
             State::Established | State::DreqSent => self.disconnected(now, id),
-            State::TimeWait | State::Refused => {}
+            State::TimeWait | State::Refused | State::Withdrawn => {}
         }
     }
 
@@ -552,6 +562,15 @@ impl Machine {
         self.event(id, Event::Disconnected);
     }
 
+    /// The peer has taken its request back. Its queue pair may ask anew.
+    fn withdraw(&mut self, id: CommId) {
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        connection.state = State::Withdrawn;
+        if let Some(qpn) = connection.remote_qpn {
+            self.queue_pairs.remove(&(connection.peer, qpn));
+        }
+    }
+
     /// Rejects a request, and remembers that for as long as the peer may repeat it.
     fn refuse(&mut self, now: u64, id: CommId, reason: RejectReason, private_data: Private<REJECT_DATA>) {
         let Some(connection) = self.connections.get_mut(&id) else { return };
@@ -562,6 +581,13 @@ impl Machine {
         let rej = Rej { local_id: id, remote_id, about: About::Req, reason, private_data };
         self.send(id, Message::Rej(Box::new(rej)));
         self.set_deadline(id, Some(now.saturating_add(linger)));
+        self.refused.push_back(id);
+        if self.refused.len() > MAX_REFUSED
+            && let Some(oldest) = self.refused.pop_front()
+            && self.in_state(oldest, State::Refused).is_some()
+        {
+            self.forget(oldest);
+        }
     }
 
     /// Tells the peer, and forgets the connection.

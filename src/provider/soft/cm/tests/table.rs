@@ -32,7 +32,7 @@ const fn to(state: State) -> Option<State> {
 
 /// Columns as in [`MESSAGES`]. A stale DREQ names another queue pair.
 #[rustfmt::skip]
-pub(super) const ROWS: [Row; 9] = {
+pub(super) const ROWS: [Row; 10] = {
     use State::*;
     [
         Row { end: Active, state: ReqSent, then: [
@@ -46,7 +46,7 @@ pub(super) const ROWS: [Row; 9] = {
             None, None, Some((to(TimeWait), "", "disconnected")), Some((to(Established), "RTU", "")),
             None, Some((to(TimeWait), "DREP", "disconnected")), None, None ] },
         Row { end: Passive, state: ReqRcvd, then: [
-            Some((to(ReqRcvd), "MRA", "")), None, Some((GONE, "", "rejected")), None,
+            Some((to(ReqRcvd), "MRA", "")), None, Some((to(Withdrawn), "", "rejected")), None,
             None, None, None, None ] },
         Row { end: Passive, state: RepSent, then: [
             Some((to(RepSent), "REP", "")), Some((to(RepSent), "", "")), Some((GONE, "", "rejected")), None,
@@ -63,6 +63,9 @@ pub(super) const ROWS: [Row; 9] = {
             None, Some((to(TimeWait), "DREP", "")), None, None ] },
         Row { end: Passive, state: Refused, then: [
             Some((to(Refused), "REJ", "")), None, None, None,
+            None, None, None, None ] },
+        Row { end: Passive, state: Withdrawn, then: [
+            None, None, None, None,
             None, None, None, None ] },
     ]
 };
@@ -88,6 +91,9 @@ fn subject(end: End, state: State) -> Subject {
     let theirs = pair.deliver_to_a().requests[0];
     if state == State::Refused {
         pair.b.reject(pair.now, theirs, b"no").unwrap();
+    } else if state == State::Withdrawn {
+        pair.a.release(pair.now, ours);
+        pair.deliver_to_b();
     } else if !matches!(state, State::ReqSent | State::ReqRcvd) {
         pair.b.accept(pair.now, theirs, &params(THEIRS, b"")).unwrap();
         if state != State::RepSent {
@@ -255,7 +261,7 @@ fn id_that_is_dropped_tells_the_peer_and_is_forgotten_in_time() {
         let told: &[&str] = match row.state {
             State::ReqSent | State::RepRcvd | State::ReqRcvd | State::RepSent => &["REJ"],
             State::Established => &["DREQ"],
-            State::DreqSent | State::TimeWait | State::Refused => &[],
+            State::DreqSent | State::TimeWait | State::Refused | State::Withdrawn => &[],
         };
         assert_eq!(out.kinds(), told, "{row:?}");
         let mut steps = 0;

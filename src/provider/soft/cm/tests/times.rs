@@ -79,7 +79,11 @@ fn request_that_the_peer_gives_up_before_it_has_heard_of_us_is_found_by_its_numb
     pair.a.release(pair.now, ours);
     assert_eq!(pair.deliver_to_b().kinds(), ["REJ"]);
     assert_eq!(Out::of(&mut pair.b).names(), ["rejected"]);
-    assert_eq!((state(&pair.b, theirs), pair.b.sizes()), (None, [0; 4]));
+    assert_eq!(state(&pair.b, theirs), Some(State::Withdrawn));
+    assert!(pair.b.accept(pair.now, theirs, &params(0x200, b"")).is_err());
+    pair.b.release(pair.now, theirs);
+    assert!(Out::of(&mut pair.b).sent.is_empty());
+    assert_eq!(pair.b.sizes(), [0; 4]);
     // Nobody else's.
     let mut pair = Pair::new();
     let ours = pair.connect(0x100);
@@ -119,6 +123,38 @@ fn requests_beyond_the_backlog_wait_at_their_peers() {
     let more = pair.connect(0x300);
     pair.deliver_to_b();
     assert_eq!((Out::of(&mut pair.b).requests.len(), state(&pair.a, more)), (1, Some(State::ReqSent)));
+}
+
+#[test]
+fn peers_that_come_and_go_fill_nothing() {
+    // A program that does not look: what was taken back counts until it does.
+    let mut pair = Pair::new();
+    let mut requests = Vec::new();
+    for qpn in 0..100 {
+        let ours = pair.connect(0x100 + qpn);
+        pair.deliver_to_b();
+        pair.a.release(pair.now, ours);
+        pair.deliver_to_b();
+        requests.extend(pair.deliver_to_a().requests);
+    }
+    assert_eq!((requests.len(), pair.b.sizes()), (8, [8, 8, 0, 0]));
+    for id in requests {
+        pair.b.release(pair.now, id);
+    }
+    assert_eq!(pair.b.sizes(), [0; 4]);
+    // One that rejects as fast as they come: the last rejections are remembered, and for a while.
+    for qpn in 0..3_000 {
+        pair.connect(0x1000 + qpn);
+        pair.deliver_to_b();
+        for id in pair.deliver_to_a().requests {
+            pair.b.reject(pair.now, id, b"").unwrap();
+            pair.b.release(pair.now, id);
+        }
+        pair.deliver_to_a();
+    }
+    assert_eq!(pair.b.sizes()[0], 1024);
+    while pair.next_deadline() {}
+    assert_eq!(pair.b.sizes(), [0; 4]);
 }
 
 #[test]
