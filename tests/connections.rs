@@ -440,6 +440,17 @@ fn private_data_and_queue_pairs_that_do_not_fit_are_refused_untouched() {
         let foreign = b.builder().build().unwrap();
         let error = route.connect(&foreign, &Options::default()).await.unwrap_err();
         assert_eq!(error, ConnectError::Setup(SetupError::Foreign { what: "queue pair" }));
+        let route = to().await.unwrap();
+        let (port, gid) = a.device.default_path().unwrap();
+        // The software device has one GID only.
+        match port.gids.iter().find(|other| other.gid != gid.gid) {
+            None => assert!(hardware().is_none() || port.gids.len() == 1),
+            Some(other) => {
+                let elsewhere = a.builder().source(route.port(), other.index).build().unwrap();
+                let error = route.connect(&elsewhere, &Options::default()).await.unwrap_err();
+                assert!(matches!(error, ConnectError::Setup(SetupError::Mismatch { .. })), "{error:?}");
+            }
+        }
         // None of them has sent anything.
         assert!(tokio::time::timeout(Duration::from_millis(20), listener.accept()).await.is_err());
     });

@@ -307,3 +307,81 @@ impl fmt::Debug for Router {
             .finish_non_exhaustive()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rejection() -> CmEventKind<Any> {
+        CmEventKind::Rejected { reason: RejectReason::CONSUMER, private_data: vec![1] }
+    }
+
+    #[test]
+    fn every_event_is_filed_and_the_first_end_is_the_end() {
+        let peer = CmPeer { private_data: vec![2], responder_resources: 1, initiator_depth: 1, srq: false };
+        let events: [fn() -> CmEventKind<Any>; 7] = [
+            rejection,
+            || CmEventKind::Unreachable(110),
+            || CmEventKind::ConnectError(22),
+            || CmEventKind::Disconnected,
+            || CmEventKind::TimewaitExit,
+            || CmEventKind::DeviceRemoval,
+            || CmEventKind::AddressChange,
+        ];
+        let ends = [
+            End::Rejected { reason: RejectReason::CONSUMER, private_data: vec![1] },
+            End::Unreachable(110),
+            End::Error(22),
+            End::Disconnected,
+            End::TimewaitExit,
+            End::DeviceRemoval,
+            End::AddressChange,
+        ];
+        for (event, end) in events.into_iter().zip(ends) {
+            assert!(event().is_end());
+            let inbox = Inbox::new(None);
+            inbox.on_event(event());
+            // What comes after is not why it ended.
+            inbox.on_event(CmEventKind::Disconnected);
+            inbox.on_event(rejection());
+            assert_eq!(inbox.happened.borrow().end, Some(end));
+        }
+        let inbox = Inbox::new(None);
+        let seen = inbox.happened.subscribe();
+        for event in [
+            CmEventKind::AddressResolved,
+            CmEventKind::RouteError(113),
+            CmEventKind::ConnectResponse(peer.clone()),
+            CmEventKind::Established,
+        ] {
+            assert!(!event.is_end());
+            inbox.on_event(event);
+        }
+        assert!(seen.has_changed().unwrap());
+        let happened = inbox.happened.borrow();
+        assert_eq!((happened.address, happened.route), (Some(Ok(())), Some(Err(113))));
+        assert_eq!((&happened.response, happened.established), (&Some(peer), true));
+        assert_eq!((&happened.end, happened.exited), (&None, false));
+    }
+
+    #[test]
+    fn event_that_nobody_knows_wakes_nobody() {
+        let inbox = Inbox::new(None);
+        let seen = inbox.happened.subscribe();
+        inbox.on_event(CmEventKind::Other(99));
+        assert!(!seen.has_changed().unwrap());
+    }
+
+    #[test]
+    fn an_open_device_has_one_router_as_long_as_somebody_uses_it() {
+        let network = crate::software::Network::new();
+        let open = || Device::software_in(&network, "routed").unwrap();
+        let (first, second) = (open(), open());
+        let router = Router::of(&first).unwrap();
+        assert!(Arc::ptr_eq(&router, &Router::of(&first.clone()).unwrap()));
+        assert!(!Arc::ptr_eq(&router, &Router::of(&second).unwrap()));
+        let gone = Arc::downgrade(&router);
+        drop(router);
+        assert!(gone.upgrade().is_none());
+    }
+}

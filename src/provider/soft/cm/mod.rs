@@ -5,13 +5,14 @@
 //!   CmChannel ◀── events ──┘  └──▶ network's scheduler ──▶ manager of the peer
 //! ```
 //!
-//! [`machine`] is pure, [`message`] is what it sends, [`manager`] puts a lock and the network around it, [`channel`] is
+//! [`machine`] is pure, with [`arrivals`] for what messages do to it, [`message`] is what it sends, [`manager`] puts a lock and the network around it, [`channel`] is
 //! what the layers above see. [`ports`] knows which addresses are taken.
 //!
 //! A device has the IP address of its GID. 127.0.0.1 and ::1 are shared by all devices of a network, as by the programs
 //! of a machine: a connection there goes to whichever device listens at that port. An address of which nobody listens is
 //! refused by the device that has it, and one that no device has cannot be reached.
 
+mod arrivals;
 mod channel;
 mod connection;
 mod machine;
