@@ -5,7 +5,9 @@
 mod torture;
 
 use std::net::{IpAddr, SocketAddr};
+use std::pin::Pin;
 use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll, Wake};
 use std::time::Duration;
 
 use tokio_rdma::cm::{
@@ -307,9 +309,8 @@ fn accept_that_is_dropped_loses_no_request_and_rejects_when_it_has_begun() {
             {
                 let mut accepting = Box::pin(request.accept(&theirs, &options));
                 // As far as the answer, and no further.
-                let polled =
-                    std::future::poll_fn(|context| std::task::Poll::Ready(accepting.as_mut().poll(context))).await;
-                assert!(polled.is_pending() || matches!(polled, std::task::Poll::Ready(Ok(_))));
+                let polled = std::future::poll_fn(|context| Poll::Ready(accepting.as_mut().poll(context))).await;
+                assert!(polled.is_pending() || matches!(polled, Poll::Ready(Ok(_))));
             }
             assert_eq!(state(&theirs), QpState::Err);
         };
@@ -758,6 +759,41 @@ fn connection_goes_on_in_another_runtime_than_it_was_made_in() {
             soon("goodbye", link.disconnect()).await.unwrap();
             assert_eq!(soon("other", waiting).await.unwrap(), Disconnection::Peer);
         });
+    });
+}
+
+/// Goes on in the middle of being woken, as some executors do.
+struct Inline {
+    future: Mutex<Option<Pin<Box<dyn Future<Output = Disconnection> + Send>>>>,
+    ended: Mutex<Option<Disconnection>>,
+}
+
+impl Wake for Inline {
+    fn wake(self: Arc<Self>) {
+        let Some(mut future) = self.future.lock().unwrap().take() else { return };
+        match future.as_mut().poll(&mut Context::from_waker(&self.clone().into())) {
+            Poll::Ready(how) => *self.ended.lock().unwrap() = Some(how),
+            Poll::Pending => *self.future.lock().unwrap() = Some(future),
+        }
+    }
+}
+
+#[test]
+fn whoever_is_woken_may_go_on_there_and_then() {
+    run("inline", || async {
+        let (a, b) = sides();
+        let ((_ours, link), (_theirs, other)) = connected(&a, &b).await;
+        let everything = async move {
+            let how = other.disconnected().await;
+            other.disconnect().await.unwrap();
+            drop(other);
+            how
+        };
+        let inline = Arc::new(Inline { future: Mutex::new(Some(Box::pin(everything))), ended: Mutex::default() });
+        inline.clone().wake();
+        soon("goodbye", link.disconnect()).await.unwrap();
+        eventually("the end", || inline.ended.lock().unwrap().is_some()).await;
+        assert_eq!(*inline.ended.lock().unwrap(), Some(Disconnection::Peer));
     });
 }
 

@@ -226,7 +226,7 @@ impl Route {
                     Ok(id.establish()?)
                 })
                 .await;
-            endpoint.blame(confirmed, address)?;
+            endpoint.blame(confirmed, address).await?;
             Ok(peer)
         })
         .await?;

@@ -3,10 +3,10 @@
 use std::fmt;
 use std::future::Future;
 use std::net::SocketAddr;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::watch;
 use tokio::task::spawn_blocking;
 
 use crate::error::VerbError;
@@ -82,32 +82,39 @@ impl Endpoint {
     /// Waits until `f` finds what it looks for in what has happened.
     pub(super) async fn until<T>(&self, mut f: impl FnMut(&Happened) -> Option<T>) -> T {
         self.router.watch();
-        let mut receiver: watch::Receiver<Happened> = self.inbox.happened.subscribe();
         loop {
-            if let Some(found) = f(&receiver.borrow_and_update()) {
+            let mut changed = pin!(self.inbox.changed.notified());
+            changed.as_mut().enable();
+            // In a statement of its own: the lock is not held any longer.
+            let found = f(&self.inbox.happened());
+            if let Some(found) = found {
                 return found;
             }
-            if receiver.changed().await.is_err() {
-                // The sender lives in our inbox.
-                std::future::pending::<()>().await;
-            }
+            changed.await;
         }
     }
 
-    /// The result of a call; if the peer has ended the connection meanwhile, that is why it failed.
-    pub(super) fn blame<T>(&self, result: Result<T, ConnectError>, address: SocketAddr) -> Result<T, ConnectError> {
-        result.map_err(|error| {
-            // The event may be there and not taken yet.
-            self.router.drain();
-            match &self.inbox.happened.borrow().end {
-                Some(end) => ConnectError::ended(end, address),
-                None => error,
-            }
-        })
+    /// The result of a call; if it was refused because the peer has ended the connection meanwhile, that is why.
+    pub(super) async fn blame<T>(
+        &self,
+        result: Result<T, ConnectError>,
+        address: SocketAddr,
+    ) -> Result<T, ConnectError> {
+        /// For the event, which may be there and not taken yet. If there is none, the refusal is this much later.
+        const GRACE: Duration = Duration::from_millis(100);
+        let Err(error) = result else { return result };
+        if !matches!(error, ConnectError::Verb(_) | ConnectError::Setup(_)) {
+            return Err(error);
+        }
+        let end = self.until(|happened| happened.end.clone());
+        match tokio::time::timeout(GRACE, end).await {
+            Ok(end) => Err(ConnectError::ended(&end, address)),
+            Err(_) => Err(error),
+        }
     }
 
     pub(super) fn ended(&self) -> bool {
-        self.inbox.happened.borrow().end.is_some()
+        self.inbox.happened().end.is_some()
     }
 }
 

@@ -99,10 +99,11 @@ impl Link {
         self.endpoint.inbox().fail_queue_pair();
         within(self.deadline, Step::Disconnect, async {
             let said = self.endpoint.call(|id| Ok(id.disconnect()?)).await;
-            if said.is_err() && self.endpoint.ended() {
-                return Ok(());
+            match self.endpoint.blame(said, self.peer).await {
+                // Over already.
+                Err(_) if !self.is_connected() => return Ok(()),
+                said => said?,
             }
-            said?;
             self.endpoint.until(|happened| happened.end.is_some().then_some(())).await;
             Ok(())
         })

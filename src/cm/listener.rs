@@ -334,7 +334,7 @@ impl Request {
                     Ok(id.accept(&reads.params(&ours, private_data, transport))?)
                 })
                 .await;
-            endpoint.blame(said, address)?;
+            endpoint.blame(said, address).await?;
             endpoint
                 .until(|happened| match (happened.established, &happened.end) {
                     // It may be over already: what the peer sent before is there all the same.
@@ -363,7 +363,7 @@ impl Request {
         LimitError::check("private_data", private_data.len() as u64, REJECT_DATA as u64)?;
         let data = private_data.to_vec();
         let said = self.endpoint.call(move |id| Ok(id.reject(&data)?)).await;
-        self.endpoint.blame(said, self.address)
+        self.endpoint.blame(said, self.address).await
     }
 }
 

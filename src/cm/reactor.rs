@@ -19,6 +19,7 @@ pub(super) struct Reactors(parking_lot::Mutex<Vec<Arc<Reactor>>>);
 
 struct Reactor {
     runtime: runtime::Id,
+    handle: Handle,
     /// Owns a share of the channel, so that the descriptor is deregistered before it is closed.
     fd: AsyncFd<Watched>,
     router: Weak<Router>,
@@ -35,7 +36,8 @@ impl Reactors {
     ///
     /// Panics outside of a runtime with an I/O driver, as all of Tokio's network types.
     pub(super) fn watch(&self, router: &Arc<Router>) {
-        let runtime = Handle::current().id();
+        let handle = Handle::current();
+        let runtime = handle.id();
         let mut list = self.0.lock();
         if list.iter().any(|reactor| reactor.runtime == runtime) {
             return;
@@ -52,6 +54,7 @@ impl Reactors {
         };
         let reactor = Arc::new_cyclic(|weak: &Weak<Reactor>| Reactor {
             runtime,
+            handle,
             fd,
             router: Arc::downgrade(router),
             waker: Waker::from(Arc::new(ReactorWaker(weak.clone()))),
@@ -59,6 +62,11 @@ impl Reactors {
         list.push(Arc::clone(&reactor));
         drop(list);
         reactor.run();
+    }
+
+    /// A runtime in which somebody waits, if there is one.
+    pub(super) fn handle(&self) -> Option<Handle> {
+        self.0.lock().first().map(|reactor| reactor.handle.clone())
     }
 
     fn forget(&self, gone: &Reactor) {

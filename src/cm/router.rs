@@ -8,9 +8,9 @@ use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Weak};
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use tokio::runtime::Handle;
-use tokio::sync::watch;
+use tokio::sync::Notify;
 
 use crate::error::VerbError;
 use crate::op::{QueuePair, WeakQueuePair};
@@ -48,21 +48,24 @@ pub(super) enum End {
     AddressChange,
 }
 
-/// Where the events of one id go.
+/// Where the events of one id go. No lock is held while somebody is woken, or a queue pair is changed, which wakes those
+/// who wait for its work: what they do may come back here.
 #[derive(Debug)]
 pub(super) struct Inbox {
-    pub(super) happened: watch::Sender<Happened>,
-    /// Goes to the error state with the connection.
-    queue_pair: Mutex<Option<WeakQueuePair>>,
+    happened: Mutex<Happened>,
+    /// Told of each change of `happened`.
+    pub(super) changed: Notify,
+    tied: Mutex<Tied>,
     /// Of a listener.
     pub(super) incoming: Option<Incoming>,
 }
 
-impl Inbox {
-    pub(super) fn new(incoming: Option<Incoming>) -> Arc<Self> {
-        let happened = watch::Sender::new(Happened::default());
-        Arc::new(Self { happened, queue_pair: Mutex::new(None), incoming })
-    }
+/// The queue pair that goes to the error state with the connection.
+#[derive(Debug, Default)]
+struct Tied {
+    queue_pair: Option<WeakQueuePair>,
+    /// The connection is over; whoever comes later fails the queue pair himself.
+    over: bool,
 }
 
 /// See the module.
@@ -70,9 +73,37 @@ pub(super) struct Router {
     device: Device,
     channel: Arc<CmChannel>,
     inboxes: Mutex<HashMap<u64, Arc<Inbox>>>,
-    /// Held while events are taken, so that those of one id stay in order.
-    draining: Mutex<()>,
+    filing: Mutex<Filing>,
     reactors: Reactors,
+}
+
+/// Whether somebody takes events: one at a time, so that those of one id stay in order.
+#[derive(Debug, Default)]
+struct Filing {
+    busy: bool,
+    /// There may be more.
+    again: bool,
+}
+
+/// Somebody's turn to take events.
+struct Turn<'a>(&'a Mutex<Filing>);
+
+impl<'a> Turn<'a> {
+    /// `None` if it is somebody else's, who is told to look again.
+    fn begin(filing: &'a Mutex<Filing>) -> Option<Self> {
+        let mut state = filing.lock();
+        if std::mem::replace(&mut state.busy, true) {
+            state.again = true;
+            return None;
+        }
+        Some(Self(filing))
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        self.0.lock().busy = false;
+    }
 }
 
 /// The channel as something that a reactor can watch.
@@ -104,7 +135,7 @@ impl Router {
                     device: device.clone(),
                     channel: Arc::new(device.context().create_cm_channel()?),
                     inboxes: Mutex::default(),
-                    draining: Mutex::new(()),
+                    filing: Mutex::default(),
                     reactors: Reactors::new(),
                 });
                 routers.push(Arc::downgrade(&router));
@@ -153,22 +184,27 @@ impl Router {
 
     /// Drops an id where that holds up nobody.
     pub(super) fn dispose(&self, id: impl Send + 'static) {
-        match Handle::try_current() {
-            Ok(runtime) if self.may_block() => drop(runtime.spawn_blocking(move || drop(id))),
-            // There is no runtime here that it could hold up.
-            _ => drop(id),
+        if !self.may_block() {
+            return drop(id);
+        }
+        // Wakers of the reactor may run outside of the context of their runtime.
+        match Handle::try_current().ok().or_else(|| self.reactors.handle()) {
+            Some(runtime) => drop(runtime.spawn_blocking(move || drop(id))),
+            None => drop(id),
         }
     }
 
-    /// Takes and files all events.
+    /// Takes and files all events, unless somebody is at it, who goes on until there are none.
     pub(super) fn drain(self: &Arc<Self>) {
-        // What becomes useless, dropped without the lock.
-        let mut useless = Vec::new();
-        {
-            let _one_at_a_time = self.draining.lock();
+        loop {
+            let Some(turn) = Turn::begin(&self.filing) else { return };
             loop {
                 match self.channel.take_event() {
-                    Ok(Some(event)) => useless.extend(self.file(event)),
+                    Ok(Some(event)) => {
+                        if let Some(id) = self.file(event) {
+                            self.dispose(id);
+                        }
+                    }
                     Ok(None) => break,
                     Err(error) => {
                         tracing::error!(%error, "events of the connection manager cannot be read");
@@ -176,9 +212,10 @@ impl Router {
                     }
                 }
             }
-        }
-        for id in useless {
-            self.dispose(id);
+            drop(turn);
+            if !std::mem::take(&mut self.filing.lock().again) {
+                return;
+            }
         }
     }
 
@@ -207,16 +244,30 @@ impl Router {
 }
 
 impl Inbox {
+    pub(super) fn new(incoming: Option<Incoming>) -> Arc<Self> {
+        Arc::new(Self { happened: Mutex::default(), changed: Notify::new(), tied: Mutex::default(), incoming })
+    }
+
+    /// What has happened so far. Not to be kept: events wait for it.
+    pub(super) fn happened(&self) -> MutexGuard<'_, Happened> {
+        self.happened.lock()
+    }
+
     fn on_event(&self, kind: CmEventKind<Any>) {
         let ends = kind.is_end();
-        // Held so that who sees the end finds the queue pair in the error state.
-        let mut tied = self.queue_pair.lock();
-        let queue_pair = if ends { tied.take().and_then(|weak| weak.upgrade()) } else { None };
-        if let Some(queue_pair) = &queue_pair {
-            fail(queue_pair);
+        if ends {
+            // Before it is told: who sees the end finds the queue pair in the error state.
+            let queue_pair = {
+                let mut tied = self.tied.lock();
+                tied.over = true;
+                tied.queue_pair.take()
+            };
+            fail_weak(queue_pair);
         }
-        self.happened.send_if_modified(|happened| happened.on_event(kind));
-        drop(tied);
+        if !self.happened.lock().on_event(kind) {
+            return;
+        }
+        self.changed.notify_waiters();
         if ends && let Some(incoming) = &self.incoming {
             incoming.end();
         }
@@ -224,20 +275,28 @@ impl Inbox {
 
     /// The queue pair ends with the connection from now on; at once, if that is over.
     pub(super) fn tie(&self, queue_pair: &QueuePair) {
-        let mut tied = self.queue_pair.lock();
-        if self.happened.borrow().end.is_some() {
+        let over = {
+            let mut tied = self.tied.lock();
+            if !tied.over {
+                tied.queue_pair = Some(queue_pair.downgrade());
+            }
+            tied.over
+        };
+        if over {
             fail(queue_pair);
-        } else {
-            *tied = Some(queue_pair.downgrade());
         }
     }
 
     /// Ends what is in flight, once.
     pub(super) fn fail_queue_pair(&self) {
-        let queue_pair = self.queue_pair.lock().take();
-        if let Some(queue_pair) = queue_pair.and_then(|weak| weak.upgrade()) {
-            fail(&queue_pair);
-        }
+        let queue_pair = self.tied.lock().queue_pair.take();
+        fail_weak(queue_pair);
+    }
+}
+
+fn fail_weak(queue_pair: Option<WeakQueuePair>) {
+    if let Some(queue_pair) = queue_pair.and_then(|weak| weak.upgrade()) {
+        fail(&queue_pair);
     }
 }
 
@@ -310,6 +369,8 @@ impl fmt::Debug for Router {
 
 #[cfg(test)]
 mod tests {
+    use std::pin::pin;
+
     use super::*;
 
     fn rejection() -> CmEventKind<Any> {
@@ -344,10 +405,11 @@ mod tests {
             // What comes after is not why it ended.
             inbox.on_event(CmEventKind::Disconnected);
             inbox.on_event(rejection());
-            assert_eq!(inbox.happened.borrow().end, Some(end));
+            assert_eq!(inbox.happened().end, Some(end));
         }
         let inbox = Inbox::new(None);
-        let seen = inbox.happened.subscribe();
+        let mut changed = pin!(inbox.changed.notified());
+        changed.as_mut().enable();
         for event in [
             CmEventKind::AddressResolved,
             CmEventKind::RouteError(113),
@@ -357,8 +419,8 @@ mod tests {
             assert!(!event.is_end());
             inbox.on_event(event);
         }
-        assert!(seen.has_changed().unwrap());
-        let happened = inbox.happened.borrow();
+        assert!(changed.enable());
+        let happened = inbox.happened();
         assert_eq!((happened.address, happened.route), (Some(Ok(())), Some(Err(113))));
         assert_eq!((&happened.response, happened.established), (&Some(peer), true));
         assert_eq!((&happened.end, happened.exited), (&None, false));
@@ -367,9 +429,10 @@ mod tests {
     #[test]
     fn event_that_nobody_knows_wakes_nobody() {
         let inbox = Inbox::new(None);
-        let seen = inbox.happened.subscribe();
+        let mut changed = pin!(inbox.changed.notified());
+        changed.as_mut().enable();
         inbox.on_event(CmEventKind::Other(99));
-        assert!(!seen.has_changed().unwrap());
+        assert!(!changed.enable());
     }
 
     #[test]
