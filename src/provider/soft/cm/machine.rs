@@ -255,19 +255,20 @@ impl Machine {
 
     /// Says goodbye.
     pub(super) fn disconnect(&mut self, now: u64, id: CommId) -> Result<(), VerbError> {
-        let connection = self.connections.get_mut(&id).ok_or(invalid("rdma_disconnect"))?;
+        const VERB: &str = "rdma_disconnect";
+        let transaction = self.new_transaction();
+        let connection = self.connections.get_mut(&id).ok_or(invalid(VERB))?;
         match connection.state {
             State::Established => {
                 connection.state = State::DreqSent;
+                connection.transaction = transaction;
                 let (remote_id, remote_qpn) = (connection.remote_id, connection.remote_qpn.unwrap_or_default());
-                connection.transaction = self.transactions;
-                self.transactions += 1;
                 self.send_and_repeat(now, id, Message::Dreq(Dreq { local_id: id, remote_id, remote_qpn }));
                 Ok(())
             }
             State::DreqSent | State::TimeWait => Ok(()),
             State::ReqSent | State::RepRcvd | State::ReqRcvd | State::RepSent | State::Refused | State::Withdrawn => {
-                Err(invalid("rdma_disconnect"))
+                Err(invalid(VERB))
             }
         }
     }
