@@ -32,6 +32,10 @@ impl VerbError {
     /// The kernel does not know it.
     #[cfg(feature = "ibverbs")]
     pub(crate) const ENOSYS: i32 = 38;
+    /// The address is taken.
+    pub(crate) const EADDRINUSE: i32 = 98;
+    /// No address of ours.
+    pub(crate) const EADDRNOTAVAIL: i32 = 99;
     /// The driver or the library does not have it.
     pub(crate) const EOPNOTSUPP: i32 = 95;
 

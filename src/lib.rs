@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!        your service
+//!  cm          listen, connect, disconnect by IP address
 //!  doctor      what works on this machine, and what to do if not
 //!  op          QueuePair::{send, recv, write, read, compare_swap, fetch_add}, Batch → futures
 //!  completion  slot in flight ▸ drain one queue ▸ wake; watched by events, busy-poll or both
@@ -45,6 +46,7 @@
 #[doc = include_str!("../README.md")]
 mod readme {}
 
+pub mod cm;
 pub mod doctor;
 pub mod types;
 pub mod verbs;

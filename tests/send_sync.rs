@@ -38,6 +38,8 @@ fn objects_are_send_sync_unpin_and_debug() {
     each!(free: DeviceEvents, HostMemory, Batch<BufMut>, Batch<Vec<Buf>>, BatchResult<BufMut>, Received<BufMut>);
     each!(free: BufMut, ExposedRegion, Lease, verbs::MemoryWindow);
     each!(free: verbs::Channel, verbs::Cq, verbs::Qp, verbs::QpOptions, verbs::Srq, verbs::PostError);
+    each!(value: cm::Options, cm::ListenOptions, cm::Disconnection, cm::Step, cm::RejectReason);
+    each!(free: cm::Listener, cm::Request, cm::Route, cm::Link);
     each!(value: software::DeviceControl, software::Faults, software::LinkCounters, software::Network);
     each!(value: software::CqCounters, software::SendCounters, software::ReceiveCounters);
 }
@@ -56,7 +58,7 @@ fn values_are_send_sync_unpin_and_debug() {
 #[test]
 fn errors_are_errors_that_cross_threads() {
     each!(error: CompletionError, LimitError, OpError<()>, OpError<BufMut>, OpError<Vec<Buf>>, OpErrorKind, OpenError);
-    each!(error: OutOfBounds, SetupError, TryError<()>, TryError<BufMut>, VerbError, PoolError, TransitionError);
+    each!(error: cm::ConnectError, OutOfBounds, SetupError, TryError<()>, TryError<BufMut>, VerbError, PoolError, TransitionError);
 }
 
 #[test]

@@ -24,6 +24,7 @@ pub use batch::{Batch, BatchOp, BatchResult};
 pub use endpoint::{ConnectOptions, EndpointError, QueuePairEndpoint};
 pub use future::Operation;
 pub use lease::{Invalidate, Lease, Leasing};
+pub(crate) use queue_pair::WeakQueuePair;
 pub use queue_pair::{QueuePair, QueuePairBuilder};
 pub use read::Read;
 pub use recv::{Received, Recv};

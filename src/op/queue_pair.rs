@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 
 use crate::completion::{CompletionQueue, Limits, QueuePairCore, Request, Shared, What, WorkQueue, WorkQueueCounters};
 use crate::error::{LimitError, OpErrorKind, SetupError};
@@ -301,6 +301,21 @@ impl QueuePair {
         Self { inner: self.inner.clone(), flags: self.flags | SendFlags::SOLICITED }
     }
 
+    /// Port and GID that it sends from.
+    pub(crate) fn path(&self) -> (PortNum, GidEntry) {
+        (self.inner.local.port, self.inner.local.gid)
+    }
+
+    /// True if it draws receives from a shared queue.
+    pub(crate) fn shares_receives(&self) -> bool {
+        self.inner.core.receive().is_none()
+    }
+
+    /// A handle that does not keep it alive.
+    pub(crate) fn downgrade(&self) -> WeakQueuePair {
+        WeakQueuePair(Arc::downgrade(&self.inner))
+    }
+
     #[inline]
     pub(super) fn send_queue(&self) -> &Arc<WorkQueue> {
         &self.inner.send
@@ -333,6 +348,23 @@ impl QueuePair {
             }
         };
         words.try_alloc(8)
+    }
+}
+
+/// A queue pair that somebody else holds.
+#[derive(Clone)]
+pub(crate) struct WeakQueuePair(Weak<Inner>);
+
+impl fmt::Debug for WeakQueuePair {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("WeakQueuePair").field(&self.0.upgrade().map(|inner| inner.qpn)).finish()
+    }
+}
+
+impl WeakQueuePair {
+    /// The queue pair, unless it is gone.
+    pub(crate) fn upgrade(&self) -> Option<QueuePair> {
+        Some(QueuePair { inner: self.0.upgrade()?, flags: SendFlags::empty() })
     }
 }
 

@@ -12,6 +12,7 @@ use std::fmt::Debug;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 
+use super::cm_contract::{CmChannel, CmId};
 use crate::error::VerbError;
 use crate::types::{
     Access, AddressVector, AsyncEvent, DeviceAttr, Lkey, PortAttr, PortNum, QpAttr, QpCaps, QpState, Qpn, RecvWr, Rkey,
@@ -29,6 +30,8 @@ pub(crate) trait Provider: Sized + 'static {
     type Qp: Qp;
     type Srq: Srq;
     type Ah: Ah;
+    type CmChannel: CmChannel<Self>;
+    type CmId: CmId;
 }
 
 /// An open device, `ibv_open_device(3)`.
@@ -64,6 +67,10 @@ pub(crate) trait Context<P: Provider>: Debug + Send + Sync {
         vector: u32,
         cookie: u64,
     ) -> Result<P::Cq, VerbError>;
+
+    /// A connection manager's event channel, `rdma_create_event_channel(3)`; its descriptor does not block. Ids of it
+    /// may turn out to go over another device: see [`CmRoute`](super::cm_contract::CmRoute). EOPNOTSUPP without one.
+    fn create_cm_channel(&self) -> Result<P::CmChannel, VerbError>;
 
     /// Descriptor that is readable while [`next_event`](Self::next_event) has something to give; it
     /// does not block.

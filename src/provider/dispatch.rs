@@ -6,9 +6,12 @@
 // Passes the obligations of the contract's `unsafe fn`s through unchanged.
 #![allow(unsafe_code)]
 
+use std::net::SocketAddr;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
+use std::time::Duration;
 
+use super::cm_contract::{self, CmEvent, CmParams, CmRoute};
 use super::contract::{self, DmaBufRange, PostError, Provider, QpInit};
 #[cfg(feature = "ibverbs")]
 use super::ibverbs::Ibverbs;
@@ -64,7 +67,7 @@ macro_rules! objects {
 #[cfg(feature = "ibverbs")]
 const FOREIGN: VerbError = VerbError::new("provider", VerbError::EINVAL);
 
-objects!(Context, Pd, Mr, Mw, Channel, Cq, Qp, Srq, Ah);
+objects!(Context, Pd, Mr, Mw, Channel, Cq, Qp, Srq, Ah, CmChannel, CmId);
 
 /// Calls the same method on whichever provider's object this is.
 macro_rules! each {
@@ -129,6 +132,10 @@ impl contract::Context<Any> for Context {
                 inner.create_cq(capacity, channel, vector, cookie).map(Cq::Ibverbs)
             }
         }
+    }
+
+    fn create_cm_channel(&self) -> Result<CmChannel, VerbError> {
+        make!(self, CmChannel, inner => inner.create_cm_channel())
     }
 
     fn event_fd(&self) -> BorrowedFd<'_> {
@@ -350,5 +357,90 @@ impl contract::Srq for Srq {
 impl contract::Ah for Ah {
     fn handle(&self) -> usize {
         each!(self, inner => inner.handle())
+    }
+}
+
+impl cm_contract::CmChannel<Any> for CmChannel {
+    fn fd(&self) -> BorrowedFd<'_> {
+        each!(self, inner => inner.fd())
+    }
+
+    fn may_block(&self) -> bool {
+        each!(self, inner => inner.may_block())
+    }
+
+    fn take_event(&self) -> Result<Option<CmEvent<Any>>, VerbError> {
+        match self {
+            Self::Soft(inner) => Ok(inner.take_event()?.map(|event| event.map(CmId::Soft))),
+            #[cfg(feature = "ibverbs")]
+            Self::Ibverbs(inner) => Ok(inner.take_event()?.map(|event| event.map(CmId::Ibverbs))),
+        }
+    }
+
+    fn create_id(&self) -> Result<CmId, VerbError> {
+        make!(self, CmId, inner => inner.create_id())
+    }
+}
+
+impl cm_contract::CmId for CmId {
+    fn key(&self) -> u64 {
+        each!(self, inner => inner.key())
+    }
+
+    fn bind(&self, address: SocketAddr) -> Result<(), VerbError> {
+        each!(self, inner => inner.bind(address))
+    }
+
+    fn listen(&self, backlog: u32) -> Result<(), VerbError> {
+        each!(self, inner => inner.listen(backlog))
+    }
+
+    fn resolve_addr(
+        &self,
+        source: Option<SocketAddr>,
+        destination: SocketAddr,
+        timeout: Duration,
+    ) -> Result<(), VerbError> {
+        each!(self, inner => inner.resolve_addr(source, destination, timeout))
+    }
+
+    fn resolve_route(&self, timeout: Duration) -> Result<(), VerbError> {
+        each!(self, inner => inner.resolve_route(timeout))
+    }
+
+    fn connect(&self, params: &CmParams<'_>) -> Result<(), VerbError> {
+        each!(self, inner => inner.connect(params))
+    }
+
+    fn accept(&self, params: &CmParams<'_>) -> Result<(), VerbError> {
+        each!(self, inner => inner.accept(params))
+    }
+
+    fn reject(&self, private_data: &[u8]) -> Result<(), VerbError> {
+        each!(self, inner => inner.reject(private_data))
+    }
+
+    fn establish(&self) -> Result<(), VerbError> {
+        each!(self, inner => inner.establish())
+    }
+
+    fn disconnect(&self) -> Result<(), VerbError> {
+        each!(self, inner => inner.disconnect())
+    }
+
+    fn qp_attr(&self, state: QpState) -> Result<QpAttr, VerbError> {
+        each!(self, inner => inner.qp_attr(state))
+    }
+
+    fn local_addr(&self) -> Option<SocketAddr> {
+        each!(self, inner => inner.local_addr())
+    }
+
+    fn peer_addr(&self) -> Option<SocketAddr> {
+        each!(self, inner => inner.peer_addr())
+    }
+
+    fn route(&self) -> Option<CmRoute> {
+        each!(self, inner => inner.route())
     }
 }

@@ -8,6 +8,7 @@
 mod access;
 mod addr;
 mod caps;
+mod cm;
 mod event;
 mod gid_rank;
 mod id;
@@ -19,6 +20,7 @@ mod wr;
 pub use access::Access;
 pub use addr::{AddressVector, Gid, GidEntry, GidKind, LinkLayer, Mtu};
 pub use caps::{AtomicCapability, DeviceAttr, PortAttr, PortState, QpCaps, SrqCaps};
+pub use cm::RejectReason;
 pub use event::AsyncEvent;
 pub use gid_rank::{GidReason, IpPrefix, RankedGid};
 pub(crate) use gid_rank::{NetInterface, Peer, rank};

@@ -260,6 +260,10 @@ impl contract::Context<Ibverbs> for Context {
         Cq::new(self.raw, capacity, channel, vector, cookie)
     }
 
+    fn create_cm_channel(&self) -> Result<super::cm::CmChannel, VerbError> {
+        Err(VerbError::new("rdma_create_event_channel", VerbError::EOPNOTSUPP))
+    }
+
     fn event_fd(&self) -> BorrowedFd<'_> {
         // SAFETY: S3: the descriptor is open as long as the context, which is borrowed.
         unsafe { BorrowedFd::borrow_raw(self.raw.as_ref().async_fd) }

@@ -7,6 +7,7 @@
 
 mod ah;
 mod channel;
+mod cm;
 mod context;
 mod convert;
 mod cq;
@@ -35,4 +36,6 @@ impl Provider for Ibverbs {
     type Qp = qp::Qp;
     type Srq = srq::Srq;
     type Ah = ah::Ah;
+    type CmChannel = cm::CmChannel;
+    type CmId = cm::CmId;
 }

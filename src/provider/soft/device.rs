@@ -22,6 +22,7 @@ use crate::types::{
 };
 
 use super::channel::{Channel, Mailbox, os_error};
+use super::cm::{CmChannel, Manager};
 use super::cq::{Cq, CqInner};
 use super::deferred::Deferred;
 use super::dma::Memory;
@@ -43,6 +44,7 @@ pub(super) struct DeviceInner {
     pub(super) gid: Gid,
     pub(super) network: Arc<NetworkInner>,
     pub(super) keys: Keys,
+    pub(super) cm: Manager,
     attr: DeviceAttr,
     queue_pairs: RwLock<HashMap<Qpn, Weak<QpInner>>>,
     completion_queues: Mutex<Vec<Weak<CqInner>>>,
@@ -104,8 +106,9 @@ impl DeviceInner {
         };
         Ok(Arc::new(Self {
             gid,
-            network,
             keys: Keys::new(seed as u32),
+            cm: Manager::new(gid, attr.guid, network.random()?),
+            network,
             attr,
             queue_pairs: RwLock::default(),
             completion_queues: Mutex::default(),
@@ -201,7 +204,7 @@ impl DeviceInner {
         self.contexts.lock().retain(|context| context.upgrade().map(|context| context.event(event)).is_some());
     }
 
-    pub(super) fn kill(&self) {
+    pub(super) fn kill(self: &Arc<Self>) {
         if self.dead.swap(true, Ordering::AcqRel) {
             return;
         }
@@ -223,6 +226,7 @@ impl DeviceInner {
         for cq in self.completion_queues.lock().iter().filter_map(Weak::upgrade) {
             cq.lose();
         }
+        Manager::kill(self);
     }
 
     /// Knows of a completion queue until it is gone.
@@ -330,6 +334,10 @@ impl contract::Context<Soft> for Context {
         let cq = Cq::new(self.0.device.id(), capacity, Arc::clone(&self.0), channel, cookie);
         self.0.device.add_completion_queue(&cq);
         Ok(cq)
+    }
+
+    fn create_cm_channel(&self) -> Result<CmChannel, VerbError> {
+        CmChannel::new(&self.0.device)
     }
 
     fn event_fd(&self) -> BorrowedFd<'_> {

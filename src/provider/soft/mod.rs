@@ -26,6 +26,7 @@
 //! [`Deferred`](deferred::Deferred) list and done when no lock is held.
 
 mod channel;
+mod cm;
 mod cq;
 mod deferred;
 mod device;
@@ -75,4 +76,6 @@ impl contract::Provider for Soft {
     type Qp = Qp;
     type Srq = Srq;
     type Ah = Ah;
+    type CmChannel = cm::CmChannel;
+    type CmId = cm::CmId;
 }

@@ -12,6 +12,7 @@ use std::time::Duration;
 use crate::error::VerbError;
 use crate::types::{AsyncEvent, Gid, Qpn};
 
+use super::cm::Ports;
 use super::device::{Context, DeviceInner};
 use super::faults::{Faults, Link, LinkCounters};
 use super::qp::QpInner;
@@ -34,6 +35,8 @@ pub(super) struct NetworkInner {
     /// packets underway are not overtaken.
     queued: AtomicBool,
     link: Mutex<Link>,
+    /// Addresses that listeners and connections have taken.
+    pub(super) ports: Mutex<Ports>,
     pub(super) scheduler: Arc<Scheduler>,
     /// Seeded numbers of a simulated network; `None`: the system's.
     random: Option<Mutex<fastrand::Rng>>,
@@ -96,6 +99,7 @@ impl Network {
             by_gid: RwLock::default(),
             queued: AtomicBool::new(queued),
             link: Mutex::new(Link::new(seed, faults)),
+            ports: Mutex::default(),
             scheduler,
             random,
         }))
@@ -225,6 +229,20 @@ impl NetworkInner {
     }
 }
 
+impl NetworkInner {
+    /// When a packet arrives that is not encoded, and whether it is undamaged; twice if it is repeated.
+    pub(super) fn carry(&self, now: u64, route: (Gid, Gid)) -> impl Iterator<Item = (u64, bool)> {
+        let mut image = [0];
+        let arrivals = self.link.lock().send(now, route, &mut image);
+        arrivals.into_iter().flatten().map(move |at| (at, image == [0]))
+    }
+
+    /// A damaged packet was found out.
+    pub(super) fn reject(&self) {
+        self.link.lock().counters.rejected += 1;
+    }
+}
+
 impl Drop for NetworkInner {
     fn drop(&mut self) {
         self.scheduler.stop();
@@ -241,7 +259,7 @@ impl Delivery {
             Err(error) => {
                 tracing::trace!(?error, %source, "packet dropped");
                 if error == WireError::Checksum {
-                    network.link.lock().counters.rejected += 1;
+                    network.reject();
                 }
                 return;
             }

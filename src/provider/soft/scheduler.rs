@@ -12,6 +12,8 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
+use super::cm::{Letter, Manager};
+use super::device::DeviceInner;
 use super::network::Delivery;
 use super::qp::QpInner;
 
@@ -26,6 +28,10 @@ pub(super) enum Job {
     Reply(Weak<QpInner>),
     /// A packet arrives.
     Deliver(Box<Delivery>),
+    /// A message of the connection manager arrives.
+    Message(Box<Letter>),
+    /// A deadline of the connection manager has come.
+    ConnectionTimer(Weak<DeviceInner>),
 }
 
 impl Job {
@@ -47,6 +53,12 @@ impl Job {
                 }
             }
             Self::Deliver(delivery) => delivery.run(),
+            Self::Message(letter) => letter.run(),
+            Self::ConnectionTimer(device) => {
+                if let Some(device) = device.upgrade() {
+                    Manager::on_timer(&device);
+                }
+            }
         }
     }
 }

@@ -1,0 +1,167 @@
+//! An id with its events: called where that holds up nobody, awaited with a deadline.
+
+use std::fmt;
+use std::future::Future;
+use std::net::SocketAddr;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::task::spawn_blocking;
+
+use crate::error::VerbError;
+use crate::op::QueuePair;
+use crate::provider::cm_contract::{CmId as _, CmRoute};
+use crate::provider::dispatch::CmId;
+
+use super::error::{ConnectError, Step};
+use super::router::{Happened, Inbox, Router, fail};
+
+/// See the module. Its drop destroys the id.
+pub(super) struct Endpoint {
+    raw: Option<Arc<CmId>>,
+    inbox: Arc<Inbox>,
+    router: Arc<Router>,
+}
+
+impl Endpoint {
+    /// Takes an id, whose events go to `inbox` from now on.
+    pub(super) fn new(router: &Arc<Router>, id: CmId, inbox: Arc<Inbox>) -> Self {
+        router.add(id.key(), &inbox);
+        Self { raw: Some(Arc::new(id)), inbox, router: Arc::clone(router) }
+    }
+
+    /// A new id that is not a listener.
+    pub(super) fn create(router: &Arc<Router>) -> Result<Self, VerbError> {
+        Ok(Self::new(router, router.create_id()?, Inbox::new(None)))
+    }
+
+    pub(super) fn router(&self) -> &Arc<Router> {
+        &self.router
+    }
+
+    pub(super) fn inbox(&self) -> &Arc<Inbox> {
+        &self.inbox
+    }
+
+    pub(super) fn local_addr(&self) -> Option<SocketAddr> {
+        self.raw.as_ref()?.local_addr()
+    }
+
+    pub(super) fn peer_addr(&self) -> Option<SocketAddr> {
+        self.raw.as_ref()?.peer_addr()
+    }
+
+    pub(super) fn route(&self) -> Option<CmRoute> {
+        self.raw.as_ref()?.route()
+    }
+
+    /// Calls the id; on a thread for such things if it may block.
+    ///
+    /// If the future is dropped, the call is made all the same.
+    pub(super) async fn call<T: Send + 'static>(
+        &self,
+        f: impl FnOnce(&CmId) -> Result<T, ConnectError> + Send + 'static,
+    ) -> Result<T, ConnectError> {
+        /// `ECANCELED` of `errno(3)`.
+        const CANCELLED: VerbError = VerbError::new("spawn_blocking", 125);
+        let Some(raw) = &self.raw else { return Err(CANCELLED.into()) };
+        if !self.router.may_block() {
+            return f(raw);
+        }
+        let raw = Arc::clone(raw);
+        match spawn_blocking(move || f(&raw)).await {
+            Ok(result) => result,
+            Err(error) => match error.try_into_panic() {
+                Ok(panic) => std::panic::resume_unwind(panic),
+                Err(_) => Err(CANCELLED.into()),
+            },
+        }
+    }
+
+    /// Waits until `f` finds what it looks for in what has happened.
+    pub(super) async fn until<T>(&self, mut f: impl FnMut(&Happened) -> Option<T>) -> T {
+        self.router.watch();
+        loop {
+            let mut changed = pin!(self.inbox.changed.notified());
+            changed.as_mut().enable();
+            // In a statement of its own: the lock is not held any longer.
+            let found = f(&self.inbox.happened());
+            if let Some(found) = found {
+                return found;
+            }
+            changed.await;
+        }
+    }
+
+    /// The result of a call; if it was refused because the peer has ended the connection meanwhile, that is why.
+    pub(super) async fn blame<T>(
+        &self,
+        result: Result<T, ConnectError>,
+        address: SocketAddr,
+    ) -> Result<T, ConnectError> {
+        /// For the event, which may be there and not taken yet. If there is none, the refusal is this much later.
+        const GRACE: Duration = Duration::from_millis(100);
+        let Err(error) = result else { return result };
+        if !matches!(error, ConnectError::Verb(_) | ConnectError::Setup(_)) {
+            return Err(error);
+        }
+        let end = self.until(|happened| happened.end.clone());
+        match tokio::time::timeout(GRACE, end).await {
+            Ok(end) => Err(ConnectError::ended(&end, address)),
+            Err(_) => Err(error),
+        }
+    }
+
+    pub(super) fn ended(&self) -> bool {
+        self.inbox.happened().end.is_some()
+    }
+}
+
+/// `future`, or an error that names the step when it takes too long.
+pub(super) async fn within<T>(
+    after: Duration,
+    step: Step,
+    future: impl Future<Output = Result<T, ConnectError>>,
+) -> Result<T, ConnectError> {
+    tokio::time::timeout(after, future).await.unwrap_or(Err(ConnectError::TimedOut { step, after }))
+}
+
+impl Drop for Endpoint {
+    fn drop(&mut self) {
+        if let Some(raw) = self.raw.take() {
+            self.router.remove(raw.key());
+            self.router.dispose(raw);
+        }
+    }
+}
+
+impl fmt::Debug for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Endpoint")
+            .field("local", &self.local_addr())
+            .field("peer", &self.peer_addr())
+            .finish_non_exhaustive()
+    }
+}
+
+/// A queue pair on its way: in the error state unless it arrives.
+pub(super) struct Halfway(Option<QueuePair>);
+
+impl Halfway {
+    pub(super) fn new(queue_pair: &QueuePair) -> Self {
+        Self(Some(queue_pair.clone()))
+    }
+
+    pub(super) fn arrived(mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for Halfway {
+    fn drop(&mut self) {
+        if let Some(queue_pair) = self.0.take() {
+            fail(&queue_pair);
+        }
+    }
+}

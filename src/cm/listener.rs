@@ -1,0 +1,378 @@
+//! The passive side: listen, accept, reject.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::net::SocketAddr;
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::Mutex;
+use tokio::net::ToSocketAddrs;
+use tokio::sync::Notify;
+
+use crate::error::LimitError;
+use crate::op::{QueuePair, QueuePairBuilder};
+use crate::provider::cm_contract::{CmId as _, CmPeer, REJECT_DATA, RESPONSE_DATA};
+use crate::provider::dispatch::CmId;
+use crate::types::{Gid, PortNum};
+use crate::verbs::Device;
+
+use super::connector::{lookup, no_address};
+use super::endpoint::{Endpoint, Halfway, within};
+use super::error::{ConnectError, Step};
+use super::link::Link;
+use super::options::{ListenOptions, Options};
+use super::path::{Path, Reads, make_ready};
+use super::router::{Inbox, Router};
+
+/// Takes requests to connect that arrive at an address.
+///
+/// Dropping it gives the address back and rejects the requests that nobody has accepted; connections go on.
+pub struct Listener {
+    endpoint: Endpoint,
+    address: SocketAddr,
+}
+
+impl Listener {
+    /// Listens at the first of the addresses that can be had, with default [`ListenOptions`].
+    ///
+    /// # Errors
+    ///
+    /// As [`bind_with`](Self::bind_with).
+    ///
+    /// # Panics
+    ///
+    /// As [`accept`](Self::accept).
+    pub async fn bind(device: &Device, address: impl ToSocketAddrs) -> Result<Self, ConnectError> {
+        Self::bind_with(device, address, &ListenOptions::default()).await
+    }
+
+    /// Listens at the first of the addresses that can be had. Port 0 takes one that is free; the unspecified address is
+    /// every one of the device (0.0.0.0 of IPv4, :: of both families).
+    ///
+    /// # Errors
+    ///
+    /// [`ConnectError::AddressInUse`], [`ConnectError::AddressNotAvailable`] for one that is not of the device,
+    /// [`ConnectError::Lookup`] for a host name that means nothing, [`ConnectError::Verb`] if the provider refuses.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future leaves nothing behind.
+    ///
+    /// # Panics
+    ///
+    /// As [`accept`](Self::accept).
+    pub async fn bind_with(
+        device: &Device,
+        address: impl ToSocketAddrs,
+        options: &ListenOptions,
+    ) -> Result<Self, ConnectError> {
+        let router = Router::of(device)?;
+        let mut last = no_address();
+        for address in lookup(address, &Options::default()).await? {
+            match Self::bind_one(&router, address, options).await {
+                Ok(listener) => return Ok(listener),
+                Err(error) => last = error,
+            }
+        }
+        Err(last)
+    }
+
+    async fn bind_one(
+        router: &Arc<Router>,
+        address: SocketAddr,
+        options: &ListenOptions,
+    ) -> Result<Self, ConnectError> {
+        let backlog = options.most_waiting();
+        let endpoint = Endpoint::new(router, router.create_id()?, Inbox::new(Some(Incoming::new(backlog))));
+        let bound = endpoint
+            .call(move |id| {
+                id.bind(address).map_err(ConnectError::at(address))?;
+                id.listen(backlog).map_err(ConnectError::at(address))?;
+                Ok(id.local_addr())
+            })
+            .await?;
+        router.watch();
+        let address = bound.unwrap_or(address);
+        tracing::debug!(%address, backlog, device = router.device().name(), "listening");
+        Ok(Self { endpoint, address })
+    }
+
+    /// Address that it listens at, with the port that was taken.
+    #[must_use]
+    pub const fn local_addr(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// The next request. Several tasks may wait; each request is given to one of them, in the order of their arrival.
+    ///
+    /// Requests that their peers have taken back meanwhile are left out.
+    ///
+    /// # Errors
+    ///
+    /// [`ConnectError::DeviceRemoved`]: there will be no more.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future loses no request.
+    ///
+    /// # Panics
+    ///
+    /// Outside of a Tokio runtime with its I/O and time drivers.
+    pub async fn accept(&self) -> Result<Request, ConnectError> {
+        let router = self.endpoint.router();
+        router.watch();
+        loop {
+            let Pending { endpoint, peer } = self.next().await?;
+            let (device, address) = (router.device(), endpoint.peer_addr());
+            let Some(route) = endpoint.route().filter(|route| route.device == device.name()) else {
+                tracing::warn!(?address, device = device.name(), "rejected: the request came over another device");
+                continue;
+            };
+            match Path::find(device, &route) {
+                Ok(path) => {
+                    let local = endpoint.local_addr().unwrap_or(self.address);
+                    let address = address.unwrap_or(SocketAddr::new(route.destination.to_ip(), 0));
+                    return Ok(Request { endpoint, peer, path, source: route.destination, local, address });
+                }
+                Err(error) => tracing::warn!(?address, %error, "rejected: no way back"),
+            }
+        }
+    }
+
+    async fn next(&self) -> Result<Pending, ConnectError> {
+        let Some(incoming) = &self.endpoint.inbox().incoming else { return Err(ConnectError::DeviceRemoved) };
+        loop {
+            let mut notified = pin!(incoming.notify.notified());
+            notified.as_mut().enable();
+            if let Some(pending) = incoming.pop() {
+                return Ok(pending);
+            }
+            if incoming.ended.load(Ordering::Acquire) {
+                return Err(ConnectError::DeviceRemoved);
+            }
+            notified.await;
+        }
+    }
+}
+
+impl fmt::Debug for Listener {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Listener").field("address", &self.address).finish_non_exhaustive()
+    }
+}
+
+/// Requests that wait at a listener.
+#[derive(Debug)]
+pub(super) struct Incoming {
+    queue: Mutex<VecDeque<Pending>>,
+    notify: Notify,
+    most: usize,
+    ended: AtomicBool,
+}
+
+#[derive(Debug)]
+struct Pending {
+    endpoint: Endpoint,
+    peer: CmPeer,
+}
+
+impl Incoming {
+    fn new(backlog: u32) -> Self {
+        Self { queue: Mutex::default(), notify: Notify::new(), most: backlog as usize, ended: AtomicBool::new(false) }
+    }
+
+    /// Adds a request, or gives its id back if there are too many.
+    pub(super) fn push(&self, router: &Arc<Router>, id: CmId, peer: CmPeer) -> Option<CmId> {
+        let mut queue = self.queue.lock();
+        let mut stale = VecDeque::new();
+        if queue.len() >= self.most {
+            // Those that were taken back make room. Dropped without the lock.
+            let (kept, gone) = queue.drain(..).partition(|pending| !pending.endpoint.ended());
+            *queue = kept;
+            stale = gone;
+        }
+        let refused = if queue.len() >= self.most {
+            tracing::debug!(backlog = self.most, "rejected: too many requests wait");
+            Some(id)
+        } else {
+            queue.push_back(Pending { endpoint: Endpoint::new(router, id, Inbox::new(None)), peer });
+            None
+        };
+        drop(queue);
+        drop::<VecDeque<Pending>>(stale);
+        if refused.is_none() {
+            self.notify.notify_one();
+        }
+        refused
+    }
+
+    /// The oldest that was not taken back.
+    fn pop(&self) -> Option<Pending> {
+        let mut stale = Vec::new();
+        let mut queue = self.queue.lock();
+        let found = loop {
+            match queue.pop_front() {
+                Some(pending) if pending.endpoint.ended() => stale.push(pending),
+                found => break found,
+            }
+        };
+        if !queue.is_empty() {
+            // A permit may have been for one that was taken back.
+            self.notify.notify_one();
+        }
+        drop(queue);
+        drop(stale);
+        found
+    }
+
+    /// There will be no more.
+    pub(super) fn end(&self) {
+        self.ended.store(true, Ordering::Release);
+        self.notify.notify_waiters();
+    }
+}
+
+/// A peer that wants to connect. Dropping it rejects it.
+pub struct Request {
+    endpoint: Endpoint,
+    peer: CmPeer,
+    path: Path,
+    source: Gid,
+    local: SocketAddr,
+    address: SocketAddr,
+}
+
+impl Request {
+    /// Where it comes from.
+    #[must_use]
+    pub const fn peer_addr(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Address that it was sent to.
+    #[must_use]
+    pub const fn local_addr(&self) -> SocketAddr {
+        self.local
+    }
+
+    /// GID that it comes from.
+    #[must_use]
+    pub const fn source(&self) -> Gid {
+        self.source
+    }
+
+    /// Port that it arrived at.
+    #[must_use]
+    pub const fn port(&self) -> PortNum {
+        self.path.port
+    }
+
+    /// Index of the GID that it was sent to, in the table of that port.
+    #[must_use]
+    pub const fn gid_index(&self) -> u8 {
+        self.path.gid_index
+    }
+
+    /// What the peer has to say, filled up with zeros to 56 bytes.
+    #[must_use]
+    pub fn private_data(&self) -> &[u8] {
+        &self.peer.private_data
+    }
+
+    /// READs and atomics that the peer wants to issue at once.
+    #[must_use]
+    pub const fn reads_issued(&self) -> u8 {
+        self.peer.responder_resources
+    }
+
+    /// READs and atomics that the peer serves at once.
+    #[must_use]
+    pub const fn reads_served(&self) -> u8 {
+        self.peer.initiator_depth
+    }
+
+    /// Makes a queue pair to be described by `builder` send from the port and GID that this request was sent to.
+    #[must_use]
+    pub fn prepare(&self, builder: QueuePairBuilder) -> QueuePairBuilder {
+        builder.source(self.path.port, self.path.gid_index)
+    }
+
+    /// Says yes with `queue_pair`, which is in INIT and sends from the port and GID of this request, and waits until the
+    /// peer confirms. It is ready to use when this returns, and what the peer sends may arrive before: post the receives
+    /// for it first.
+    ///
+    /// # Errors
+    ///
+    /// [`ConnectError::Rejected`] if the peer has given up, [`ConnectError::Unreachable`] or [`ConnectError::TimedOut`]
+    /// if it does not confirm, [`ConnectError::Limit`] for private data of more than 196 bytes, [`ConnectError::Setup`]
+    /// for a queue pair that does not fit. The queue pair is in the error state then, unless it did not fit, and the
+    /// request is rejected.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future rejects the request, or ends the connection; the queue pair goes to the error state.
+    ///
+    /// # Panics
+    ///
+    /// As [`Listener::accept`].
+    pub async fn accept(self, queue_pair: &QueuePair, options: &Options) -> Result<Link, ConnectError> {
+        let Self { endpoint, peer, path, local, address, .. } = self;
+        let (_, transport) = options.checked(RESPONSE_DATA)?;
+        let device = endpoint.router().device().clone();
+        path.check(&device, queue_pair)?;
+        let halfway = Halfway::new(queue_pair);
+        let reads = Reads::of(&device, options).agreed(&peer);
+        within(options.deadline(), Step::Establish, async {
+            endpoint.inbox().tie(queue_pair);
+            let (ours, options) = (queue_pair.clone(), options.clone());
+            let said = endpoint
+                .call(move |id| {
+                    let (private_data, _) = options.checked(RESPONSE_DATA)?;
+                    make_ready(id, &ours, reads, transport)?;
+                    Ok(id.accept(&reads.params(&ours, private_data, transport))?)
+                })
+                .await;
+            endpoint.blame(said, address).await?;
+            endpoint
+                .until(|happened| match (happened.established, &happened.end) {
+                    // It may be over already: what the peer sent before is there all the same.
+                    (true, _) => Some(Ok(())),
+                    (false, Some(end)) => Some(Err(ConnectError::ended(end, address))),
+                    (false, None) => None,
+                })
+                .await
+        })
+        .await?;
+        halfway.arrived();
+        Ok(Link::new(endpoint, peer.private_data, (local, address), options.deadline()))
+    }
+
+    /// Says no. The peer gets [`ConnectError::Rejected`] with this private data.
+    ///
+    /// # Errors
+    ///
+    /// [`ConnectError::Limit`] for private data of more than 148 bytes (it is rejected without it then),
+    /// [`ConnectError::Rejected`] if the peer has given up.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future rejects it all the same.
+    pub async fn reject(self, private_data: &[u8]) -> Result<(), ConnectError> {
+        LimitError::check("private_data", private_data.len() as u64, REJECT_DATA as u64)?;
+        let data = private_data.to_vec();
+        let said = self.endpoint.call(move |id| Ok(id.reject(&data)?)).await;
+        self.endpoint.blame(said, self.address).await
+    }
+}
+
+impl fmt::Debug for Request {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Request")
+            .field("peer", &self.address)
+            .field("local", &self.local)
+            .field("path", &self.path)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,121 @@
+//! Settings of listeners and connections.
+
+use std::time::Duration;
+
+use crate::error::LimitError;
+use crate::op::ConnectOptions;
+
+/// How to connect, or to accept.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Options {
+    resolve_timeout: Duration,
+    timeout: Duration,
+    private_data: Vec<u8>,
+    reads: u8,
+    transport: ConnectOptions,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            // A lookup and ARP, each with a repetition or two.
+            resolve_timeout: Duration::from_secs(5),
+            // Some repetitions of the kernel's manager, which waits 4.3 s between two.
+            timeout: Duration::from_secs(15),
+            private_data: Vec::new(),
+            reads: u8::MAX,
+            transport: ConnectOptions::default(),
+        }
+    }
+}
+
+impl Options {
+    /// Time for looking up a host and resolving the route to it, all of its addresses together; 5 s unless set.
+    #[must_use]
+    pub const fn resolve_timeout(mut self, timeout: Duration) -> Self {
+        self.resolve_timeout = timeout;
+        self
+    }
+
+    /// Time for the handshake, and later for the answer to our goodbye; 15 s unless set. The peer's program has to
+    /// accept within it. The kernel's manager repeats a lost message after 4.3 s, the software device's after 0.27 s.
+    #[must_use]
+    pub const fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
+        self
+    }
+
+    /// Bytes that travel with the request (at most 56), or with the answer (at most 196); none unless set.
+    ///
+    /// The other side sees them filled up with zeros: their length does not travel.
+    #[must_use]
+    pub fn private_data(mut self, data: impl Into<Vec<u8>>) -> Self {
+        self.private_data = data.into();
+        self
+    }
+
+    /// READs and atomics that either side issues at once, at most; as many as both devices can unless set. With 0 there
+    /// are none.
+    #[must_use]
+    pub const fn reads(mut self, reads: u8) -> Self {
+        self.reads = reads;
+        self
+    }
+
+    /// Timeouts and retries of the connection. They hold for this side, whatever the other one proposes.
+    #[must_use]
+    pub const fn transport(mut self, transport: ConnectOptions) -> Self {
+        self.transport = transport;
+        self
+    }
+
+    pub(super) const fn time_to_resolve(&self) -> Duration {
+        self.resolve_timeout
+    }
+
+    pub(super) const fn deadline(&self) -> Duration {
+        self.timeout
+    }
+
+    pub(super) const fn most_reads(&self) -> u8 {
+        self.reads
+    }
+
+    /// What is sent along, and the timers, all within their limits.
+    pub(super) fn checked(&self, most_data: usize) -> Result<(&[u8], ConnectOptions), LimitError> {
+        LimitError::check("private_data", self.private_data.len() as u64, most_data as u64)?;
+        LimitError::check("retry_count", self.transport.retry_count.into(), 7)?;
+        LimitError::check("rnr_retry", self.transport.rnr_retry.into(), 7)?;
+        Ok((&self.private_data, self.transport))
+    }
+}
+
+/// How to listen.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ListenOptions {
+    backlog: u32,
+}
+
+impl Default for ListenOptions {
+    fn default() -> Self {
+        Self { backlog: 1024 }
+    }
+}
+
+impl ListenOptions {
+    /// Requests that wait at most; 1024 unless set, some 2 KiB each, and at least 1.
+    ///
+    /// The software device's manager asks the peers beyond that to try again a little later, until there is room or their
+    /// deadline has passed; a request counts until it is accepted or rejected. The kernel's counts only those that the
+    /// program has not seen; beyond, requests are rejected here, with reason
+    /// [`CONSUMER`](crate::cm::RejectReason::CONSUMER).
+    #[must_use]
+    pub const fn backlog(mut self, requests: u32) -> Self {
+        self.backlog = if requests == 0 { 1 } else { requests };
+        self
+    }
+
+    pub(super) const fn most_waiting(&self) -> u32 {
+        self.backlog
+    }
+}

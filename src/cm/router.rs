@@ -1,0 +1,450 @@
+//! One event channel for each open device, and where its events go.
+//!
+//! Whoever waits makes sure that its runtime watches the channel ([`Reactors`]). The reactor's waker drains the channel
+//! there and then; each event is filed with the id that it belongs to, whose waiters are woken.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::{Arc, Weak};
+
+use parking_lot::{Mutex, MutexGuard};
+use tokio::runtime::Handle;
+use tokio::sync::Notify;
+
+use crate::error::VerbError;
+use crate::op::{QueuePair, WeakQueuePair};
+use crate::provider::cm_contract::{CmChannel as _, CmEvent, CmEventKind, CmPeer};
+use crate::provider::contract::Context as _;
+use crate::provider::dispatch::{Any, CmChannel, CmId};
+use crate::types::{QpAttr, QpState, RejectReason};
+use crate::verbs::Device;
+
+use super::listener::Incoming;
+use super::reactor::Reactors;
+
+/// What has happened to an id so far. Nothing happens twice, so nothing is overwritten.
+#[derive(Debug, Default)]
+pub(super) struct Happened {
+    pub(super) address: Option<Result<(), i32>>,
+    pub(super) route: Option<Result<(), i32>>,
+    pub(super) response: Option<CmPeer>,
+    pub(super) established: bool,
+    /// The first of the ends that there may be.
+    pub(super) end: Option<End>,
+    /// TIMEWAIT is over, or there is none.
+    pub(super) exited: bool,
+}
+
+/// How a connection, or the attempt at one, ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum End {
+    Rejected { reason: RejectReason, private_data: Vec<u8> },
+    Unreachable(i32),
+    Error(i32),
+    Disconnected,
+    TimewaitExit,
+    DeviceRemoval,
+    AddressChange,
+}
+
+/// Where the events of one id go. No lock is held while somebody is woken, or a queue pair is changed, which wakes those
+/// who wait for its work: what they do may come back here.
+#[derive(Debug)]
+pub(super) struct Inbox {
+    happened: Mutex<Happened>,
+    /// Told of each change of `happened`.
+    pub(super) changed: Notify,
+    tied: Mutex<Tied>,
+    /// Of a listener.
+    pub(super) incoming: Option<Incoming>,
+}
+
+/// The queue pair that goes to the error state with the connection.
+#[derive(Debug, Default)]
+struct Tied {
+    queue_pair: Option<WeakQueuePair>,
+    /// The connection is over; whoever comes later fails the queue pair himself.
+    over: bool,
+}
+
+/// See the module.
+pub(super) struct Router {
+    device: Device,
+    channel: Arc<CmChannel>,
+    inboxes: Mutex<HashMap<u64, Arc<Inbox>>>,
+    filing: Mutex<Filing>,
+    reactors: Reactors,
+}
+
+/// Whether somebody takes events: one at a time, so that those of one id stay in order.
+#[derive(Debug, Default)]
+struct Filing {
+    busy: bool,
+    /// There may be more.
+    again: bool,
+}
+
+/// Somebody's turn to take events.
+struct Turn<'a>(&'a Mutex<Filing>);
+
+impl<'a> Turn<'a> {
+    /// `None` if it is somebody else's, who is told to look again.
+    fn begin(filing: &'a Mutex<Filing>) -> Option<Self> {
+        let mut state = filing.lock();
+        if std::mem::replace(&mut state.busy, true) {
+            state.again = true;
+            return None;
+        }
+        Some(Self(filing))
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        self.0.lock().busy = false;
+    }
+}
+
+/// The channel as something that a reactor can watch.
+pub(super) struct Watched(Arc<CmChannel>);
+
+impl std::os::fd::AsRawFd for Watched {
+    fn as_raw_fd(&self) -> std::os::fd::RawFd {
+        let fd: BorrowedFd<'_> = self.0.fd();
+        fd.as_fd().as_raw_fd()
+    }
+}
+
+/// Routers in use.
+static ROUTERS: Mutex<Vec<Weak<Router>>> = Mutex::new(Vec::new());
+
+impl Router {
+    /// That of an open device, made when first needed and gone with the last id.
+    pub(super) fn of(device: &Device) -> Result<Arc<Self>, VerbError> {
+        // Dropped without the lock: one of them may be the last share of its router by then.
+        let mut seen = Vec::new();
+        let mut routers = ROUTERS.lock();
+        routers.retain(|router| router.strong_count() > 0);
+        seen.extend(routers.iter().filter_map(Weak::upgrade));
+        let known = seen.iter().find(|router| router.device.same(device)).cloned();
+        let router = match known {
+            Some(router) => router,
+            None => {
+                let router = Arc::new(Self {
+                    device: device.clone(),
+                    channel: Arc::new(device.context().create_cm_channel()?),
+                    inboxes: Mutex::default(),
+                    filing: Mutex::default(),
+                    reactors: Reactors::new(),
+                });
+                routers.push(Arc::downgrade(&router));
+                router
+            }
+        };
+        drop(routers);
+        drop(seen);
+        Ok(router)
+    }
+
+    pub(super) fn device(&self) -> &Device {
+        &self.device
+    }
+
+    pub(super) fn create_id(&self) -> Result<CmId, VerbError> {
+        self.channel.create_id()
+    }
+
+    pub(super) fn watched(&self) -> Watched {
+        Watched(Arc::clone(&self.channel))
+    }
+
+    pub(super) fn reactors(&self) -> &Reactors {
+        &self.reactors
+    }
+
+    /// Makes sure that the current runtime watches the channel.
+    pub(super) fn watch(self: &Arc<Self>) {
+        self.reactors.watch(self);
+    }
+
+    pub(super) fn add(&self, key: u64, inbox: &Arc<Inbox>) {
+        self.inboxes.lock().insert(key, Arc::clone(inbox));
+    }
+
+    pub(super) fn remove(&self, key: u64) {
+        let removed = self.inboxes.lock().remove(&key);
+        drop(removed);
+    }
+
+    /// True if calls of ids may have to wait.
+    pub(super) fn may_block(&self) -> bool {
+        self.channel.may_block()
+    }
+
+    /// Drops an id where that holds up nobody.
+    pub(super) fn dispose(&self, id: impl Send + 'static) {
+        if !self.may_block() {
+            return drop(id);
+        }
+        // Wakers of the reactor may run outside of the context of their runtime.
+        match Handle::try_current().ok().or_else(|| self.reactors.handle()) {
+            Some(runtime) => drop(runtime.spawn_blocking(move || drop(id))),
+            None => drop(id),
+        }
+    }
+
+    /// Takes and files all events, unless somebody is at it, who goes on until there are none.
+    pub(super) fn drain(self: &Arc<Self>) {
+        loop {
+            let Some(turn) = Turn::begin(&self.filing) else { return };
+            loop {
+                match self.channel.take_event() {
+                    Ok(Some(event)) => {
+                        if let Some(id) = self.file(event) {
+                            self.dispose(id);
+                        }
+                    }
+                    Ok(None) => break,
+                    Err(error) => {
+                        tracing::error!(%error, "events of the connection manager cannot be read");
+                        break;
+                    }
+                }
+            }
+            drop(turn);
+            if !std::mem::take(&mut self.filing.lock().again) {
+                return;
+            }
+        }
+    }
+
+    /// Files one event. What comes back is an id that nobody wants.
+    fn file(self: &Arc<Self>, event: CmEvent<Any>) -> Option<CmId> {
+        let CmEvent { key, kind } = event;
+        tracing::trace!(key, ?kind, "connection event");
+        let inbox = self.inboxes.lock().get(&key).cloned();
+        let Some(inbox) = inbox else {
+            // Of an id that is gone.
+            return match kind {
+                CmEventKind::ConnectRequest { id, .. } => Some(id),
+                _ => None,
+            };
+        };
+        let kind = match kind {
+            CmEventKind::ConnectRequest { id, peer } => {
+                let Some(incoming) = &inbox.incoming else { return Some(id) };
+                return incoming.push(self, id, peer);
+            }
+            kind => kind,
+        };
+        inbox.on_event(kind);
+        None
+    }
+}
+
+impl Inbox {
+    pub(super) fn new(incoming: Option<Incoming>) -> Arc<Self> {
+        Arc::new(Self { happened: Mutex::default(), changed: Notify::new(), tied: Mutex::default(), incoming })
+    }
+
+    /// What has happened so far. Not to be kept: events wait for it.
+    pub(super) fn happened(&self) -> MutexGuard<'_, Happened> {
+        self.happened.lock()
+    }
+
+    fn on_event(&self, kind: CmEventKind<Any>) {
+        let ends = kind.is_end();
+        if ends {
+            // Before it is told: who sees the end finds the queue pair in the error state.
+            let queue_pair = {
+                let mut tied = self.tied.lock();
+                tied.over = true;
+                tied.queue_pair.take()
+            };
+            fail_weak(queue_pair);
+        }
+        if !self.happened.lock().on_event(kind) {
+            return;
+        }
+        self.changed.notify_waiters();
+        if ends && let Some(incoming) = &self.incoming {
+            incoming.end();
+        }
+    }
+
+    /// The queue pair ends with the connection from now on; at once, if that is over.
+    pub(super) fn tie(&self, queue_pair: &QueuePair) {
+        let over = {
+            let mut tied = self.tied.lock();
+            if !tied.over {
+                tied.queue_pair = Some(queue_pair.downgrade());
+            }
+            tied.over
+        };
+        if over {
+            fail(queue_pair);
+        }
+    }
+
+    /// Ends what is in flight, once.
+    pub(super) fn fail_queue_pair(&self) {
+        let queue_pair = self.tied.lock().queue_pair.take();
+        fail_weak(queue_pair);
+    }
+}
+
+fn fail_weak(queue_pair: Option<WeakQueuePair>) {
+    if let Some(queue_pair) = queue_pair.and_then(|weak| weak.upgrade()) {
+        fail(&queue_pair);
+    }
+}
+
+/// To the error state.
+pub(super) fn fail(queue_pair: &QueuePair) {
+    if let Err(error) = queue_pair.modify(&QpAttr::to_state(QpState::Err)) {
+        // Closed, or its device is gone: then it does nothing more either.
+        tracing::debug!(%error, qpn = %queue_pair.qpn(), "queue pair of a connection that ended");
+    }
+}
+
+impl Happened {
+    /// True if somebody may be interested.
+    fn on_event(&mut self, kind: CmEventKind<Any>) -> bool {
+        let end = match kind {
+            CmEventKind::AddressResolved => {
+                self.address = Some(Ok(()));
+                None
+            }
+            CmEventKind::AddressError(errno) => {
+                self.address = Some(Err(errno));
+                None
+            }
+            CmEventKind::RouteResolved => {
+                self.route = Some(Ok(()));
+                None
+            }
+            CmEventKind::RouteError(errno) => {
+                self.route = Some(Err(errno));
+                None
+            }
+            CmEventKind::ConnectResponse(peer) => {
+                self.response = Some(peer);
+                None
+            }
+            CmEventKind::Established => {
+                self.established = true;
+                None
+            }
+            CmEventKind::Rejected { reason, private_data } => Some(End::Rejected { reason, private_data }),
+            CmEventKind::Unreachable(errno) => Some(End::Unreachable(errno)),
+            CmEventKind::ConnectError(errno) => Some(End::Error(errno)),
+            CmEventKind::Disconnected => Some(End::Disconnected),
+            CmEventKind::TimewaitExit => {
+                self.exited = true;
+                Some(End::TimewaitExit)
+            }
+            CmEventKind::DeviceRemoval => {
+                self.exited = true;
+                Some(End::DeviceRemoval)
+            }
+            CmEventKind::AddressChange => Some(End::AddressChange),
+            CmEventKind::ConnectRequest { .. } | CmEventKind::Other(_) => return false,
+        };
+        if self.end.is_none() {
+            self.end = end;
+        }
+        true
+    }
+}
+
+impl fmt::Debug for Router {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Router")
+            .field("device", &self.device)
+            .field("ids", &self.inboxes.lock().len())
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::pin::pin;
+
+    use super::*;
+
+    fn rejection() -> CmEventKind<Any> {
+        CmEventKind::Rejected { reason: RejectReason::CONSUMER, private_data: vec![1] }
+    }
+
+    #[test]
+    fn every_event_is_filed_and_the_first_end_is_the_end() {
+        let peer = CmPeer { private_data: vec![2], responder_resources: 1, initiator_depth: 1, srq: false };
+        let events: [fn() -> CmEventKind<Any>; 7] = [
+            rejection,
+            || CmEventKind::Unreachable(110),
+            || CmEventKind::ConnectError(22),
+            || CmEventKind::Disconnected,
+            || CmEventKind::TimewaitExit,
+            || CmEventKind::DeviceRemoval,
+            || CmEventKind::AddressChange,
+        ];
+        let ends = [
+            End::Rejected { reason: RejectReason::CONSUMER, private_data: vec![1] },
+            End::Unreachable(110),
+            End::Error(22),
+            End::Disconnected,
+            End::TimewaitExit,
+            End::DeviceRemoval,
+            End::AddressChange,
+        ];
+        for (event, end) in events.into_iter().zip(ends) {
+            assert!(event().is_end());
+            let inbox = Inbox::new(None);
+            inbox.on_event(event());
+            // What comes after is not why it ended.
+            inbox.on_event(CmEventKind::Disconnected);
+            inbox.on_event(rejection());
+            assert_eq!(inbox.happened().end, Some(end));
+        }
+        let inbox = Inbox::new(None);
+        let mut changed = pin!(inbox.changed.notified());
+        changed.as_mut().enable();
+        for event in [
+            CmEventKind::AddressResolved,
+            CmEventKind::RouteError(113),
+            CmEventKind::ConnectResponse(peer.clone()),
+            CmEventKind::Established,
+        ] {
+            assert!(!event.is_end());
+            inbox.on_event(event);
+        }
+        assert!(changed.enable());
+        let happened = inbox.happened();
+        assert_eq!((happened.address, happened.route), (Some(Ok(())), Some(Err(113))));
+        assert_eq!((&happened.response, happened.established), (&Some(peer), true));
+        assert_eq!((&happened.end, happened.exited), (&None, false));
+    }
+
+    #[test]
+    fn event_that_nobody_knows_wakes_nobody() {
+        let inbox = Inbox::new(None);
+        let mut changed = pin!(inbox.changed.notified());
+        changed.as_mut().enable();
+        inbox.on_event(CmEventKind::Other(99));
+        assert!(!changed.enable());
+    }
+
+    #[test]
+    fn an_open_device_has_one_router_as_long_as_somebody_uses_it() {
+        let network = crate::software::Network::new();
+        let open = || Device::software_in(&network, "routed").unwrap();
+        let (first, second) = (open(), open());
+        let router = Router::of(&first).unwrap();
+        assert!(Arc::ptr_eq(&router, &Router::of(&first.clone()).unwrap()));
+        assert!(!Arc::ptr_eq(&router, &Router::of(&second).unwrap()));
+        let gone = Arc::downgrade(&router);
+        drop(router);
+        assert!(gone.upgrade().is_none());
+    }
+}

@@ -1,0 +1,500 @@
+//! The connection manager's protocol of one device (IBTA 12.9): messages, calls and time go in; messages, events and a
+//! deadline come out. No clock, no lock, no randomness of its own.
+//!
+//! What a peer says is believed only of its own connections: a message counts if it names both numbers of a connection
+//! and comes from the GID at its other end. Times that a peer asks for are cut to what is held here.
+
+use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::net::SocketAddr;
+
+use crate::error::VerbError;
+use crate::provider::cm_contract::{CmParams, CmPeer, REJECT_DATA};
+use crate::types::{AckTimeout, Gid, Mtu, Psn, Qpn, RejectReason};
+
+use super::connection::{Connection, State};
+use super::message::{About, CmTimeout, CommId, Dreq, Mad, Message, Mra, Private, Rej, Rep, Req, Rtu};
+
+/// Time in which a peer's manager answers: 268 ms, far above what a process takes to be scheduled. With
+/// [`MAX_RETRIES`], a peer that is gone is noticed after 4.3 s.
+pub(super) const RESPONSE_TIMEOUT: CmTimeout = CmTimeout(16);
+/// As the kernel's rdma_cm.
+pub(super) const MAX_RETRIES: u8 = 15;
+/// What an MRA asks for while a program makes up its mind: 4.3 s, after which the peer repeats its request and is asked
+/// again.
+const SERVICE_TIMEOUT: CmTimeout = CmTimeout(20);
+/// What an MRA asks for when a listener's backlog is full: 67 ms. A listener with a backlog of 16 and a slow program
+/// takes in 1,000 in 4 s so.
+pub(super) const BUSY_TIMEOUT: CmTimeout = CmTimeout(14);
+/// Bounds of the times that peers ask for: 1 ms, so that they cannot make us busy, and 4.3 s, so that they cannot make
+/// us remember them for hours.
+const TIMEOUTS: (CmTimeout, CmTimeout) = (CmTimeout(8), CmTimeout(20));
+/// Rejections remembered at most, for peers that repeat their request: however fast they come.
+const MAX_REFUSED: usize = 1024;
+/// Twice the lifetime of a packet (67 ms), IBTA 12.9.8.4: then nothing of a connection is underway any more.
+const TIME_WAIT: u64 = 2 * CmTimeout(14).nanoseconds();
+/// Acknowledgement timeout proposed to both queue pairs, as librdmacm's.
+const ACK_TIMEOUT: AckTimeout = AckTimeout::from_code(14);
+
+/// What comes out.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Output {
+    Send {
+        to: Gid,
+        mad: Mad,
+    },
+    Event {
+        connection: CommId,
+        event: Event,
+    },
+    /// A connection exists whose requests go to this listener.
+    Request {
+        listener: u64,
+        connection: CommId,
+        peer: CmPeer,
+    },
+}
+
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Event {
+    Response(CmPeer),
+    Established,
+    Rejected(RejectReason, Vec<u8>),
+    Unreachable,
+    Disconnected,
+    TimewaitExit,
+}
+
+#[derive(Debug)]
+pub(super) struct Listener {
+    pub(super) address: SocketAddr,
+    pub(super) backlog: u32,
+    /// Requests that wait for their answer.
+    pub(super) waiting: u32,
+}
+
+/// Where an active connection goes.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Destination {
+    pub(super) gid: Gid,
+    pub(super) local: SocketAddr,
+    pub(super) peer: SocketAddr,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Machine {
+    pub(super) gid: Gid,
+    guid: u64,
+    /// Makes the numbers of connections hard to guess.
+    mask: u32,
+    issued: u32,
+    transactions: u64,
+    pub(super) connections: HashMap<CommId, Connection>,
+    /// Requests of peers by the peer's number, to know repeated ones.
+    pub(super) requests: HashMap<(Gid, CommId), CommId>,
+    /// Queue pairs at the other ends.
+    pub(super) queue_pairs: HashMap<(Gid, Qpn), CommId>,
+    pub(super) listeners: HashMap<u64, Listener>,
+    timers: BTreeSet<(u64, CommId)>,
+    /// Rejected last; some may be forgotten already.
+    refused: VecDeque<CommId>,
+    pub(super) out: VecDeque<Output>,
+}
+
+const fn invalid(verb: &'static str) -> VerbError {
+    VerbError::new(verb, VerbError::EINVAL)
+}
+
+impl Machine {
+    pub(super) fn new(gid: Gid, guid: u64, seed: u64) -> Self {
+        Self {
+            gid,
+            guid,
+            mask: seed as u32,
+            issued: 0,
+            transactions: seed & 0xffff_ffff_0000_0000,
+            connections: HashMap::new(),
+            requests: HashMap::new(),
+            queue_pairs: HashMap::new(),
+            listeners: HashMap::new(),
+            timers: BTreeSet::new(),
+            refused: VecDeque::new(),
+            out: VecDeque::new(),
+        }
+    }
+
+    pub(super) fn next_output(&mut self) -> Option<Output> {
+        self.out.pop_front()
+    }
+
+    /// When [`on_timer`](Self::on_timer) wants to be called next.
+    pub(super) fn deadline(&self) -> Option<u64> {
+        self.timers.first().map(|&(at, _)| at)
+    }
+
+    pub(super) fn connection(&self, id: CommId) -> Option<&Connection> {
+        self.connections.get(&id)
+    }
+
+    // What programs ask for.
+
+    pub(super) fn listen(&mut self, listener: u64, address: SocketAddr, backlog: u32) {
+        self.listeners.insert(listener, Listener { address, backlog, waiting: 0 });
+    }
+
+    pub(super) fn stop_listening(&mut self, listener: u64) {
+        self.listeners.remove(&listener);
+    }
+
+    /// Sends a request from a new connection.
+    pub(super) fn connect(
+        &mut self,
+        now: u64,
+        to: Destination,
+        params: &CmParams<'_>,
+        rq_psn: Psn,
+    ) -> Result<CommId, VerbError> {
+        let private_data = Private::new(params.private_data).ok_or(invalid("rdma_connect"))?;
+        let (id, transaction) = (self.new_id(), self.new_transaction());
+        let request = Message::Req(Box::new(Req {
+            local_id: id,
+            service_port: to.peer.port(),
+            guid: self.guid,
+            qpn: params.qpn,
+            responder_resources: params.responder_resources,
+            initiator_depth: params.initiator_depth,
+            remote_timeout: RESPONSE_TIMEOUT,
+            local_timeout: RESPONSE_TIMEOUT,
+            starting_psn: rq_psn,
+            retry_count: params.retry_count,
+            mtu: Mtu::Mtu4096,
+            rnr_retry: params.rnr_retry,
+            max_retries: MAX_RETRIES,
+            srq: params.srq,
+            local_gid: self.gid,
+            remote_gid: to.gid,
+            ack_timeout: ACK_TIMEOUT,
+            source: to.local,
+            destination: to.peer.ip(),
+            private_data,
+        }));
+        let connection = Connection {
+            state: State::ReqSent,
+            owned: true,
+            waiting_at: None,
+            transaction,
+            peer: to.gid,
+            remote_id: 0,
+            local_qpn: params.qpn,
+            remote_qpn: None,
+            sq_psn: Psn::default(),
+            rq_psn,
+            responder_resources: params.responder_resources,
+            initiator_depth: params.initiator_depth,
+            retry_count: params.retry_count,
+            rnr_retry: params.rnr_retry,
+            mtu: Mtu::Mtu4096,
+            ack_timeout: ACK_TIMEOUT,
+            response_timeout: RESPONSE_TIMEOUT.nanoseconds(),
+            retries: MAX_RETRIES,
+            retries_left: 0,
+            deadline: None,
+            last: None,
+            params: None,
+            addresses: (to.local, to.peer),
+        };
+        self.connections.insert(id, connection);
+        self.send_and_repeat(now, id, request);
+        Ok(id)
+    }
+
+    /// Answers a request with yes.
+    pub(super) fn accept(&mut self, now: u64, id: CommId, params: &CmParams<'_>) -> Result<(), VerbError> {
+        const VERB: &str = "rdma_accept";
+        let private_data = Private::new(params.private_data).ok_or(invalid(VERB))?;
+        let guid = self.guid;
+        let connection = self.in_state(id, State::ReqRcvd).ok_or(invalid(VERB))?;
+        connection.state = State::RepSent;
+        connection.local_qpn = params.qpn;
+        connection.responder_resources = params.responder_resources;
+        connection.initiator_depth = params.initiator_depth;
+        let response = Message::Rep(Box::new(Rep {
+            local_id: id,
+            remote_id: connection.remote_id,
+            qpn: params.qpn,
+            starting_psn: connection.rq_psn,
+            responder_resources: params.responder_resources,
+            initiator_depth: params.initiator_depth,
+            rnr_retry: params.rnr_retry,
+            srq: params.srq,
+            guid,
+            private_data,
+        }));
+        self.answered(id);
+        self.send_and_repeat(now, id, response);
+        Ok(())
+    }
+
+    /// Answers a request with no.
+    pub(super) fn reject(&mut self, now: u64, id: CommId, private_data: &[u8]) -> Result<(), VerbError> {
+        const VERB: &str = "rdma_reject";
+        let private_data = Private::new(private_data).ok_or(invalid(VERB))?;
+        self.in_state(id, State::ReqRcvd).ok_or(invalid(VERB))?;
+        self.refuse(now, id, RejectReason::CONSUMER, private_data);
+        Ok(())
+    }
+
+    /// Confirms a response.
+    pub(super) fn establish(&mut self, id: CommId) -> Result<(), VerbError> {
+        let connection = self.in_state(id, State::RepRcvd).ok_or(invalid("rdma_establish"))?;
+        connection.state = State::Established;
+        let confirmation = Message::Rtu(Rtu { local_id: id, remote_id: connection.remote_id });
+        self.send(id, confirmation);
+        Ok(())
+    }
+
+    /// Says goodbye.
+    pub(super) fn disconnect(&mut self, now: u64, id: CommId) -> Result<(), VerbError> {
+        const VERB: &str = "rdma_disconnect";
+        let transaction = self.new_transaction();
+        let connection = self.connections.get_mut(&id).ok_or(invalid(VERB))?;
+        match connection.state {
+            State::Established => {
+                connection.state = State::DreqSent;
+                connection.transaction = transaction;
+                let (remote_id, remote_qpn) = (connection.remote_id, connection.remote_qpn.unwrap_or_default());
+                self.send_and_repeat(now, id, Message::Dreq(Dreq { local_id: id, remote_id, remote_qpn }));
+                Ok(())
+            }
+            State::DreqSent | State::TimeWait => Ok(()),
+            State::ReqSent | State::RepRcvd | State::ReqRcvd | State::RepSent | State::Refused | State::Withdrawn => {
+                Err(invalid(VERB))
+            }
+        }
+    }
+
+    /// Its id is gone: no more events, and the peer learns.
+    pub(super) fn release(&mut self, now: u64, id: CommId) {
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        connection.owned = false;
+        match connection.state {
+            State::ReqSent => self.give_up(id, About::Req, RejectReason::TIMEOUT),
+            State::RepRcvd => self.give_up(id, About::Rep, RejectReason::CONSUMER),
+            State::RepSent => self.give_up(id, About::Other, RejectReason::CONSUMER),
+            State::ReqRcvd => self.refuse(now, id, RejectReason::CONSUMER, Private::empty()),
+            State::Established => {
+                // Cannot fail in this state.
+                let _ = self.disconnect(now, id);
+            }
+            State::Withdrawn => self.forget(id),
+            State::DreqSent | State::TimeWait | State::Refused => {}
+        }
+    }
+
+    // What happens.
+
+    /// A deadline has come.
+    pub(super) fn on_timer(&mut self, now: u64) {
+        while let Some(&(at, id)) = self.timers.first() {
+            if at > now {
+                return;
+            }
+            self.timers.pop_first();
+            let Some(connection) = self.connections.get_mut(&id) else { continue };
+            connection.deadline = None;
+            let again = connection.retries_left > 0;
+            match connection.state {
+                State::ReqSent | State::RepSent | State::DreqSent if again => {
+                    connection.retries_left -= 1;
+                    let at = now.saturating_add(connection.response_timeout);
+                    self.set_deadline(id, Some(at));
+                    self.send_last(id);
+                }
+                State::ReqSent => {
+                    self.event(id, Event::Unreachable);
+                    self.give_up(id, About::Req, RejectReason::TIMEOUT);
+                }
+                State::RepSent => {
+                    self.event(id, Event::Unreachable);
+                    self.give_up(id, About::Other, RejectReason::TIMEOUT);
+                }
+                State::DreqSent => self.disconnected(now, id),
+                State::TimeWait => {
+                    self.event(id, Event::TimewaitExit);
+                    self.forget(id);
+                }
+                State::Refused => self.forget(id),
+                // Have no deadline.
+                State::RepRcvd | State::ReqRcvd | State::Established | State::Withdrawn => {}
+            }
+        }
+    }
+
+    // Steps that several of these take.
+
+    /// State of the connection that both numbers and the peer's GID name.
+    pub(super) fn find(&self, from: Gid, id: CommId, remote_id: CommId) -> Option<State> {
+        let connection = self.connections.get(&id)?;
+        (connection.peer == from && connection.remote_id == remote_id && remote_id != 0).then_some(connection.state)
+    }
+
+    pub(super) fn in_state(&mut self, id: CommId, state: State) -> Option<&mut Connection> {
+        self.connections.get_mut(&id).filter(|connection| connection.state == state)
+    }
+
+    /// True if we asked for it.
+    pub(super) fn is_active(&self, id: CommId) -> bool {
+        let Some(connection) = self.connections.get(&id) else { return false };
+        self.requests.get(&(connection.peer, connection.remote_id)) != Some(&id)
+    }
+
+    pub(super) fn established(&mut self, id: CommId) {
+        self.set_deadline(id, None);
+        if let Some(connection) = self.connections.get_mut(&id) {
+            connection.state = State::Established;
+        }
+        self.event(id, Event::Established);
+    }
+
+    pub(super) fn disconnected(&mut self, now: u64, id: CommId) {
+        if let Some(connection) = self.connections.get_mut(&id) {
+            connection.state = State::TimeWait;
+        }
+        self.set_deadline(id, Some(now.saturating_add(TIME_WAIT)));
+        self.event(id, Event::Disconnected);
+    }
+
+    /// The peer has taken its request back. Its queue pair may ask anew.
+    pub(super) fn withdraw(&mut self, id: CommId) {
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        connection.state = State::Withdrawn;
+        if let Some(qpn) = connection.remote_qpn {
+            self.queue_pairs.remove(&(connection.peer, qpn));
+        }
+    }
+
+    /// Rejects a request, and remembers that for as long as the peer may repeat it.
+    fn refuse(&mut self, now: u64, id: CommId, reason: RejectReason, private_data: Private<REJECT_DATA>) {
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        connection.state = State::Refused;
+        let remote_id = connection.remote_id;
+        let linger = connection.response_timeout.saturating_mul(2);
+        self.answered(id);
+        let rej = Rej { local_id: id, remote_id, about: About::Req, reason, private_data };
+        self.send(id, Message::Rej(Box::new(rej)));
+        self.set_deadline(id, Some(now.saturating_add(linger)));
+        self.refused.push_back(id);
+        if self.refused.len() > MAX_REFUSED
+            && let Some(oldest) = self.refused.pop_front()
+            && self.in_state(oldest, State::Refused).is_some()
+        {
+            self.forget(oldest);
+        }
+    }
+
+    /// Tells the peer, and forgets the connection.
+    pub(super) fn give_up(&mut self, id: CommId, about: About, reason: RejectReason) {
+        let Some(connection) = self.connections.get(&id) else { return };
+        let remote_id = connection.remote_id;
+        let rej = Rej { local_id: id, remote_id, about, reason, private_data: Private::empty() };
+        self.send(id, Message::Rej(Box::new(rej)));
+        self.forget(id);
+    }
+
+    pub(super) fn ask_for_time(&mut self, id: CommId, about: About) {
+        let Some(connection) = self.connections.get(&id) else { return };
+        let mra = Mra { local_id: id, remote_id: connection.remote_id, about, service_timeout: SERVICE_TIMEOUT };
+        let mad = Mad { transaction: connection.transaction, message: Message::Mra(mra) };
+        self.out.push_back(Output::Send { to: connection.peer, mad });
+    }
+
+    /// A request waits no more.
+    fn answered(&mut self, id: CommId) {
+        let listener = self.connections.get_mut(&id).and_then(|connection| connection.waiting_at.take());
+        if let Some(listener) = listener.and_then(|key| self.listeners.get_mut(&key)) {
+            listener.waiting -= 1;
+        }
+    }
+
+    pub(super) fn event(&mut self, id: CommId, event: Event) {
+        if self.connections.get(&id).is_some_and(|connection| connection.owned) {
+            self.out.push_back(Output::Event { connection: id, event });
+        }
+    }
+
+    fn send_and_repeat(&mut self, now: u64, id: CommId, message: Message) {
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        connection.retries_left = connection.retries;
+        let at = now.saturating_add(connection.response_timeout);
+        self.set_deadline(id, Some(at));
+        self.send(id, message);
+    }
+
+    pub(super) fn send(&mut self, id: CommId, message: Message) {
+        if let Some(connection) = self.connections.get_mut(&id) {
+            connection.last = Some(message);
+            self.send_last(id);
+        }
+    }
+
+    pub(super) fn send_last(&mut self, id: CommId) {
+        let Some(connection) = self.connections.get(&id) else { return };
+        if let Some(message) = connection.last.clone() {
+            let mad = Mad { transaction: connection.transaction, message };
+            self.out.push_back(Output::Send { to: connection.peer, mad });
+        }
+    }
+
+    pub(super) fn set_deadline(&mut self, id: CommId, deadline: Option<u64>) {
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        if let Some(old) = connection.deadline.take() {
+            self.timers.remove(&(old, id));
+        }
+        connection.deadline = deadline;
+        if let Some(at) = deadline {
+            self.timers.insert((at, id));
+        }
+    }
+
+    pub(super) fn forget(&mut self, id: CommId) {
+        self.answered(id);
+        self.set_deadline(id, None);
+        let Some(connection) = self.connections.remove(&id) else { return };
+        let of = |known: Option<&CommId>| known == Some(&id);
+        let request = (connection.peer, connection.remote_id);
+        if of(self.requests.get(&request)) {
+            self.requests.remove(&request);
+        }
+        if let Some(qpn) = connection.remote_qpn
+            && of(self.queue_pairs.get(&(connection.peer, qpn)))
+        {
+            self.queue_pairs.remove(&(connection.peer, qpn));
+        }
+    }
+
+    pub(super) fn new_id(&mut self) -> CommId {
+        loop {
+            self.issued = self.issued.wrapping_add(1);
+            let id = self.issued ^ self.mask;
+            if id != 0 && !self.connections.contains_key(&id) {
+                return id;
+            }
+        }
+    }
+
+    fn new_transaction(&mut self) -> u64 {
+        self.transactions = self.transactions.wrapping_add(1);
+        self.transactions
+    }
+
+    /// Connections, repeated requests, queue pairs and timers that it knows; for tests of what is left behind.
+    #[cfg(test)]
+    pub(super) fn sizes(&self) -> [usize; 4] {
+        [self.connections.len(), self.requests.len(), self.queue_pairs.len(), self.timers.len()]
+    }
+}
+
+/// A time that a peer asks for, within [`TIMEOUTS`].
+pub(super) fn bounded(timeout: CmTimeout) -> u64 {
+    timeout.clamp(TIMEOUTS.0, TIMEOUTS.1).nanoseconds()
+}

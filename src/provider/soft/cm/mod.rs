@@ -1,0 +1,28 @@
+//! The software device's connection manager: the protocol of InfiniBand's (IBTA 12), by the addresses of IP.
+//!
+//! ```text
+//!   CmId  ── calls ──▶  Manager  ── calls, messages, time ──▶  Machine
+//!   CmChannel ◀── events ──┘  └──▶ network's scheduler ──▶ manager of the peer
+//! ```
+//!
+//! [`machine`] is pure, with [`arrivals`] for what messages do to it, [`message`] is what it sends, [`manager`] puts a lock and the network around it, [`channel`] is
+//! what the layers above see. [`ports`] knows which addresses are taken.
+//!
+//! A device has the IP address of its GID. 127.0.0.1 and ::1 are shared by all devices of a network, as by the programs
+//! of a machine: a connection there goes to whichever device listens at that port. An address of which nobody listens is
+//! refused by the device that has it, and one that no device has cannot be reached.
+
+mod arrivals;
+mod channel;
+mod connection;
+mod machine;
+mod manager;
+mod message;
+mod ports;
+
+#[cfg(test)]
+mod tests;
+
+pub(crate) use channel::{CmChannel, CmId};
+pub(super) use manager::{Letter, Manager};
+pub(super) use ports::Ports;

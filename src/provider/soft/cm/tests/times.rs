@@ -1,0 +1,256 @@
+//! Repetitions, deadlines, and what is remembered for how long.
+
+use crate::types::RejectReason;
+
+use super::super::machine::{MAX_RETRIES, RESPONSE_TIMEOUT};
+use super::super::message::CmTimeout;
+use super::*;
+
+#[test]
+fn request_answer_and_goodbye_are_repeated_and_then_given_up() {
+    let timeout = RESPONSE_TIMEOUT.nanoseconds();
+    for what in ["REQ", "REP", "DREQ"] {
+        let mut pair = Pair::new();
+        let (mut machine, id) = match what {
+            "REQ" => {
+                let id = pair.connect(0x100);
+                (pair.a, id)
+            }
+            "REP" => {
+                pair.connect(0x100);
+                pair.deliver_to_b();
+                let id = pair.deliver_to_a().requests[0];
+                pair.b.accept(pair.now, id, &params(0x200, b"")).unwrap();
+                (pair.b, id)
+            }
+            _ => {
+                let (id, _) = pair.established(0x100);
+                pair.a.disconnect(pair.now, id).unwrap();
+                (pair.a, id)
+            }
+        };
+        let first = Out::of(&mut machine);
+        assert_eq!(first.kinds(), [what]);
+        let mut now = pair.now;
+        for _ in 0..MAX_RETRIES {
+            assert_eq!(machine.deadline(), Some(now + timeout), "{what}");
+            now += timeout;
+            machine.on_timer(now - 1);
+            assert!(Out::of(&mut machine).sent.is_empty(), "{what}");
+            machine.on_timer(now);
+            assert_eq!(Out::of(&mut machine).sent, first.sent, "{what}");
+        }
+        now += timeout;
+        machine.on_timer(now);
+        let last = Out::of(&mut machine);
+        if what == "DREQ" {
+            assert_eq!((last.kinds(), last.names()), (vec![], vec!["disconnected"]));
+            assert_eq!(state(&machine, id), Some(State::TimeWait));
+        } else {
+            assert_eq!((last.kinds(), last.names()), (vec!["REJ"], vec!["unreachable"]));
+            let Message::Rej(rej) = &last.sent[0].1.message else { panic!() };
+            assert_eq!(rej.reason, RejectReason::TIMEOUT);
+            assert_eq!(machine.sizes(), [0; 4], "{what}");
+        }
+    }
+}
+
+#[test]
+fn program_that_takes_its_time_is_waited_for_as_long_as_its_manager_asks() {
+    let mut pair = Pair::new();
+    let ours = pair.connect(0x100);
+    pair.deliver_to_b();
+    // The first repetition is answered by a request for time. How often is no reason to give up.
+    for _ in 0..3 * MAX_RETRIES {
+        assert!(pair.next_deadline());
+        assert_eq!(pair.deliver_to_b().kinds(), ["REQ"]);
+        assert_eq!(pair.deliver_to_a().kinds(), ["MRA"]);
+        assert_eq!(pair.a.deadline(), Some(pair.now + CmTimeout(20).nanoseconds()));
+    }
+    assert_eq!(state(&pair.a, ours), Some(State::ReqSent));
+}
+
+#[test]
+fn request_that_the_peer_gives_up_before_it_has_heard_of_us_is_found_by_its_number() {
+    let mut pair = Pair::new();
+    let ours = pair.connect(0x100);
+    pair.deliver_to_b();
+    let theirs = Out::of(&mut pair.b).requests[0];
+    pair.a.release(pair.now, ours);
+    assert_eq!(pair.deliver_to_b().kinds(), ["REJ"]);
+    assert_eq!(Out::of(&mut pair.b).names(), ["rejected"]);
+    assert_eq!(state(&pair.b, theirs), Some(State::Withdrawn));
+    assert!(pair.b.accept(pair.now, theirs, &params(0x200, b"")).is_err());
+    pair.b.release(pair.now, theirs);
+    assert!(Out::of(&mut pair.b).sent.is_empty());
+    assert_eq!(pair.b.sizes(), [0; 4]);
+    // Nobody else's.
+    let mut pair = Pair::new();
+    let ours = pair.connect(0x100);
+    pair.deliver_to_b();
+    let theirs = Out::of(&mut pair.b).requests[0];
+    pair.a.release(pair.now, ours);
+    let rejection = Out::of(&mut pair.a).sent.remove(0).1;
+    pair.b.on_message(pair.now, Gid([0xc; 16]), rejection, psn);
+    assert_eq!(state(&pair.b, theirs), Some(State::ReqRcvd));
+}
+
+#[test]
+fn requests_beyond_the_backlog_wait_at_their_peers() {
+    let mut pair = Pair::new();
+    for qpn in 0..12 {
+        pair.connect(0x100 + qpn);
+    }
+    pair.deliver_to_b();
+    let out = pair.deliver_to_a();
+    // Nothing is remembered of the four beyond; they are put off.
+    assert_eq!(out.kinds(), ["MRA"; 4]);
+    let waiting = out.requests;
+    assert_eq!((waiting.len(), pair.b.sizes()[0]), (8, 8));
+    for &id in &waiting[..4] {
+        pair.b.reject(pair.now, id, b"").unwrap();
+    }
+    assert_eq!(pair.deliver_to_a().kinds(), ["REJ"; 4]);
+    assert!(pair.next_deadline());
+    pair.deliver_to_b();
+    let later = Out::of(&mut pair.b);
+    assert_eq!(later.requests.len(), 4);
+    // One that is taken back makes room, too.
+    for &id in &waiting[4..] {
+        pair.b.release(pair.now, id);
+    }
+    pair.deliver_to_a();
+    let more = pair.connect(0x300);
+    pair.deliver_to_b();
+    assert_eq!((Out::of(&mut pair.b).requests.len(), state(&pair.a, more)), (1, Some(State::ReqSent)));
+}
+
+#[test]
+fn peers_that_come_and_go_fill_nothing() {
+    // A program that does not look: what was taken back counts until it does.
+    let mut pair = Pair::new();
+    let mut requests = Vec::new();
+    for qpn in 0..100 {
+        let ours = pair.connect(0x100 + qpn);
+        pair.deliver_to_b();
+        pair.a.release(pair.now, ours);
+        pair.deliver_to_b();
+        requests.extend(pair.deliver_to_a().requests);
+    }
+    assert_eq!((requests.len(), pair.b.sizes()), (8, [8, 8, 0, 0]));
+    for id in requests {
+        pair.b.release(pair.now, id);
+    }
+    assert_eq!(pair.b.sizes(), [0; 4]);
+    // One that rejects as fast as they come: the last rejections are remembered, and for a while.
+    for qpn in 0..3_000 {
+        pair.connect(0x1000 + qpn);
+        pair.deliver_to_b();
+        for id in pair.deliver_to_a().requests {
+            pair.b.reject(pair.now, id, b"").unwrap();
+            pair.b.release(pair.now, id);
+        }
+        pair.deliver_to_a();
+    }
+    assert_eq!(pair.b.sizes()[0], 1024);
+    while pair.next_deadline() {}
+    assert_eq!(pair.b.sizes(), [0; 4]);
+}
+
+#[test]
+fn queue_pair_that_begins_anew_ends_what_it_was_part_of() {
+    let mut pair = Pair::new();
+    let (_, theirs) = pair.established(0x100);
+    // The peer has lost its memory, and not its address.
+    pair.a = Machine::new(A, 1, 42);
+    let again = pair.connect(0x100);
+    pair.deliver_to_b();
+    let out = pair.deliver_to_a();
+    assert_eq!(out.kinds(), ["REJ", "DREQ"]);
+    assert_eq!(state(&pair.b, theirs), Some(State::DreqSent));
+    let out = pair.deliver_to_b();
+    assert_eq!(out.names(), ["rejected"]);
+    assert!(matches!(&out.events[0], (id, Event::Rejected(RejectReason::STALE_CONNECTION, _)) if *id == again));
+    assert_eq!(out.kinds(), ["DREP"], "of a connection that it has forgotten");
+    assert_eq!(Out::of(&mut pair.b).names(), ["disconnected"]);
+}
+
+#[test]
+fn times_that_a_peer_asks_for_are_cut() {
+    for (asked, held) in [(31, 20), (0, 8), (15, 15)] {
+        let mut pair = Pair::new();
+        pair.connect(0x100);
+        let mut mad = Out::of(&mut pair.a).sent.remove(0).1;
+        if let Message::Req(request) = &mut mad.message {
+            request.local_timeout = CmTimeout(asked);
+        }
+        pair.b.on_message(pair.now, A, mad, psn);
+        let theirs = Out::of(&mut pair.b).requests[0];
+        pair.b.accept(pair.now, theirs, &params(0x200, b"")).unwrap();
+        assert_eq!(pair.b.deadline(), Some(pair.now + CmTimeout(held).nanoseconds()), "{asked}");
+    }
+}
+
+#[test]
+fn any_one_message_may_be_lost_or_repeated() {
+    // A handshake with its goodbye has six messages.
+    for fate in ["lost", "twice"] {
+        for unlucky in 0..6 {
+            let mut pair = Pair::new();
+            let ours = pair.connect(0x100);
+            let (mut sent, mut seen) = (0, Vec::new());
+            let mut steps = 0;
+            loop {
+                let (a, b) = (Out::of(&mut pair.a), Out::of(&mut pair.b));
+                let quiet = a.sent.is_empty() && b.sent.is_empty();
+                for id in b.requests {
+                    pair.b.accept(pair.now, id, &params(0x200, b"")).unwrap();
+                }
+                for (side, out) in [("a", &a.events), ("b", &b.events)] {
+                    for (id, event) in out {
+                        seen.push(format!("{side} {}", name(event)));
+                        match (side, event) {
+                            ("a", Event::Response(_)) => pair.a.establish(*id).unwrap(),
+                            // Both ends are there.
+                            ("b", Event::Established) => pair.a.disconnect(pair.now, ours).unwrap(),
+                            _ => {}
+                        }
+                    }
+                }
+                for (to, mad) in a.sent.into_iter().chain(b.sent) {
+                    let times = match (sent == unlucky, fate) {
+                        (true, "lost") => 0,
+                        (true, _) => 2,
+                        (false, _) => 1,
+                    };
+                    sent += 1;
+                    for _ in 0..times {
+                        match to == B {
+                            true => pair.b.on_message(pair.now, A, mad.clone(), psn),
+                            false => pair.a.on_message(pair.now, B, mad.clone(), psn),
+                        }
+                    }
+                }
+                steps += 1;
+                assert!(steps < 100, "{fate} {unlucky}: {seen:?}");
+                if quiet && pair.a.deadline().is_none() && pair.b.deadline().is_none() && pair.a.sizes() == [0; 4] {
+                    break;
+                }
+                if quiet {
+                    pair.next_deadline();
+                }
+            }
+            seen.sort();
+            let expected = [
+                "a disconnected",
+                "a response",
+                "a timewait exit",
+                "b disconnected",
+                "b established",
+                "b timewait exit",
+            ];
+            assert_eq!(seen, expected, "{fate} {unlucky}");
+            assert_eq!((pair.a.sizes(), pair.b.sizes()), ([0; 4], [0; 4]), "{fate} {unlucky}");
+        }
+    }
+}

@@ -1,0 +1,809 @@
+//! Connections by address: how they come about, how they do not, and how they end.
+//!
+//! On the device under test; what needs a device to fail, or addresses that only the software device has, uses that.
+
+mod torture;
+
+use std::net::{IpAddr, SocketAddr};
+use std::pin::Pin;
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll, Wake};
+use std::time::Duration;
+
+use tokio_rdma::cm::{
+    self, ConnectError, Disconnection, Link, ListenOptions, Listener, Options, RejectReason, Request, Step,
+};
+use tokio_rdma::software::{Faults, Network};
+use tokio_rdma::types::{QpAttr, QpState, TransitionError, Transport};
+use tokio_rdma::{CompletionQueue, Device, Pool, ProtectionDomain, QueuePair, SetupError};
+use torture::{Flavour, LONG, bounded, eventually, hardware, scaled, soon};
+
+/// What one side needs.
+#[derive(Clone)]
+struct Side {
+    device: Device,
+    pd: ProtectionDomain,
+    queue: CompletionQueue,
+    pool: Pool,
+}
+
+impl Side {
+    fn new(device: &Device) -> Self {
+        Self::with_room(device, 8192)
+    }
+
+    /// Room for so many completions, four for each queue pair: one that is left behind takes some for ever.
+    fn with_room(device: &Device, completions: u32) -> Self {
+        let pd = device.protection_domain().unwrap();
+        let queue = CompletionQueue::builder(device).capacity(completions).build().unwrap();
+        let pool = Pool::builder(&pd).buffer_size(256).buffers(64).growing(true).build().unwrap();
+        Self { device: device.clone(), pd, queue, pool }
+    }
+
+    fn builder(&self) -> tokio_rdma::QueuePairBuilder {
+        QueuePair::builder(&self.pd, &self.queue).max_send_wr(2).max_recv_wr(2)
+    }
+
+    /// Its address, any port.
+    fn address(&self) -> SocketAddr {
+        SocketAddr::new(self.ip(), 0)
+    }
+
+    fn ip(&self) -> IpAddr {
+        self.device.default_path().unwrap().1.gid.to_ip()
+    }
+
+    async fn listen(&self) -> Listener {
+        Listener::bind(&self.device, self.address()).await.unwrap()
+    }
+
+    async fn connect(&self, to: SocketAddr, options: &Options) -> Result<(QueuePair, Link), ConnectError> {
+        cm::connect(&self.device, to, options, |route| route.prepare(self.builder()).build()).await
+    }
+
+    async fn accept(&self, request: Request, options: &Options) -> Result<(QueuePair, Link), ConnectError> {
+        let queue_pair = request.prepare(self.builder()).build().unwrap();
+        let link = request.accept(&queue_pair, options).await?;
+        Ok((queue_pair, link))
+    }
+
+    /// A message of each end arrives at the other.
+    async fn exchange(&self, ours: &QueuePair, peer: &Self, theirs: &QueuePair) {
+        let receives = (ours.recv(self.pool.alloc(64).await.unwrap()), theirs.recv(peer.pool.alloc(64).await.unwrap()));
+        let sends = (
+            ours.send(self.pool.copy_from(b"from ours").unwrap()),
+            theirs.send(peer.pool.copy_from(b"from theirs").unwrap()),
+        );
+        let (a, b) = soon("receives", async { tokio::join!(receives.0, receives.1) }).await;
+        assert_eq!(&a.unwrap().buffer[..11], b"from theirs");
+        assert_eq!(&b.unwrap().buffer[..9], b"from ours");
+        sends.0.await.unwrap();
+        sends.1.await.unwrap();
+    }
+}
+
+/// Two openings of the device under test, as two programs have.
+fn sides() -> (Side, Side) {
+    match hardware() {
+        Some(name) => {
+            let open = || Side::new(&Device::open(&name).unwrap_or_else(|error| panic!("{name}: {error}")));
+            (open(), open())
+        }
+        None => of_network(&Network::new()),
+    }
+}
+
+fn of_network(network: &Network) -> (Side, Side) {
+    let open = |name| Side::new(&Device::software_in(network, name).unwrap());
+    (open("active"), open("passive"))
+}
+
+/// Runs a scenario on a runtime with one thread and on one with several.
+fn run<F: Future<Output = ()>>(what: &'static str, scenario: impl Fn() -> F + Send + 'static) {
+    bounded(what, 2 * LONG, move || {
+        for flavour in Flavour::ALL {
+            flavour.runtime().block_on(scenario());
+        }
+    });
+}
+
+fn state(queue_pair: &QueuePair) -> QpState {
+    queue_pair.query().unwrap().0
+}
+
+/// A connected pair: active end, passive end.
+async fn connected(a: &Side, b: &Side) -> ((QueuePair, Link), (QueuePair, Link)) {
+    let (listener, options) = (b.listen().await, Options::default());
+    let passive = async { b.accept(listener.accept().await?, &options).await };
+    soon("connection", async { tokio::try_join!(a.connect(listener.local_addr(), &options), passive) }).await.unwrap()
+}
+
+#[test]
+fn both_ends_get_each_others_private_data_and_a_working_queue_pair() {
+    run("connect", || async {
+        let (a, b) = sides();
+        let listener = b.listen().await;
+        let address = listener.local_addr();
+        assert_eq!(address.ip(), b.ip());
+        assert_ne!(address.port(), 0);
+        let passive = async {
+            let request = listener.accept().await.unwrap();
+            assert_eq!((&request.private_data()[..8], request.private_data().len()), (&b"question"[..], 56));
+            assert!(request.private_data()[8..].iter().all(|&byte| byte == 0));
+            assert_eq!((request.peer_addr().ip(), request.local_addr()), (a.ip(), address));
+            assert!(request.reads_issued() > 0 && request.reads_served() > 0);
+            b.accept(request, &Options::default().private_data(*b"answer").reads(3)).await.unwrap()
+        };
+        let options = Options::default().private_data(*b"question");
+        let active = async { a.connect(address, &options).await.unwrap() };
+        let ((ours, link), (theirs, other)) = soon("connection", async { tokio::join!(active, passive) }).await;
+        assert_eq!((&link.private_data()[..6], link.private_data().len()), (&b"answer"[..], 196));
+        assert_eq!((link.peer_addr(), other.local_addr()), (address, address));
+        assert_eq!(other.peer_addr(), link.local_addr());
+        assert!(link.is_connected() && other.is_connected());
+        a.exchange(&ours, &b, &theirs).await;
+        let (ours, theirs) = (ours.query().unwrap().1, theirs.query().unwrap().1);
+        // What the one issues the other serves; SoftRoCE rounds up.
+        assert!(ours.max_rd_atomic.unwrap() <= 4 && theirs.max_rd_atomic.unwrap() <= 4, "{ours:?} {theirs:?}");
+        assert!(ours.max_rd_atomic <= theirs.max_dest_rd_atomic && theirs.max_rd_atomic <= ours.max_dest_rd_atomic);
+        assert_eq!((ours.sq_psn, ours.path_mtu), (theirs.rq_psn, theirs.path_mtu));
+    });
+}
+
+#[test]
+fn nobody_listens() {
+    run("refused", || async {
+        let (a, b) = sides();
+        let address = b.listen().await.local_addr();
+        // Given back by now.
+        let options = Options::default();
+        let route = cm::resolve(&a.device, address).await.unwrap();
+        let queue_pair = route.prepare(a.builder()).build().unwrap();
+        let error = soon("refusal", route.connect(&queue_pair, &options)).await.unwrap_err();
+        assert_eq!(error, ConnectError::Refused { address });
+        assert_eq!(std::io::Error::from(error).kind(), std::io::ErrorKind::ConnectionRefused);
+        assert_eq!(state(&queue_pair), QpState::Err);
+    });
+}
+
+#[test]
+fn request_that_is_rejected_or_dropped_tells_the_peer() {
+    run("rejected", || async {
+        let (a, b) = sides();
+        let listener = b.listen().await;
+        let options = Options::default();
+        let passive = async {
+            listener.accept().await.unwrap().reject(b"not today").await.unwrap();
+            drop(listener.accept().await.unwrap());
+            let long = [7; 149];
+            let error = listener.accept().await.unwrap().reject(&long).await.unwrap_err();
+            assert!(matches!(error, ConnectError::Limit(limit) if limit.asked == 149 && limit.allowed == 148));
+        };
+        let active = async {
+            let mut said = Vec::new();
+            for _ in 0..3 {
+                match a.connect(listener.local_addr(), &options).await {
+                    Err(ConnectError::Rejected { reason: RejectReason::CONSUMER, private_data }) => {
+                        said.push(private_data);
+                    }
+                    other => panic!("{other:?}"),
+                }
+            }
+            said
+        };
+        let (said, ()) = soon("rejections", async { tokio::join!(active, passive) }).await;
+        assert_eq!((&said[0][..9], said[0].len()), (&b"not today"[..], 148));
+        assert!(said[1..].iter().flatten().all(|&byte| byte == 0));
+    });
+}
+
+#[test]
+fn address_that_is_taken_or_not_ours_is_named() {
+    run("addresses", || async {
+        let (a, b) = sides();
+        let listener = b.listen().await;
+        let address = listener.local_addr();
+        let error = Listener::bind(&b.device, address).await.unwrap_err();
+        assert_eq!(error, ConnectError::AddressInUse { address });
+        assert_eq!(error.io_kind(), std::io::ErrorKind::AddrInUse);
+        drop(listener);
+        // A provider that may block gives it back in its own time.
+        let again = soon("the address", async {
+            loop {
+                match Listener::bind(&b.device, address).await {
+                    Err(ConnectError::AddressInUse { .. }) => tokio::task::yield_now().await,
+                    other => break other.unwrap(),
+                }
+            }
+        });
+        assert_eq!(again.await.local_addr(), address);
+        // A network for documentation: RFC 5737.
+        let foreign: SocketAddr = "192.0.2.1:7471".parse().unwrap();
+        let error = Listener::bind(&a.device, foreign).await.unwrap_err();
+        assert_eq!(error, ConnectError::AddressNotAvailable { address: foreign });
+    });
+}
+
+#[test]
+fn address_that_nobody_has_cannot_be_reached() {
+    run("unreachable", || async {
+        let (a, _) = of_network(&Network::new());
+        let address: SocketAddr = "192.0.2.1:7471".parse().unwrap();
+        let error = cm::resolve(&a.device, address).await.unwrap_err();
+        assert_eq!(error, ConnectError::Resolve { address, errno: 113 });
+        assert_eq!(error.io_kind(), std::io::ErrorKind::HostUnreachable);
+    });
+}
+
+#[test]
+fn peer_that_never_accepts_is_given_up() {
+    run("timeout", || async {
+        let (a, b) = sides();
+        let listener = b.listen().await;
+        let after = Duration::from_millis(300);
+        let route = cm::resolve(&a.device, listener.local_addr()).await.unwrap();
+        let queue_pair = route.prepare(a.builder()).build().unwrap();
+        let error = soon("deadline", route.connect(&queue_pair, &Options::default().timeout(after))).await.unwrap_err();
+        assert_eq!(error, ConnectError::TimedOut { step: Step::Response, after });
+        assert_eq!(state(&queue_pair), QpState::Err);
+        // The request was taken back, so the next one is another.
+        let options = Options::default().private_data(*b"second");
+        let passive = async {
+            loop {
+                // That it was taken back may still be underway.
+                let request = listener.accept().await.unwrap();
+                if request.private_data().starts_with(b"second") {
+                    break b.accept(request, &Options::default()).await.unwrap();
+                }
+            }
+        };
+        let active = async { a.connect(listener.local_addr(), &options).await.unwrap() };
+        soon("second", async { tokio::join!(active, passive) }).await;
+    });
+}
+
+#[test]
+fn request_that_was_taken_back_cannot_be_accepted() {
+    run("taken back", || async {
+        let (a, b) = sides();
+        let listener = b.listen().await;
+        let route = cm::resolve(&a.device, listener.local_addr()).await.unwrap();
+        let ours = route.prepare(a.builder()).build().unwrap();
+        let options = Options::default();
+        let request = {
+            let mut connecting = std::pin::pin!(route.connect(&ours, &options));
+            tokio::select! {
+                result = &mut connecting => panic!("{result:?}"),
+                request = soon("request", listener.accept()) => request.unwrap(),
+            }
+        };
+        // Dropped halfway.
+        assert_eq!(state(&ours), QpState::Err);
+        let theirs = request.prepare(b.builder()).build().unwrap();
+        let error = soon("answer", request.accept(&theirs, &options)).await.unwrap_err();
+        let reasons = [RejectReason::TIMEOUT, RejectReason::CONSUMER, RejectReason::INVALID_COMM_ID];
+        assert!(matches!(&error, ConnectError::Rejected { reason, .. } if reasons.contains(reason)), "{error:?}");
+        assert_eq!(state(&theirs), QpState::Err);
+    });
+}
+
+#[test]
+fn accept_that_is_dropped_loses_no_request_and_rejects_when_it_has_begun() {
+    run("cancelled", || async {
+        let (a, b) = sides();
+        let listener = b.listen().await;
+        for _ in 0..20 {
+            let waiting = tokio::time::timeout(Duration::ZERO, listener.accept());
+            assert!(waiting.await.is_err(), "nobody has asked yet");
+        }
+        let options = Options::default();
+        let active = a.connect(listener.local_addr(), &options);
+        let passive = async {
+            let request = loop {
+                // Mostly before it has arrived.
+                if let Ok(request) = tokio::time::timeout(Duration::from_micros(50), listener.accept()).await {
+                    break request.unwrap();
+                }
+            };
+            let theirs = request.prepare(b.builder()).build().unwrap();
+            {
+                let mut accepting = Box::pin(request.accept(&theirs, &options));
+                // As far as the answer, and no further.
+                let polled = std::future::poll_fn(|context| Poll::Ready(accepting.as_mut().poll(context))).await;
+                assert!(polled.is_pending() || matches!(polled, Poll::Ready(Ok(_))));
+            }
+            assert_eq!(state(&theirs), QpState::Err);
+        };
+        let (result, ()) = soon("end", async { tokio::join!(active, passive) }).await;
+        match result {
+            Err(ConnectError::Rejected { .. } | ConnectError::Disconnected) => {}
+            // The answer was quicker: then the goodbye is what it sees.
+            Ok((_, link)) => assert_eq!(soon("goodbye", link.disconnected()).await, Disconnection::Peer),
+            Err(other) => panic!("{other:?}"),
+        }
+    });
+}
+
+#[test]
+fn either_end_says_goodbye_and_both_queue_pairs_flush() {
+    run("goodbye", || async {
+        let (a, b) = sides();
+        for active_first in [true, false] {
+            let ((ours, link), (theirs, other)) = connected(&a, &b).await;
+            a.exchange(&ours, &b, &theirs).await;
+            let pending = [ours.recv(a.pool.alloc(8).await.unwrap()), theirs.recv(b.pool.alloc(8).await.unwrap())];
+            let (first, second) = if active_first { (&link, &other) } else { (&other, &link) };
+            soon("goodbye", first.disconnect()).await.unwrap();
+            assert_eq!(soon("local", first.disconnected()).await, Disconnection::Local);
+            assert_eq!(soon("peer", second.disconnected()).await, Disconnection::Peer);
+            assert!(!first.is_connected() && !second.is_connected());
+            // Again, from both: nothing more to do.
+            first.disconnect().await.unwrap();
+            second.disconnect().await.unwrap();
+            for receive in pending {
+                if hardware().is_none() {
+                    assert!(soon("flush", receive).await.is_err());
+                }
+            }
+            assert_eq!((state(&ours), state(&theirs)), (QpState::Err, QpState::Err));
+            if hardware().is_none() {
+                soon("drained", async { tokio::join!(first.drained(), second.drained()) }).await;
+            }
+        }
+    });
+}
+
+#[test]
+fn both_ends_say_goodbye_at_once() {
+    run("goodbyes", || async {
+        let (a, b) = sides();
+        let ((_ours, link), (_theirs, other)) = connected(&a, &b).await;
+        let (first, second) = soon("goodbyes", async { tokio::join!(link.disconnect(), other.disconnect()) }).await;
+        first.unwrap();
+        second.unwrap();
+        assert!(!link.is_connected() && !other.is_connected());
+    });
+}
+
+#[test]
+fn link_that_is_dropped_tells_the_peer() {
+    run("drop", || async {
+        let (a, b) = sides();
+        let ((ours, link), (theirs, other)) = connected(&a, &b).await;
+        drop(link);
+        assert_eq!(state(&ours), QpState::Err);
+        assert_eq!(soon("goodbye", other.disconnected()).await, Disconnection::Peer);
+        eventually("the peer's queue pair", || state(&theirs) == QpState::Err).await;
+    });
+}
+
+#[test]
+fn listener_that_is_dropped_rejects_who_waits_and_leaves_connections_alone() {
+    run("listener", || async {
+        let (a, b) = sides();
+        let (listener, options) = (b.listen().await, Options::default());
+        let address = listener.local_addr();
+        let passive = async { b.accept(listener.accept().await?, &options).await };
+        let (active, passive) =
+            soon("first", async { tokio::try_join!(a.connect(address, &options), passive) }).await.unwrap();
+        let mut waiting = Box::pin(a.connect(address, &options));
+        // Until the request is there: taken and put aside.
+        let request = tokio::select! {
+            result = &mut waiting => panic!("{result:?}"),
+            request = soon("request", listener.accept()) => request.unwrap(),
+        };
+        drop(request);
+        assert!(matches!(soon("rejection", waiting).await, Err(ConnectError::Rejected { .. })));
+        let late = async {
+            let result = a.connect(address, &options).await;
+            assert!(
+                matches!(result, Err(ConnectError::Rejected { .. } | ConnectError::Refused { .. })),
+                "{:?}",
+                result.err()
+            );
+        };
+        let dropped = async {
+            tokio::task::yield_now().await;
+            drop(listener);
+        };
+        soon("late", async { tokio::join!(late, dropped) }).await;
+        assert!(active.1.is_connected() && passive.1.is_connected());
+        a.exchange(&active.0, &b, &passive.0).await;
+    });
+}
+
+#[test]
+fn private_data_and_queue_pairs_that_do_not_fit_are_refused_untouched() {
+    run("misfits", || async {
+        let (a, b) = sides();
+        let listener = b.listen().await;
+        let to = || cm::resolve(&a.device, listener.local_addr());
+        let fresh = |route: &cm::Route| route.prepare(a.builder()).build().unwrap();
+
+        let route = to().await.unwrap();
+        let queue_pair = fresh(&route);
+        let error = route.connect(&queue_pair, &Options::default().private_data([1; 57])).await.unwrap_err();
+        assert!(matches!(error, ConnectError::Limit(limit) if (limit.asked, limit.allowed) == (57, 56)));
+        assert_eq!(state(&queue_pair), QpState::Init);
+
+        let route = to().await.unwrap();
+        let datagrams = route.prepare(a.builder()).transport(Transport::Ud).build().unwrap();
+        let error = route.connect(&datagrams, &Options::default()).await.unwrap_err();
+        assert!(matches!(error, ConnectError::Setup(SetupError::Mismatch { what: "transport", .. })), "{error:?}");
+
+        let route = to().await.unwrap();
+        queue_pair.modify(&QpAttr::to_state(QpState::Err)).unwrap();
+        let error = route.connect(&queue_pair, &Options::default()).await.unwrap_err();
+        let expected = TransitionError::NotInState { claimed: QpState::Init, actual: QpState::Err };
+        assert_eq!(error, ConnectError::Setup(SetupError::Transition(expected)));
+
+        let route = to().await.unwrap();
+        let foreign = b.builder().build().unwrap();
+        let error = route.connect(&foreign, &Options::default()).await.unwrap_err();
+        assert_eq!(error, ConnectError::Setup(SetupError::Foreign { what: "queue pair" }));
+        let route = to().await.unwrap();
+        let (port, gid) = a.device.default_path().unwrap();
+        // The software device has one GID only.
+        match port.gids.iter().find(|other| other.gid != gid.gid) {
+            None => assert!(hardware().is_none() || port.gids.len() == 1),
+            Some(other) => {
+                let elsewhere = a.builder().source(route.port(), other.index).build().unwrap();
+                let error = route.connect(&elsewhere, &Options::default()).await.unwrap_err();
+                assert!(matches!(error, ConnectError::Setup(SetupError::Mismatch { .. })), "{error:?}");
+            }
+        }
+        // None of them has sent anything.
+        assert!(tokio::time::timeout(Duration::from_millis(20), listener.accept()).await.is_err());
+    });
+}
+
+#[test]
+fn a_thousand_at_once_are_all_served_each_by_one_acceptor() {
+    bounded("storm", 5 * LONG, || {
+        for backlog in [1024, 16] {
+            if backlog == 16 && hardware().is_some() {
+                eprintln!("SKIPPED a small backlog: the kernel's manager counts what was not seen yet only");
+                continue;
+            }
+            Flavour::MultiThread.runtime().block_on(storm(scaled(1000) as u32, backlog));
+        }
+    });
+}
+
+async fn storm(count: u32, backlog: u32) {
+    let (a, b) = sides();
+    let options = ListenOptions::default().backlog(backlog);
+    let listener = Arc::new(Listener::bind_with(&b.device, b.address(), &options).await.unwrap());
+    let address = listener.local_addr();
+    let patient = Options::default().timeout(LONG);
+    let acceptors: Vec<_> = (0..8)
+        .map(|_| {
+            let (listener, b, patient) = (listener.clone(), b.clone(), patient.clone());
+            tokio::spawn(async move {
+                let mut links = Vec::new();
+                loop {
+                    let request = listener.accept().await.unwrap();
+                    let number = request.private_data()[..4].to_vec();
+                    if number == [0xff; 4] {
+                        return links;
+                    }
+                    let options = patient.clone().private_data(number);
+                    links.push(b.accept(request, &options).await.unwrap());
+                }
+            })
+        })
+        .collect();
+    let connectors: Vec<_> = (0..count)
+        .map(|number| {
+            let (a, options) = (a.clone(), patient.clone().private_data(number.to_be_bytes()));
+            tokio::spawn(async move {
+                let (queue_pair, link) = a.connect(address, &options).await.unwrap();
+                // The one that was meant.
+                assert_eq!(link.private_data()[..4], number.to_be_bytes());
+                (queue_pair, link)
+            })
+        })
+        .collect();
+    let mut links = Vec::new();
+    for connector in connectors {
+        links.push(soon("connector", connector).await.unwrap());
+    }
+    for _ in &acceptors {
+        let last = a.connect(address, &patient.clone().private_data([0xff; 4])).await;
+        assert!(matches!(last, Err(ConnectError::Rejected { .. })));
+    }
+    let mut accepted = 0;
+    let mut theirs = Vec::new();
+    for acceptor in acceptors {
+        let links = soon("acceptor", acceptor).await.unwrap();
+        accepted += links.len();
+        theirs.extend(links);
+    }
+    assert_eq!((accepted, links.len()), (count as usize, count as usize));
+    assert!(links.iter().chain(&theirs).all(|(_, link)| link.is_connected()));
+}
+
+#[test]
+fn hosts_by_name_and_ipv6_lead_to_who_listens() {
+    run("names", || async {
+        let (a, b) = of_network(&Network::new());
+        for bound in ["127.0.0.1:0", "[::1]:0", "localhost:0", "[::]:0", "0.0.0.0:0"] {
+            let listener = Listener::bind(&b.device, bound).await.unwrap();
+            let port = listener.local_addr().port();
+            let hosts: &[&str] = match bound {
+                // Not every machine calls that localhost.
+                "[::1]:0" => &["::1"],
+                "[::]:0" => &["localhost", "::1", "127.0.0.1", "::ffff:127.0.0.1"],
+                "0.0.0.0:0" => &["localhost", "127.0.0.1"],
+                _ => &["localhost"],
+            };
+            let own = bound.contains("[::]") || bound.starts_with("0.0.0.0");
+            let of_device = b.ip().to_string();
+            for host in hosts.iter().copied().chain(own.then_some(of_device.as_str())) {
+                let options = Options::default();
+                let passive = async { b.accept(listener.accept().await.unwrap(), &options).await.unwrap() };
+                let active = async {
+                    cm::connect(&a.device, (host, port), &options, |route| route.prepare(a.builder()).build())
+                        .await
+                        .unwrap_or_else(|error| panic!("{host} of {bound}: {error}"))
+                };
+                let (ours, theirs) = soon("connection", async { tokio::join!(active, passive) }).await;
+                assert_eq!(ours.1.peer_addr().ip().to_canonical(), theirs.1.local_addr().ip());
+                a.exchange(&ours.0, &b, &theirs.0).await;
+            }
+        }
+        let error = cm::resolve(&a.device, "no.such.host.invalid:1").await.unwrap_err();
+        assert!(matches!(error, ConnectError::Lookup { .. } | ConnectError::TimedOut { step: Step::Lookup, .. }));
+    });
+}
+
+#[test]
+fn device_that_is_lost_ends_listeners_links_and_handshakes() {
+    run("lost", || async {
+        let network = Network::new();
+        let (a, b) = of_network(&network);
+        let ((_ours, link), (_theirs, other)) = connected(&a, &b).await;
+        let listener = b.listen().await;
+        let patient = Options::default().timeout(Duration::from_millis(300));
+        let handshake = a.connect(listener.local_addr(), &patient);
+        let kill = async {
+            let request = listener.accept().await.unwrap();
+            network.control("passive").unwrap().kill();
+            let error = listener.accept().await.unwrap_err();
+            drop(request);
+            error
+        };
+        let (handshake, error) = soon("kill", async { tokio::join!(handshake, kill) }).await;
+        assert_eq!(error, ConnectError::DeviceRemoved);
+        assert!(matches!(handshake, Err(ConnectError::TimedOut { step: Step::Response, .. })), "{:?}", handshake.err());
+        assert_eq!(soon("removal", other.disconnected()).await, Disconnection::DeviceRemoved);
+        soon("drained", other.drained()).await;
+        assert!(link.is_connected(), "it cannot know");
+        let error = cm::Listener::bind(&b.device, b_address()).await.unwrap_err();
+        assert!(matches!(error, ConnectError::Verb(_) | ConnectError::DeviceRemoved), "{error:?}");
+        // A goodbye that nobody answers ends with its repetitions or the deadline, whichever comes first.
+        assert!(matches!(
+            soon("goodbye", link.disconnect()).await,
+            Ok(()) | Err(ConnectError::TimedOut { step: Step::Disconnect, .. })
+        ));
+    });
+}
+
+fn b_address() -> SocketAddr {
+    "127.0.0.1:0".parse().unwrap()
+}
+
+#[test]
+fn connections_come_about_where_packets_are_lost_repeated_and_delayed() {
+    bounded("faults", 5 * LONG, || {
+        let seed = torture::Seed::new("--test connections");
+        let faults = Faults::none().loss(0.1).duplicate(0.1).reorder(0.1).corrupt(0.05);
+        let faults = faults.delay(Duration::ZERO..Duration::from_micros(200));
+        let network = Network::with_faults(seed.value, faults);
+        Flavour::MultiThread.runtime().block_on(async {
+            let (a, b) = of_network(&network);
+            let listener = Arc::new(b.listen().await);
+            let (address, options) = (listener.local_addr(), Options::default().timeout(LONG));
+            let passive = {
+                let (listener, b, options) = (listener.clone(), b.clone(), options.clone());
+                tokio::spawn(async move {
+                    let mut all = Vec::new();
+                    loop {
+                        let request = listener.accept().await.unwrap();
+                        let number = request.private_data()[..4].to_vec();
+                        if number == [0xff; 4] {
+                            return all;
+                        }
+                        let (b, options) = (b.clone(), options.clone().private_data(number));
+                        // One whose request was a ghost, repeated too late, comes to nothing.
+                        all.push(tokio::spawn(async move { b.accept(request, &options).await.ok() }));
+                    }
+                })
+            };
+            let active: Vec<_> = (0..60_u32)
+                .map(|number| {
+                    let (a, options) = (a.clone(), options.clone().private_data(number.to_be_bytes()));
+                    tokio::spawn(async move {
+                        let (queue_pair, link) = a.connect(address, &options).await.unwrap();
+                        assert_eq!(link.private_data()[..4], number.to_be_bytes());
+                        drop(queue_pair);
+                        link.disconnect().await.unwrap();
+                    })
+                })
+                .collect();
+            for connection in active {
+                soon("connection", connection).await.unwrap();
+            }
+            let last = a.connect(address, &options.clone().private_data([0xff; 4])).await;
+            assert!(matches!(last, Err(ConnectError::Rejected { .. })), "{:?}", last.err());
+            let (mut served, all) = (0, soon("acceptor", passive).await.unwrap());
+            for accepted in all {
+                if let Some((_, link)) = soon("accepted", accepted).await.unwrap() {
+                    soon("goodbye", link.disconnected()).await;
+                    served += 1;
+                }
+            }
+            assert_eq!(served, 60);
+        });
+    });
+}
+
+#[test]
+fn churn_leaves_no_descriptor_and_no_address_behind() {
+    bounded("churn", 5 * LONG, || {
+        Flavour::CurrentThread.runtime().block_on(async {
+            let (a, b) = sides();
+            let (a, b) = (Side::with_room(&a.device, 64), Side::with_room(&b.device, 64));
+            let listener = b.listen().await;
+            let (address, options) = (listener.local_addr(), Options::default());
+            let descriptors = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+            let mut before = None;
+            for round in 0..scaled(1000) {
+                let passive = async { b.accept(listener.accept().await?, &options).await };
+                let (ours, theirs) =
+                    soon("connect", async { tokio::try_join!(a.connect(address, &options), passive) }).await.unwrap();
+                if round % 100 == 0 {
+                    a.exchange(&ours.0, &b, &theirs.0).await;
+                }
+                if round % 2 == 0 {
+                    soon("goodbye", ours.1.disconnect()).await.unwrap();
+                    soon("goodbye", theirs.1.disconnected()).await;
+                }
+                drop((ours, theirs));
+                if round == 10 {
+                    before = Some(descriptors());
+                }
+            }
+            // Other tests of this program run beside this one, and have some.
+            if let Some(before) = before {
+                let slack = 256;
+                assert!(descriptors() <= before + slack, "{} of {before}", descriptors());
+            }
+        });
+    });
+}
+
+#[test]
+fn whenever_either_end_gives_up_nothing_hangs_and_no_queue_pair_is_half_connected() {
+    bounded("giving up", 5 * LONG, || {
+        let seed = torture::Seed::new("--test connections");
+        for (number, flavour) in Flavour::ALL.into_iter().enumerate() {
+            let mut random = fastrand::Rng::with_seed(seed.value.wrapping_add(number as u64));
+            flavour.runtime().block_on(async {
+                let (a, b) = sides();
+                // For two queue pairs of each side, and those that a provider has not destroyed yet.
+                let (a, b) = (Side::with_room(&a.device, 64), Side::with_room(&b.device, 64));
+                let listener = b.listen().await;
+                let (address, options) = (listener.local_addr(), Options::default());
+                let mut outcomes = [0; 2];
+                for _ in 0..scaled(400) {
+                    let mut moment = |most: u64| Duration::from_micros(random.u64(..most));
+                    let (patience, theirs, ours) = (moment(2_000), Mutex::new(None), Mutex::new(None));
+                    let active = tokio::time::timeout(moment(2_000), async {
+                        let made = cm::connect(&a.device, address, &options, |route| {
+                            let queue_pair = route.prepare(a.builder()).build()?;
+                            *ours.lock().unwrap() = Some(queue_pair.clone());
+                            Ok(queue_pair)
+                        });
+                        made.await
+                    });
+                    let passive = tokio::time::timeout(patience, async {
+                        let request = listener.accept().await?;
+                        let queue_pair = request.prepare(b.builder()).build().unwrap();
+                        *theirs.lock().unwrap() = Some(queue_pair.clone());
+                        request.accept(&queue_pair, &options).await
+                    });
+                    let (active, passive) = soon("both", async { tokio::join!(active, passive) }).await;
+                    for (link, queue_pair) in [
+                        (active.map(|made| made.map(|(_, link)| link)), ours.into_inner().unwrap()),
+                        (passive, theirs.into_inner().unwrap()),
+                    ] {
+                        let ready = matches!(&link, Ok(Ok(link)) if link.is_connected());
+                        outcomes[usize::from(ready)] += 1;
+                        if let Some(queue_pair) = queue_pair.filter(|_| !ready) {
+                            assert_eq!(state(&queue_pair), QpState::Err);
+                        }
+                        // What ends it for the other.
+                        drop(link);
+                    }
+                }
+                assert!(outcomes[0] > 0, "nobody gave up: {outcomes:?}");
+                // And after all that it works.
+                let late = async {
+                    loop {
+                        // Requests that were given up may still be taken back.
+                        let request = listener.accept().await.unwrap();
+                        if request.private_data().starts_with(b"last") {
+                            break b.accept(request, &options).await.unwrap();
+                        }
+                    }
+                };
+                let last = Options::default().private_data(*b"last");
+                let (ours, theirs) = soon("last", async { tokio::join!(a.connect(address, &last), late) }).await;
+                a.exchange(&ours.unwrap().0, &b, &theirs.0).await;
+            });
+        }
+    });
+}
+
+#[test]
+fn connection_goes_on_in_another_runtime_than_it_was_made_in() {
+    bounded("runtimes", LONG, || {
+        let (first, second) = (Flavour::CurrentThread.runtime(), Flavour::MultiThread.runtime());
+        let (a, b) = sides();
+        let ((ours, link), (theirs, other)) = first.block_on(connected(&a, &b));
+        drop(first);
+        second.block_on(async {
+            a.exchange(&ours, &b, &theirs).await;
+            let waiting = tokio::spawn(async move { other.disconnected().await });
+            soon("goodbye", link.disconnect()).await.unwrap();
+            assert_eq!(soon("other", waiting).await.unwrap(), Disconnection::Peer);
+        });
+    });
+}
+
+/// Goes on in the middle of being woken, as some executors do.
+struct Inline {
+    future: Mutex<Option<Pin<Box<dyn Future<Output = Disconnection> + Send>>>>,
+    ended: Mutex<Option<Disconnection>>,
+}
+
+impl Wake for Inline {
+    fn wake(self: Arc<Self>) {
+        let Some(mut future) = self.future.lock().unwrap().take() else { return };
+        match future.as_mut().poll(&mut Context::from_waker(&self.clone().into())) {
+            Poll::Ready(how) => *self.ended.lock().unwrap() = Some(how),
+            Poll::Pending => *self.future.lock().unwrap() = Some(future),
+        }
+    }
+}
+
+#[test]
+fn whoever_is_woken_may_go_on_there_and_then() {
+    run("inline", || async {
+        let (a, b) = sides();
+        let ((_ours, link), (_theirs, other)) = connected(&a, &b).await;
+        let everything = async move {
+            let how = other.disconnected().await;
+            other.disconnect().await.unwrap();
+            drop(other);
+            how
+        };
+        let inline = Arc::new(Inline { future: Mutex::new(Some(Box::pin(everything))), ended: Mutex::default() });
+        inline.clone().wake();
+        soon("goodbye", link.disconnect()).await.unwrap();
+        eventually("the end", || inline.ended.lock().unwrap().is_some()).await;
+        assert_eq!(*inline.ended.lock().unwrap(), Some(Disconnection::Peer));
+    });
+}
+
+#[test]
+fn futures_may_move_between_threads() {
+    fn send<T: Send>(_: T) {}
+    fn sync<T: Send + Sync + Unpin>() {}
+    sync::<(Listener, Request, cm::Route, Link, ConnectError)>();
+    let (a, _) = of_network(&Network::new());
+    let options = Options::default();
+    send(cm::connect(&a.device, b_address(), &options, |route| route.prepare(a.builder()).build()));
+    send(Listener::bind(&a.device, b_address()));
+}
