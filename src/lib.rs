@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!        your service
+//!  transport   Connection: messages with flow control, and the operations below beside them
 //!  cm          listen, connect, disconnect by IP address
 //!  doctor      what works on this machine, and what to do if not
 //!  op          QueuePair::{send, recv, write, read, compare_swap, fetch_add}, Batch → futures
@@ -57,6 +58,7 @@ mod mem;
 mod op;
 mod provider;
 mod sync;
+mod transport;
 
 pub use completion::{
     BusyPoller, CompletionMode, CompletionQueue, CompletionQueueBuilder, CompletionQueueCounters, DeviceEvents, Drive,
@@ -69,6 +71,10 @@ pub use mem::{HostMemory, RemoteRegion, Storage};
 pub use op::{
     Atomic, Batch, BatchOp, BatchResult, ConnectOptions, EndpointError, Invalidate, Lease, Leasing, Operation,
     QueuePair, QueuePairBuilder, QueuePairEndpoint, Read, Received, Recv, Send, SendTo, SharedReceiveQueue, Write,
+};
+pub use transport::{
+    CloseReason, Connection, ConnectionConfig, ConnectionCounters, ConnectionRequest, EstablishError, Hello,
+    HelloError, Listener, MessageError, Prepared, RecvHalf, SendHalf, Violation,
 };
 pub use types::{Access, Imm};
 pub use verbs::{
