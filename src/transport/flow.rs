@@ -15,32 +15,34 @@
 //!
 //! | Frame | Needs |
 //! |---|---|
-//! | message (`Data`, `Offer`) | more than [`RESERVE`] |
+//! | message (`Data`, `Offer`) | [`RESERVE`] |
 //! | `Fin`, `Ping`, and an `Ack` that tells of offers done or answers a `Ping` | 2 |
 //! | `Ack` for credits alone, `Abort` | 1 |
 //!
-//! An `Ack` for credits is due when a quarter of the receives for messages is to be announced, or [`CONTROL_ACK`] that
-//! other frames had used. Each announces at least one receive.
+//! An `Ack` for credits is due when a quarter of the receives for messages, released by messages, is to be announced, or
+//! [`CONTROL_ACK`] that other frames had used. Each announces at least one receive.
 //!
 //! 1. *Not both ends are without any credit while nothing is on the way.* Let each end's last credit be used by a frame.
 //!    It was an `Ack` for credits (nothing else may use the last one, but `Abort`, after which there is nothing to wait for).
 //!    If one of the two had arrived before the other was sent, the other would have announced its receive, for an `Ack`
 //!    gives it back at once: then the first end has a credit. If they crossed, each announced at least one: both have.
-//! 2. *An end that needs 2 gets them, however slow the service at the other end is.* Messages leave [`RESERVE`] alone. If
-//!    only one credit is left, `RESERVE - 1` frames that are no messages are unannounced, which is at least
+//! 2. *An end that needs 2 gets them, however slow the service at the other end is.* Messages leave `RESERVE - 1` alone. If
+//!    only one credit is left, `RESERVE - 2` frames that are no messages are unannounced, which is
 //!    [`CONTROL_ACK`]; all have arrived or will; so the peer owes an `Ack`, for which it needs one credit. If it has none,
 //!    then by 1 this end has one and something to announce (the frames that used up the peer's credits are messages that
 //!    its service still keeps, at most the window less the reserve, and at least `CONTROL_ACK` others): its `Ack` is due.
-//! 3. *A message gets its credit once the service at the other end has taken those before it:* then all receives are
-//!    released, and those that are not announced are fewer than a quarter and fewer than `CONTROL_ACK`.
-//! 4. *Acks do not go back and forth for ever:* for two frames at most one `Ack` is sent.
+//! 3. *A message gets its credits once the service at the other end has taken those before it:* then all receives are
+//!    released, and of those that are not announced messages had used fewer than a quarter, other frames fewer than
+//!    `CONTROL_ACK`: together at most as many as there are for messages, which leaves [`RESERVE`].
+//! 4. *Acks do not go back and forth for ever:* for two that arrive at most one is sent.
 //!
 //! `flow_model.rs` goes through all interleavings of two ends for small windows and finds the same.
 
 use super::error::Violation;
 use super::frame::{COUNT_MASK, Header, Kind};
 
-/// Receives that no message may use: one more than the frames that make an `Ack` due, and one to spare.
+/// Receives beyond those for messages: one more than the frames that make an `Ack` due, and one for the last of them, of
+/// which nobody was told yet.
 pub(super) const RESERVE: u32 = 4;
 
 /// Frames other than messages after which an `Ack` is due.
@@ -106,7 +108,7 @@ impl Flow {
     /// True if a frame of this kind may be sent now; an `Ack`, if it is for credits alone.
     pub(super) fn may_send(&self, kind: Kind) -> bool {
         let needed = match kind {
-            Kind::Data | Kind::Offer => RESERVE + 1,
+            Kind::Data | Kind::Offer => RESERVE,
             Kind::Fin | Kind::Ping => 2,
             Kind::Ack | Kind::Abort => 1,
         };
@@ -137,8 +139,8 @@ impl Flow {
         // A peer that is waiting for nothing more may be gone already.
         let needed = !(self.peer_finished && self.finished && self.all_fetched());
         let messages = (self.receives - RESERVE).div_ceil(4);
-        let due = self.control >= CONTROL_ACK || self.unannounced() >= messages;
-        needed && due && self.unannounced() > 0 && self.may_send(Kind::Ack)
+        let due = self.control >= CONTROL_ACK || self.unannounced() - self.control >= messages;
+        needed && due && self.may_send(Kind::Ack)
     }
 
     fn unannounced(&self) -> u32 {
@@ -257,7 +259,7 @@ mod tests {
     #[test]
     fn a_window_is_used_up_and_comes_back() {
         let mut flow = Flow::new(RESERVE + 2, RESERVE + 2);
-        for _ in 0..2 {
+        for _ in 0..3 {
             assert!(flow.may_send(Kind::Data));
             flow.send(Kind::Data);
         }
