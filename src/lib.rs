@@ -82,6 +82,11 @@ pub use verbs::{
     ProtectionDomain, Source, Target,
 };
 
+/// The parsers of what a peer sends, for `fuzz/`.
+#[cfg(fuzzing)]
+#[doc(hidden)]
+pub use transport::fuzzing;
+
 /// The software device's own interface: networks within this process, their faults and their clock.
 pub mod software {
     pub use crate::provider::soft::{

@@ -17,7 +17,7 @@ use crate::verbs::{Device, ProtectionDomain};
 /// Settings of a [`Connection`](super::Connection). The two ends need not agree: each tells the other what it can receive.
 ///
 /// What a connection takes, whatever its peer does: `receive_buffer_size` × (`receive_buffers` + `spare_buffers` + 4 +
-/// `send_buffers`), `receive_memory` or the longest message if that is more, and half of `receive_memory` in buffers kept
+/// `send_buffers`), `receive_memory` or the longest message if that is more, and as much as `receive_memory` in buffers kept
 /// for reuse. Messages that were received belong to whoever received them.
 #[derive(Debug, Clone)]
 #[must_use]
@@ -60,7 +60,7 @@ impl Default for ConnectionConfig {
             max_send_wr: 128,
             max_inline: 64,
             max_message: 64 << 20,
-            receive_memory: 64 << 20,
+            receive_memory: 16 << 20,
             send_memory: 64 << 20,
             keepalive: Some((Duration::from_secs(5), Duration::from_secs(10))),
             stall_timeout: None,
@@ -123,8 +123,8 @@ impl ConnectionConfig {
         self
     }
 
-    /// Memory for long messages that were not received by the service yet; 64 MiB unless set. One message is fetched in any
-    /// case, others wait at their sender.
+    /// Memory for long messages that were not received by the service yet; 16 MiB unless set: some messages ahead, and what is
+    /// used again and again stays in the processor's cache. One message is fetched in any case, others wait at their sender.
     pub fn receive_memory(mut self, bytes: u64) -> Self {
         self.receive_memory = bytes;
         self

@@ -130,7 +130,7 @@ impl Core {
         };
         let mut core = Self {
             flow: Flow::new(config.receives(), 0),
-            landings: Landings::new(qp.protection_domain(), config.receive_memory / 2),
+            landings: Landings::new(qp.protection_domain(), config.receive_memory),
             link: None,
             qp,
             limits,

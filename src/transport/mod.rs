@@ -21,6 +21,8 @@ mod flow;
 #[cfg(all(test, not(loom)))]
 mod flow_model;
 mod frame;
+#[cfg(any(fuzzing, all(test, not(loom))))]
+pub mod fuzzing;
 mod halves;
 mod hello;
 mod inbound;
