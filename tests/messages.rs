@@ -13,9 +13,11 @@ use bytes::Bytes;
 use connected::{assert_ready, config, pair, pair_in, pattern, recv};
 use futures::{FutureExt, Sink, SinkExt, Stream, StreamExt};
 use tokio::time::timeout;
-use tokio_rdma::software::Network;
+use tokio_rdma::software::{Faults, Network};
+use tokio_rdma::types::AckTimeout;
 use tokio_rdma::{
-    Access, Buf, CompletionMode, CompletionQueue, Connection, ConnectionConfig, MessageError, RemoteRegion, SetupError,
+    Access, Buf, CompletionMode, CompletionQueue, ConnectOptions, Connection, ConnectionConfig, MessageError,
+    RemoteRegion, SetupError,
 };
 use torture::{Flavour, LONG, Mode, Seed, bounded, device, eventually, scaled, soon, yields};
 
@@ -422,6 +424,45 @@ fn memory_of_the_peer_is_read_and_written_beside_messages() {
         a.send(shared.clone()).await.unwrap();
         assert_eq!((recv(&b).await.len(), &recv(&b).await[..]), (16, &shared[..]));
     });
+}
+
+#[test]
+fn messages_arrive_once_and_in_order_on_a_network_that_loses_and_repeats() {
+    let seed = Seed::new("--test messages messages_arrive_once");
+    let value = seed.value;
+    run("faults", move || async move {
+        for round in 0..scaled(8) {
+            let faults = Faults::none().loss(0.02).duplicate(0.02).reorder(0.02).corrupt(0.01);
+            let network = Network::with_faults(value.wrapping_add(round), faults);
+            let (_, pd) = torture::software(&network);
+            let options = ConnectOptions { timeout: AckTimeout::from_code(10), retry_count: 7, ..Default::default() };
+            let config = ConnectionConfig::default().options(options).receive_buffers(6);
+            let (a, b) = pair_in(&pd, &pd, &config, &config);
+            let talk = async |own: &Connection| {
+                let sending = async {
+                    for number in 0..60 {
+                        own.send(pattern([20, 3_000, 30_000][number as usize % 3], number)).await.unwrap();
+                    }
+                    own.finish().unwrap();
+                };
+                let receiving = async {
+                    for number in 0..60 {
+                        let message = recv(own).await;
+                        assert!(
+                            message == pattern([20, 3_000, 30_000][number as usize % 3], number),
+                            "message {number}"
+                        );
+                    }
+                    assert_eq!(soon("end", own.recv()).await, Ok(None));
+                };
+                tokio::join!(sending, receiving);
+            };
+            tokio::join!(talk(&a), talk(&b));
+            let closed = soon("close", async { tokio::join!(a.close(), b.close()) }).await;
+            assert_eq!(closed, (Ok(()), Ok(())));
+        }
+    });
+    drop(seed);
 }
 
 /// What one end of a crowd does: sends `depth` at once, receives, and sees that all is as it should be.
