@@ -204,6 +204,25 @@ fn peer_whose_device_is_gone_is_noticed_by_what_is_sent_and_by_asking() {
 }
 
 #[test]
+fn what_did_not_arrive_is_not_called_clean_though_the_peer_has_finished() {
+    run("lost at the end", || async {
+        let network = Network::new();
+        let [(_, a_pd), (_two, b_pd)] = two(&network);
+        let (a, b) = pair_in(&a_pd, &b_pd, &config(), &config());
+        b.finish().unwrap();
+        assert_eq!(soon("end", a.recv()).await, Ok(None));
+        network.control("two").unwrap().set_port(false);
+        a.send("never arrives").await.unwrap();
+        let reason = closed(soon("close", a.close()).await);
+        assert!(
+            matches!(reason, CloseReason::Operation(kind) if kind.status() == Some(WcStatus::RETRY_EXC_ERR)),
+            "{reason:?}"
+        );
+        drop(b);
+    });
+}
+
+#[test]
 fn quiet_connection_is_kept_alive_by_answers_alone() {
     run("quiet", || async {
         let (a, b) = pair(&config().keepalive(Some((Duration::from_millis(5), Duration::from_millis(250)))));

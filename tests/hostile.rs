@@ -90,7 +90,7 @@ fn every_violation_ends_the_connection_by_its_name() {
         let cases: [(&str, Vec<u8>, Imm, Violation); 14] = [
             ("kind 6", vec![], header(6, 0, 0), Violation::Header { header: 6 << 29 }),
             ("kind 7", vec![1], header(7, 0, 0), Violation::Header { header: 7 << 29 }),
-            ("reserved bit", vec![1], Imm(1 << 28), Violation::Header { header: 1 << 28 }),
+            ("an end not reached", vec![], Imm(1 << 28 | ACK << 29), Violation::NotFinished),
             ("credits", vec![], header(ACK, 1, 0), Violation::Credits { announced: 1, in_use: 0 }),
             ("credits back", vec![], header(ACK, 0x3fff, 0), Violation::Credits { announced: 0x3fff, in_use: 0 }),
             ("done", vec![], header(PING, 0, 1), Violation::Done { announced: 1, offered: 0 }),

@@ -98,6 +98,8 @@ pub enum Violation {
     },
     /// A message after it had finished.
     AfterFinish,
+    /// It says to know that this end has finished, which it has not.
+    NotFinished,
 }
 
 impl fmt::Display for MessageError {
@@ -140,6 +142,7 @@ impl fmt::Display for Violation {
             Self::Offer { addr, len } => write!(f, "an offer of {len} bytes at {addr:#x}"),
             Self::TooLong { len, allowed } => write!(f, "a message of {len} bytes, at most {allowed} are allowed"),
             Self::AfterFinish => f.write_str("a message after it had finished"),
+            Self::NotFinished => f.write_str("it knows of an end that was not reached"),
         }
     }
 }

@@ -61,6 +61,8 @@ pub(super) struct Flow {
     /// Of those, how many the peer is done with.
     fetched: u32,
     finished: bool,
+    /// The peer knows that.
+    finish_heard: bool,
 
     // What the peer sends.
     /// Our receives, those in reserve included.
@@ -73,8 +75,11 @@ pub(super) struct Flow {
     offers: u32,
     done: u32,
     done_announced: u32,
-    pinged: bool,
+    /// An `Ack` is due: the peer has asked for it, or has finished and must hear that this is known.
+    asked: bool,
     peer_finished: bool,
+    /// The peer was told that its end is known.
+    answered: bool,
 }
 
 impl Flow {
@@ -87,6 +92,7 @@ impl Flow {
             offered: 0,
             fetched: 0,
             finished: false,
+            finish_heard: false,
             receives,
             arrived: 0,
             released: 0,
@@ -95,8 +101,9 @@ impl Flow {
             offers: 0,
             done: 0,
             done_announced: 0,
-            pinged: false,
+            asked: false,
             peer_finished: false,
+            answered: false,
         }
     }
 
@@ -127,17 +134,18 @@ impl Flow {
         self.announced = self.released;
         self.control = 0;
         self.done_announced = self.done;
-        self.pinged = false;
-        Header { kind, released: self.released & COUNT_MASK, done: self.done & COUNT_MASK }
+        self.asked = false;
+        self.answered = self.peer_finished;
+        Header { kind, heard: self.peer_finished, released: self.released & COUNT_MASK, done: self.done & COUNT_MASK }
     }
 
     /// True if an `Ack` is to be sent now.
     pub(super) fn ack_due(&self) -> bool {
-        if (self.done != self.done_announced || self.pinged) && self.credits() >= 2 {
+        if (self.done != self.done_announced || self.asked) && self.credits() >= 2 {
             return true;
         }
         // A peer that is waiting for nothing more may be gone already.
-        let needed = !(self.peer_finished && self.finished && self.all_fetched());
+        let needed = !self.is_over();
         let messages = (self.receives - RESERVE).div_ceil(4);
         let due = self.control >= CONTROL_ACK || self.unannounced() - self.control >= messages;
         needed && due && self.may_send(Kind::Ack)
@@ -163,6 +171,9 @@ impl Flow {
         if fetched > offered {
             return Err(Violation::Done { announced: fetched, offered });
         }
+        if header.heard && !self.finished {
+            return Err(Violation::NotFinished);
+        }
         if self.peer_finished && matches!(header.kind, Kind::Data | Kind::Offer | Kind::Fin) {
             return Err(Violation::AfterFinish);
         }
@@ -170,12 +181,13 @@ impl Flow {
         if self.arrived.wrapping_sub(self.announced) > self.receives {
             return Err(Violation::Window { receives: self.receives });
         }
+        self.finish_heard |= header.heard;
         self.confirmed = self.confirmed.wrapping_add(released);
         self.fetched = self.fetched.wrapping_add(fetched);
         match header.kind {
             Kind::Offer => self.offers = self.offers.wrapping_add(1),
-            Kind::Ping => self.pinged = true,
-            Kind::Fin => self.peer_finished = true,
+            Kind::Ping => self.asked = true,
+            Kind::Fin => (self.peer_finished, self.asked) = (true, true),
             Kind::Data | Kind::Ack | Kind::Abort => {}
         }
         Ok(fetched)
@@ -213,10 +225,12 @@ impl Flow {
         self.peer_finished
     }
 
-    /// True if neither end has anything more to say: both have finished, and know that all offers are done.
+    /// True if neither end has anything more to say: both have finished, and know that of each other, and that all messages
+    /// have arrived and all offers are done. That is not for the device to say, whose acknowledgements may be lost together with
+    /// a peer that has closed its queue pair.
     pub(super) fn is_over(&self) -> bool {
-        self.finished
-            && self.peer_finished
+        self.finish_heard
+            && self.answered
             && self.all_fetched()
             && self.offers == self.done
             && self.done == self.done_announced
@@ -227,7 +241,7 @@ impl Flow {
 impl Flow {
     /// All that decides what it does next, and no more: counts matter by their differences.
     pub(super) fn shape(&self) -> [u32; 9] {
-        let flags = [self.finished, self.pinged, self.peer_finished];
+        let flags = [self.asked, self.peer_finished, self.answered, self.finished, self.finish_heard];
         [
             self.credits(),
             self.offered.wrapping_sub(self.fetched),
@@ -242,9 +256,9 @@ impl Flow {
     }
 
     /// A header on its way to this end, by what it adds.
-    pub(super) fn shape_of(&self, header: Header) -> (Kind, u32, u32) {
+    pub(super) fn shape_of(&self, header: Header) -> (Kind, bool, u32, u32) {
         let released = header.released.wrapping_sub(self.confirmed) & COUNT_MASK;
-        (header.kind, released, header.done.wrapping_sub(self.fetched) & COUNT_MASK)
+        (header.kind, header.heard, released, header.done.wrapping_sub(self.fetched) & COUNT_MASK)
     }
 }
 
@@ -253,7 +267,7 @@ mod tests {
     use super::*;
 
     fn header(kind: Kind, released: u32, done: u32) -> Header {
-        Header { kind, released, done }
+        Header { kind, heard: false, released, done }
     }
 
     #[test]
@@ -284,13 +298,17 @@ mod tests {
     #[test]
     fn nothing_comes_after_the_end() {
         let mut flow = Flow::new(8, 8);
+        let early = Header { heard: true, ..header(Kind::Ack, 0, 0) };
+        assert_eq!(flow.receive(early), Err(Violation::NotFinished));
         assert_eq!(flow.receive(header(Kind::Fin, 0, 0)), Ok(0));
         for kind in [Kind::Data, Kind::Offer, Kind::Fin] {
             assert_eq!(flow.receive(header(kind, 0, 0)), Err(Violation::AfterFinish));
         }
         assert_eq!(flow.receive(header(Kind::Ack, 0, 0)), Ok(0));
         flow.send(Kind::Fin);
-        assert!(!flow.may_send(Kind::Data) && !flow.may_send(Kind::Fin) && flow.is_over());
+        assert!(!flow.may_send(Kind::Data) && !flow.may_send(Kind::Fin) && !flow.is_over());
+        assert_eq!(flow.receive(Header { heard: true, ..header(Kind::Ack, 0, 0) }), Ok(0));
+        assert!(flow.is_over());
     }
 
     #[test]
@@ -321,7 +339,7 @@ mod tests {
                     let near =
                         |random: &mut fastrand::Rng, count: u32| count.wrapping_add(random.u32(..3)) & COUNT_MASK;
                     let (released, done) = (near(&mut random, flow.confirmed), near(&mut random, flow.fetched));
-                    let header = if random.bool() { Header { released, done, ..header } } else { header };
+                    let header = if random.bool() { Header { heard: false, released, done, ..header } } else { header };
                     if flow.receive(header).is_err() {
                         break;
                     }

@@ -224,13 +224,13 @@ fn both_send_at_once_with_the_smallest_windows() {
 
 #[test]
 fn both_send_at_once_and_ask_for_answers() {
-    let end = |pings| End { pings, ..End::new(RESERVE + 1, RESERVE + 1, 2, 0) };
-    holds(end(1), end(0));
+    let end = |pings, data| End { pings, ..End::new(RESERVE + 1, RESERVE + 1, data, 0) };
+    holds(end(1, 1), end(0, 2));
 }
 
 #[test]
 fn windows_that_differ() {
-    holds(End::new(RESERVE + 1, RESERVE + 5, 5, 0), End::new(RESERVE + 5, RESERVE + 1, 2, 0));
+    holds(End::new(RESERVE + 1, RESERVE + 5, 3, 0), End::new(RESERVE + 5, RESERVE + 1, 1, 0));
 }
 
 #[test]
@@ -240,7 +240,7 @@ fn one_sends_and_the_other_never_does() {
 
 #[test]
 fn offers_are_told_done_while_the_other_service_takes_nothing() {
-    holds(End::new(RESERVE + 1, RESERVE + 2, 0, 3), End::new(RESERVE + 2, RESERVE + 1, 0, 0));
+    holds(End::new(RESERVE + 1, RESERVE + 2, 0, 2), End::new(RESERVE + 2, RESERVE + 1, 0, 0));
 }
 
 #[test]
@@ -251,5 +251,5 @@ fn offers_both_ways() {
 
 #[test]
 fn offers_against_messages() {
-    holds(End::new(RESERVE + 1, RESERVE + 1, 0, 2), End::new(RESERVE + 1, RESERVE + 1, 2, 0));
+    holds(End::new(RESERVE + 1, RESERVE + 1, 0, 2), End::new(RESERVE + 1, RESERVE + 1, 1, 0));
 }

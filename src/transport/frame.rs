@@ -3,8 +3,8 @@
 //! ```text
 //!  31      29  28  27            14 13             0
 //! ┌──────────┬───┬────────────────┬────────────────┐
-//! │ kind     │ 0 │ released       │ done           │   released, done: counts since the start, modulo 2^14
-//! └──────────┴───┴────────────────┴────────────────┘
+//! │ kind     │ h │ released       │ done           │   released, done: counts since the start, modulo 2^14
+//! └──────────┴───┴────────────────┴────────────────┘   h: the receiver's Fin was heard
 //! ```
 
 use super::error::Violation;
@@ -50,6 +50,8 @@ impl Kind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Header {
     pub(super) kind: Kind,
+    /// The sender knows that the receiver has finished.
+    pub(super) heard: bool,
     /// Receives posted again so far, low bits.
     pub(super) released: u32,
     /// Offers done so far, low bits.
@@ -59,14 +61,17 @@ pub(super) struct Header {
 impl Header {
     pub(super) fn encode(self) -> Imm {
         let kind = Kind::ALL.iter().position(|&kind| kind == self.kind).unwrap_or_default() as u32;
-        Imm(kind << 29 | (self.released & COUNT_MASK) << COUNT_BITS | (self.done & COUNT_MASK))
+        Imm(kind << 29
+            | u32::from(self.heard) << 28
+            | (self.released & COUNT_MASK) << COUNT_BITS
+            | (self.done & COUNT_MASK))
     }
 
     /// A peer's header.
     pub(super) fn decode(imm: Imm) -> Result<Self, Violation> {
-        let kind = Kind::ALL.get((imm.0 >> 29) as usize).filter(|_| imm.0 & (1 << 28) == 0);
-        let &kind = kind.ok_or(Violation::Header { header: imm.0 })?;
-        Ok(Self { kind, released: imm.0 >> COUNT_BITS & COUNT_MASK, done: imm.0 & COUNT_MASK })
+        let &kind = Kind::ALL.get((imm.0 >> 29) as usize).ok_or(Violation::Header { header: imm.0 })?;
+        let heard = imm.0 & (1 << 28) != 0;
+        Ok(Self { kind, heard, released: imm.0 >> COUNT_BITS & COUNT_MASK, done: imm.0 & COUNT_MASK })
     }
 }
 
@@ -92,11 +97,11 @@ mod tests {
 
     #[test]
     fn headers_are_reversible_and_anything_else_is_refused() {
-        for kind in Kind::ALL {
-            let header = Header { kind, released: COUNT_MASK - 5, done: 77 };
+        for (number, kind) in Kind::ALL.into_iter().enumerate() {
+            let header = Header { kind, heard: number % 2 == 0, released: COUNT_MASK - 5, done: 77 };
             assert_eq!(Header::decode(header.encode()), Ok(header));
         }
-        for bad in [6 << 29, 7 << 29, 1 << 28, u32::MAX] {
+        for bad in [6 << 29, 7 << 29, u32::MAX] {
             assert_eq!(Header::decode(Imm(bad)), Err(Violation::Header { header: bad }));
         }
     }
