@@ -40,6 +40,9 @@ static ALLOCATOR: Counting = Counting;
 
 #[test]
 fn connections_that_come_and_go_leave_nothing_behind() {
+    if !connected::has_addresses("connections_that_come_and_go_leave_nothing_behind") {
+        return;
+    }
     let cycles = std::env::var("TOKIO_RDMA_CYCLES").map_or(scaled(400), |cycles| cycles.parse().expect("a number"));
     bounded("churn", LONG * 4 + LONG * (cycles / 2000) as u32, move || {
         let runtime = Flavour::MultiThread.runtime();
