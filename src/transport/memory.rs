@@ -6,7 +6,7 @@ use std::task::{Context, Poll};
 
 use bytes::Bytes;
 
-use crate::error::{OpErrorKind, SetupError};
+use crate::error::{OpErrorKind, SetupError, VerbError};
 use crate::mem::{HostMemory, RemoteRegion};
 use crate::op::{QueuePair, Read};
 use crate::types::Access;
@@ -84,7 +84,7 @@ impl Landings {
         // From the heap, so that it can be given away without a copy. Nobody is granted access; that it is reached by slices
         // is what an exposed region is for.
         let region = ExposedRegion::new(&self.pd, zeroed(len)?, Access::empty())?;
-        let mut parts = Parts { region, remote, asked: 0, reads: VecDeque::with_capacity(READS) };
+        let mut parts = Parts { region: Some(region), remote, asked: 0, reads: VecDeque::with_capacity(READS) };
         parts.ask(qp)?;
         Ok(Landing::Parts(parts))
     }
@@ -93,9 +93,7 @@ impl Landings {
 /// Zeroed memory, or an error where `vec!` would end the process: a peer says how much.
 fn zeroed(len: usize) -> Result<Vec<u8>, SetupError> {
     let mut memory = Vec::new();
-    memory
-        .try_reserve_exact(len)
-        .map_err(|_| SetupError::Verb(crate::error::VerbError::new("malloc", crate::error::VerbError::ENOMEM)))?;
+    memory.try_reserve_exact(len).map_err(|_| SetupError::Verb(VerbError::new("malloc", VerbError::ENOMEM)))?;
     memory.resize(len, 0);
     Ok(memory)
 }
@@ -112,7 +110,8 @@ pub(super) enum Landing {
 /// A message that is fetched by several READs.
 #[derive(Debug)]
 pub(super) struct Parts {
-    region: ExposedRegion,
+    /// `None` once it was given away.
+    region: Option<ExposedRegion>,
     remote: RemoteRegion,
     /// Bytes for which a READ was posted.
     asked: u64,
@@ -135,9 +134,12 @@ impl Landing {
 impl Parts {
     /// Posts READs as far as they may be in flight.
     fn ask(&mut self, qp: &QueuePair) -> Result<(), SetupError> {
-        while self.reads.len() < READS && self.asked < self.remote.len() {
+        while let Some(region) = &self.region
+            && self.reads.len() < READS
+            && self.asked < self.remote.len()
+        {
             let end = self.remote.len().min(self.asked + READ);
-            let slice = self.region.slice(self.asked as usize..end as usize)?;
+            let slice = region.slice(self.asked as usize..end as usize)?;
             let Ok(remote) = self.remote.slice(self.asked..end) else { unreachable!("within its length") };
             self.reads.push_back(qp.read(slice, remote));
             self.asked = end;
@@ -152,18 +154,17 @@ impl Parts {
             if let Err(error) = done {
                 return Poll::Ready(Err(error.kind()));
             }
-            if self.ask(qp).is_err() {
-                return Poll::Ready(Err(OpErrorKind::Closed));
+            if let Err(error) = self.ask(qp) {
+                unreachable!("the first slices were within the region: {error}");
             }
         }
-        let empty = ExposedRegion::new(qp.protection_domain(), Vec::new(), Access::empty());
-        let Ok(empty) = empty else { return Poll::Ready(Err(OpErrorKind::Closed)) };
-        let region = std::mem::replace(&mut self.region, empty);
+        let Some(region) = self.region.take() else { unreachable!("it is given away once") };
         match region.into_storage::<Vec<u8>>() {
             Ok(memory) => Poll::Ready(Ok(memory.into())),
             Err(region) => {
+                // The device does not end its registration; then the connection ends, and the memory is leaked.
                 tracing::error!(?region, "a message that was fetched cannot be taken from its region");
-                Poll::Ready(Err(OpErrorKind::Closed))
+                Poll::Ready(Err(OpErrorKind::Post(VerbError::new("ibv_dereg_mr", VerbError::EIO))))
             }
         }
     }
