@@ -482,7 +482,7 @@ async fn talk(own: Connection, peer_seed: u64, seed: u64, largest: usize, slow: 
         let mut random = fastrand::Rng::with_seed(seed);
         let mut flying = VecDeque::new();
         let mut number = 0;
-        while !stop.load(Ordering::Relaxed) || number < 40 {
+        while !stop.load(Ordering::Relaxed) || number < scaled(40) {
             if flying.len() == 32 {
                 let next: std::pin::Pin<Box<dyn Future<Output = Result<(), MessageError>> + Send>> =
                     flying.pop_front().unwrap();
@@ -537,8 +537,9 @@ fn crowd_of_connections_talks_both_ways_with_slow_readers_among_them() {
             let queue = CompletionQueue::builder(&device).capacity(64 * 2 * 200).build().unwrap();
             let config = config().completion_queue(&queue).receive_buffers(32).receive_buffer_size(4096);
             let config = config.spare_buffers(8).receive_memory(8 << 20).send_memory(8 << 20);
-            // A debug build makes and compares bytes slowly.
-            let largest = if cfg!(debug_assertions) { 1 << 20 } else { 8 << 20 };
+            // A debug build makes and compares bytes slowly, and the kernel's device may be that of an emulated machine.
+            let brief = std::env::var_os("TOKIO_RDMA_SECONDS").is_none() && torture::hardware().is_some();
+            let largest = if cfg!(debug_assertions) || brief { 1 << 20 } else { 8 << 20 };
             let stop = Arc::new(AtomicBool::new(false));
             let mut talks = Vec::new();
             for number in 0..64_u64 {
@@ -556,7 +557,7 @@ fn crowd_of_connections_talks_both_ways_with_slow_readers_among_them() {
                 messages += talk.await.unwrap();
             }
             eprintln!("{messages} messages sent and received in {:?}", begun.elapsed());
-            assert!(messages >= 64 * 2 * 2 * 40);
+            assert!(messages >= 64 * 2 * 2 * scaled(40));
             eventually("queue pairs end", || queue.counters().reserved == 0).await;
         });
     });
