@@ -47,6 +47,7 @@
 #[doc = include_str!("../README.md")]
 mod readme {}
 
+#[cfg(not(loom))]
 pub mod cm;
 pub mod doctor;
 pub mod types;
@@ -58,6 +59,8 @@ mod mem;
 mod op;
 mod provider;
 mod sync;
+// Tokio has no sockets under loom.
+#[cfg(not(loom))]
 mod transport;
 
 pub use completion::{
@@ -72,6 +75,7 @@ pub use op::{
     Atomic, Batch, BatchOp, BatchResult, ConnectOptions, EndpointError, Invalidate, Lease, Leasing, Operation,
     QueuePair, QueuePairBuilder, QueuePairEndpoint, Read, Received, Recv, Send, SendTo, SharedReceiveQueue, Write,
 };
+#[cfg(not(loom))]
 pub use transport::{
     CloseReason, Connection, ConnectionConfig, ConnectionCounters, ConnectionRequest, EstablishError, Hello,
     HelloError, Listener, MessageError, Prepared, RecvHalf, SendHalf, Violation,
