@@ -173,6 +173,15 @@ pub enum SetupError {
     Verb(VerbError),
     /// A size is beyond the device's limit.
     Limit(LimitError),
+    /// A size is too small to work.
+    TooSmall {
+        /// What was asked for.
+        field: &'static str,
+        /// How much was asked.
+        asked: u64,
+        /// The least that works.
+        least: u64,
+    },
     /// The state machine of the queue pair does not allow it.
     Transition(TransitionError),
     /// An object of another protection domain or device was passed.
@@ -215,6 +224,7 @@ impl fmt::Display for SetupError {
         match self {
             Self::Verb(error) => error.fmt(f),
             Self::Limit(error) => error.fmt(f),
+            Self::TooSmall { field, asked, least } => write!(f, "{field}: asked for {asked}, at least {least} needed"),
             Self::Transition(error) => error.fmt(f),
             Self::Foreign { what } => write!(f, "{what} belongs to another protection domain or device"),
             Self::CompletionQueueFull { asked, free } => write!(

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!        your service
+//!  transport   Connection: messages with flow control, and the operations below beside them
 //!  cm          listen, connect, disconnect by IP address
 //!  doctor      what works on this machine, and what to do if not
 //!  op          QueuePair::{send, recv, write, read, compare_swap, fetch_add}, Batch → futures
@@ -46,6 +47,7 @@
 #[doc = include_str!("../README.md")]
 mod readme {}
 
+#[cfg(not(loom))]
 pub mod cm;
 pub mod doctor;
 pub mod types;
@@ -57,6 +59,9 @@ mod mem;
 mod op;
 mod provider;
 mod sync;
+// Tokio has no sockets under loom.
+#[cfg(not(loom))]
+mod transport;
 
 pub use completion::{
     BusyPoller, CompletionMode, CompletionQueue, CompletionQueueBuilder, CompletionQueueCounters, DeviceEvents, Drive,
@@ -70,11 +75,21 @@ pub use op::{
     Atomic, Batch, BatchOp, BatchResult, ConnectOptions, EndpointError, Invalidate, Lease, Leasing, Operation,
     QueuePair, QueuePairBuilder, QueuePairEndpoint, Read, Received, Recv, Send, SendTo, SharedReceiveQueue, Write,
 };
+#[cfg(not(loom))]
+pub use transport::{
+    CloseReason, Connection, ConnectionConfig, ConnectionCounters, ConnectionRequest, EstablishError, Hello,
+    HelloError, Listener, MessageError, Prepared, RecvHalf, SendHalf, Violation,
+};
 pub use types::{Access, Imm};
 pub use verbs::{
     AddressHandle, Buf, BufMut, Device, DmaBufRegion, ExposedRegion, ExposedSlice, Pool, PoolBuilder, PoolError,
     ProtectionDomain, Source, Target,
 };
+
+/// The parsers of what a peer sends, for `fuzz/`.
+#[cfg(fuzzing)]
+#[doc(hidden)]
+pub use transport::fuzzing;
 
 /// The software device's own interface: networks within this process, their faults and their clock.
 pub mod software {

@@ -4,12 +4,13 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const PAGES: [&str; 9] = [
+const PAGES: [&str; 10] = [
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "docs/benchmarks.md",
     "docs/design.md",
+    "docs/messages.md",
     "docs/safety.md",
     "docs/testing.md",
     "docs/verbs.md",

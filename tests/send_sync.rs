@@ -45,6 +45,22 @@ fn objects_are_send_sync_unpin_and_debug() {
 }
 
 #[test]
+fn connections_are_send_sync_unpin_and_debug() {
+    each!(free: Connection, SendHalf, RecvHalf, Listener, ConnectionRequest, Prepared);
+    each!(value: ConnectionConfig, ConnectionCounters, Hello);
+    each!(error: CloseReason, EstablishError, HelloError, MessageError, Violation);
+    fn futures(connection: &Connection, listener: &Listener, device: &Device) {
+        drop(sendable(connection.send("x")));
+        drop(sendable(connection.recv()));
+        drop(sendable(connection.flush()));
+        drop(sendable(connection.close()));
+        drop(sendable(listener.accept()));
+        drop(sendable(Connection::connect(device, "127.0.0.1:1")));
+    }
+    let _ = futures;
+}
+
+#[test]
 fn values_are_send_sync_unpin_and_debug() {
     each!(value: AckTimeout, AddressVector, AsyncEvent, AtomicCapability, DeviceAttr, Gid, GidEntry, GidKind, LinkLayer, Lkey);
     each!(value: GidReason, IpPrefix, RankedGid);

@@ -26,6 +26,11 @@ impl<B: Send + 'static> InFlight<B> {
         Self { queue, id, rounds: 0, buffer: Some(buffer) }
     }
 
+    /// True if the completion has been found, and not been taken yet.
+    pub(crate) fn is_finished(&self) -> bool {
+        self.queue.slots().slot(index_of(self.id)).is_complete()
+    }
+
     /// What `finish` makes of the completion and the buffers, once.
     ///
     /// # Panics

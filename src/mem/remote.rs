@@ -93,6 +93,13 @@ impl RemoteRegion {
     }
 }
 
+/// Its fixed form, to be sent as a message.
+impl From<RemoteRegion> for bytes::Bytes {
+    fn from(region: RemoteRegion) -> Self {
+        Self::copy_from_slice(&region.to_bytes())
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

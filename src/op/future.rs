@@ -88,6 +88,15 @@ impl<F: Finish> Operation<F> {
         }
     }
 
+    /// True once it is over and awaiting it gives its result at once. It does not look for completions by itself: somebody who
+    /// waits for work on the same completion queue does.
+    pub fn is_finished(&self) -> bool {
+        match &self.state {
+            State::InFlight(in_flight) => in_flight.is_finished(),
+            State::Refused(_) => true,
+        }
+    }
+
     /// Was never posted.
     #[cold]
     pub(super) fn refused(kind: OpErrorKind, held: F::Held) -> Self {

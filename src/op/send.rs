@@ -68,6 +68,16 @@ impl QueuePair {
         Operation::post_any(self.send_queue(), request, ())
     }
 
+    /// As [`send_inline`](Self::send_inline), with four bytes beside the message.
+    pub fn send_inline_with_imm(&self, bytes: &[u8], imm: Imm) -> Send<()> {
+        if let Some(kind) = self.unsupported("SEND to a connected peer", CONNECTED) {
+            return Operation::refused(kind, ());
+        }
+        let op = SendOp::SendWithImm(imm);
+        let request = Request { inline: Some(bytes), ..self.request(What::Send(op), u64::MAX) };
+        Operation::post_any(self.send_queue(), request, ())
+    }
+
     /// As [`send`](Self::send), if there is room in the send queue.
     ///
     /// # Errors

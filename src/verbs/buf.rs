@@ -314,6 +314,13 @@ impl From<Buf> for bytes::Bytes {
     }
 }
 
+impl From<BufMut> for bytes::Bytes {
+    /// Without a copy, as of a [`Buf`].
+    fn from(buf: BufMut) -> Self {
+        buf.freeze().into()
+    }
+}
+
 impl From<BufMut> for Buf {
     fn from(buf: BufMut) -> Self {
         buf.freeze()

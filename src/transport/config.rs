@@ -1,0 +1,251 @@
+//! Settings of a connection, with the reasons of their defaults.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+
+use super::flow::RESERVE;
+use super::frame::{MAX_RECEIVES, OFFER_LEN};
+use super::hello::{Hello, HelloError};
+use crate::cm;
+use crate::completion::{CompletionMode, CompletionQueue};
+use crate::error::{LimitError, SetupError};
+use crate::op::ConnectOptions;
+use crate::types::DeviceAttr;
+use crate::verbs::{Device, ProtectionDomain};
+
+/// Settings of a [`Connection`](super::Connection). The two ends need not agree: each tells the other what it can receive.
+///
+/// What a connection takes, whatever its peer does: `receive_buffer_size` × (`receive_buffers` + `spare_buffers` + 4 +
+/// `send_buffers`), `receive_memory` or the longest message if that is more, and as much as `receive_memory` in buffers kept
+/// for reuse. Messages that were received belong to whoever received them.
+#[derive(Debug, Clone)]
+#[must_use]
+pub struct ConnectionConfig {
+    pub(super) receive_buffer_size: u32,
+    pub(super) receive_buffers: u32,
+    pub(super) spare_buffers: u32,
+    pub(super) send_buffers: u32,
+    pub(super) max_send_wr: u32,
+    pub(super) max_inline: u32,
+    pub(super) max_message: u64,
+    pub(super) receive_memory: u64,
+    pub(super) send_memory: u64,
+    pub(super) keepalive: Option<(Duration, Duration)>,
+    pub(super) stall_timeout: Option<Duration>,
+    pub(super) close_timeout: Duration,
+    pub(super) options: ConnectOptions,
+    pub(super) completions: Completions,
+    pub(super) connect_timeout: Duration,
+    pub(super) user_data: Bytes,
+    pub(super) protection_domain: Option<ProtectionDomain>,
+}
+
+/// Where completions arrive.
+#[derive(Debug, Clone)]
+pub(super) enum Completions {
+    /// In a queue of the connection's own.
+    Own(CompletionMode),
+    /// In one that others use too.
+    Shared(CompletionQueue),
+}
+
+impl Default for ConnectionConfig {
+    fn default() -> Self {
+        Self {
+            receive_buffer_size: 8192,
+            receive_buffers: 64,
+            spare_buffers: 32,
+            send_buffers: 64,
+            max_send_wr: 128,
+            max_inline: 64,
+            max_message: 64 << 20,
+            receive_memory: 16 << 20,
+            send_memory: 64 << 20,
+            keepalive: Some((Duration::from_secs(5), Duration::from_secs(10))),
+            stall_timeout: None,
+            close_timeout: Duration::from_secs(10),
+            options: ConnectOptions::default(),
+            completions: Completions::Own(CompletionMode::default()),
+            connect_timeout: Duration::from_secs(15),
+            user_data: Bytes::new(),
+            protection_domain: None,
+        }
+    }
+}
+
+impl ConnectionConfig {
+    /// Bytes of each receive buffer; 8192 unless set. Messages up to this length are sent at once, into a buffer; longer
+    /// ones cost one more message and a READ, and no copy. At 8 KiB copying takes about as long as that.
+    pub fn receive_buffer_size(mut self, bytes: u32) -> Self {
+        self.receive_buffer_size = bytes;
+        self
+    }
+
+    /// Messages that the peer may send before the service has received any; 64 unless set: enough for 32 each way
+    /// and the time that news of free buffers takes. Four more receives are posted for the connection's own use.
+    pub fn receive_buffers(mut self, buffers: u32) -> Self {
+        self.receive_buffers = buffers;
+        self
+    }
+
+    /// Received messages that the service may keep without a copy; 32 unless set. If it keeps more, the next ones are
+    /// copied out of their buffer, so that a service that keeps messages for ever costs itself memory and nobody a wait.
+    pub fn spare_buffers(mut self, buffers: u32) -> Self {
+        self.spare_buffers = buffers;
+        self
+    }
+
+    /// Messages longer than `max_inline` that are copied and on their way; 64 unless set, as many as a peer with default
+    /// settings takes at once.
+    pub fn send_buffers(mut self, buffers: u32) -> Self {
+        self.send_buffers = buffers;
+        self
+    }
+
+    /// Work requests that the send queue holds, the service's own operations included; 128 unless set: all messages to
+    /// a peer with default settings, and as much again. More wait for room.
+    pub fn max_send_wr(mut self, work_requests: u32) -> Self {
+        self.max_send_wr = work_requests;
+        self
+    }
+
+    /// Longest message that travels within its work request, in bytes; 64 unless set, which all devices have, and from
+    /// which on the queue's memory grows. At least 20.
+    pub fn max_inline(mut self, bytes: u32) -> Self {
+        self.max_inline = bytes;
+        self
+    }
+
+    /// Longest message that is received; 64 MiB unless set. A peer can make this end set aside as much memory.
+    pub fn max_message(mut self, bytes: u64) -> Self {
+        self.max_message = bytes;
+        self
+    }
+
+    /// Memory for long messages that were not received by the service yet; 16 MiB unless set: some messages ahead, and what is
+    /// used again and again stays in the processor's cache. One message is fetched in any case, others wait at their sender.
+    pub fn receive_memory(mut self, bytes: u64) -> Self {
+        self.receive_memory = bytes;
+        self
+    }
+
+    /// Bytes of long messages that the peer has not fetched yet, before `send` waits; 64 MiB unless set. One message is
+    /// offered in any case.
+    pub fn send_memory(mut self, bytes: u64) -> Self {
+        self.send_memory = bytes;
+        self
+    }
+
+    /// Asks the peer to answer when nothing was heard of it for `interval`, and ends the connection as
+    /// [`CloseReason::Silent`](super::CloseReason::Silent) if nothing is heard for `timeout` after that; 5 s and 10 s unless
+    /// set. The peer's end answers by itself, so only a peer whose runtime makes no progress for so long is taken for dead;
+    /// one whose device is gone is noticed by its retries, in seconds. `None`: never.
+    pub fn keepalive(mut self, times: Option<(Duration, Duration)>) -> Self {
+        self.keepalive = times;
+        self
+    }
+
+    /// Ends the connection as [`CloseReason::Stalled`](super::CloseReason::Stalled) if a `send` has waited for so long and
+    /// the peer took nothing meanwhile; never unless set, for a peer may be slow for good reasons. A single `send` can be put
+    /// under a timeout instead.
+    pub fn stall_timeout(mut self, timeout: Option<Duration>) -> Self {
+        self.stall_timeout = timeout;
+        self
+    }
+
+    /// Time that `close` waits for the peer; 10 s unless set: above what retries take to find out that it is dead.
+    pub fn close_timeout(mut self, timeout: Duration) -> Self {
+        self.close_timeout = timeout;
+        self
+    }
+
+    /// Timeouts and retries of the queue pair; see [`ConnectOptions`] for their defaults.
+    pub fn options(mut self, options: ConnectOptions) -> Self {
+        self.options = options;
+        self
+    }
+
+    /// How the connection's own completion queue is watched; by events unless set.
+    pub fn mode(mut self, mode: CompletionMode) -> Self {
+        self.completions = Completions::Own(mode);
+        self
+    }
+
+    /// Uses this completion queue, which other connections may use too, instead of one of its own. It needs room for
+    /// `max_send_wr` + `receive_buffers` + 4 completions. Many connections on one queue share its channel and interrupts.
+    pub fn completion_queue(mut self, queue: &CompletionQueue) -> Self {
+        self.completions = Completions::Shared(queue.clone());
+        self
+    }
+
+    /// Time for finding the peer and for the handshake, each; 15 s unless set: the kernel's manager repeats a lost message
+    /// after 4.3 s.
+    pub fn connect_timeout(mut self, timeout: Duration) -> Self {
+        self.connect_timeout = timeout;
+        self
+    }
+
+    /// Bytes for the peer's service, which finds them in [`Connection::user_data`](super::Connection::user_data); none unless
+    /// set. At most 32 with a request to connect, 172 with the answer.
+    pub fn user_data(mut self, data: impl Into<Bytes>) -> Self {
+        self.user_data = data.into();
+        self
+    }
+
+    /// Makes the queue pair in this protection domain. Unless set, each connection has one of its own, so that what is
+    /// exposed to one peer is out of reach for all others; and so that buffers of one connection are no use for another.
+    pub fn protection_domain(mut self, pd: &ProtectionDomain) -> Self {
+        self.protection_domain = Some(pd.clone());
+        self
+    }
+
+    /// Where to make the queue pair.
+    pub(super) fn domain(&self, device: &Device) -> Result<ProtectionDomain, SetupError> {
+        match &self.protection_domain {
+            Some(pd) if pd.device().same(device) => Ok(pd.clone()),
+            Some(_) => Err(SetupError::Foreign { what: "protection domain" }),
+            None => Ok(device.protection_domain()?),
+        }
+    }
+
+    /// What the connection manager is told, and tells the peer.
+    pub(super) fn cm_options(&self) -> Result<cm::Options, HelloError> {
+        let hello = self.hello().encode(&self.user_data)?;
+        let options = cm::Options::default().resolve_timeout(self.connect_timeout).timeout(self.connect_timeout);
+        Ok(options.transport(self.options).private_data(hello))
+    }
+
+    /// Receives that are posted.
+    pub(super) fn receives(&self) -> u32 {
+        self.receive_buffers.saturating_add(RESERVE)
+    }
+
+    /// What the peer is told.
+    pub(super) fn hello(&self) -> Hello {
+        Hello {
+            buffer_size: self.receive_buffer_size,
+            receives: self.receives(),
+            max_message: self.max_message.max(self.receive_buffer_size.into()),
+        }
+    }
+
+    /// Checks that all of it is possible, and possible on this device.
+    pub(super) fn check(&self, device: &DeviceAttr) -> Result<(), SetupError> {
+        let at_least = |field, asked: u64, least: u64| {
+            if asked >= least { Ok(()) } else { Err(SetupError::TooSmall { field, asked, least }) }
+        };
+        at_least("receive_buffer_size", self.receive_buffer_size.into(), OFFER_LEN as u64)?;
+        at_least("receive_buffers", self.receive_buffers.into(), 1)?;
+        at_least("send_buffers", self.send_buffers.into(), 1)?;
+        at_least("max_send_wr", self.max_send_wr.into(), 2)?;
+        at_least("max_inline", self.max_inline.into(), OFFER_LEN as u64)?;
+        LimitError::check("receive_buffer_size", self.receive_buffer_size.into(), 1 << 31)?;
+        LimitError::check("receive_buffers", self.receive_buffers.into(), (MAX_RECEIVES - RESERVE).into())?;
+        LimitError::check("receive_buffers", self.receives().into(), device.max_qp_wr.into())?;
+        LimitError::check("max_send_wr", self.max_send_wr.into(), device.max_qp_wr.into())?;
+        LimitError::check("max_inline", self.max_inline.into(), device.max_inline.into())?;
+        LimitError::check("max_message", self.max_message, isize::MAX as u64)?;
+        Ok(())
+    }
+}

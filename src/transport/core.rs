@@ -1,0 +1,640 @@
+//! One end at work: frames in, frames out, under one lock.
+//!
+//! ```text
+//!  poll_send ─▶ inline │ copied │ offered ─▶ sends ─▶ peer        credits, order, end: flow.rs
+//!  poll_recv ◀─ inbox ◀─ receives ◀───────────────── peer
+//!                 └─ long: READ, then done ────────▶ peer
+//! ```
+//!
+//! [`Core::progress`] does whatever can be done now. Whoever has something to do calls it first: a task that sends or
+//! receives, or the connection's driver. All operations wake the driver, so that nothing depends on a task of the service
+//! that may not be polled for a while.
+
+use std::collections::VecDeque;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+
+use bytes::Bytes;
+use smallvec::SmallVec;
+
+use super::config::ConnectionConfig;
+use super::error::{CloseReason, MessageError, Violation};
+use super::flow::Flow;
+use super::frame::{Header, Kind, decode_offer};
+use super::hello::Hello;
+use super::inbound::{Inbox, Incoming};
+use super::memory::Landings;
+use super::outbound::{Block, Sent};
+use super::waiters::{Ticket, Waiters};
+use crate::cm::Link;
+use crate::error::OpErrorKind;
+use crate::op::{QueuePair, Received, Recv};
+use crate::types::WcStatus;
+use crate::verbs::{BufMut, Pool, ReadOnlyRegion};
+
+/// Frames that are dealt with before others get their turn.
+const BATCH: usize = 128;
+
+/// One end of a connection.
+#[derive(Debug)]
+pub(super) struct Core {
+    pub(super) flow: Flow,
+    /// The connection manager's part, which ends the connection at the peer when it is dropped.
+    pub(super) link: Option<Arc<Link>>,
+    pub(super) qp: QueuePair,
+    pub(super) limits: Limits,
+    pub(super) receive_pool: Pool,
+    pub(super) send_pool: Pool,
+    pub(super) landings: Landings,
+
+    pub(super) receives: VecDeque<Recv<BufMut>>,
+    pub(super) inbox: Inbox,
+    pub(super) sends: VecDeque<Sent>,
+    /// Long messages that the peer has not fetched.
+    pub(super) offers: VecDeque<ReadOnlyRegion>,
+    pub(super) offered: u64,
+
+    pub(super) senders: Waiters,
+    /// What the first of them waits for.
+    pub(super) blocked: Block,
+    pub(super) receivers: Waiters,
+    pub(super) flushers: Waiters,
+
+    /// This end finishes as soon as it may.
+    pub(super) finishing: bool,
+    /// This end takes no more messages: those of the peer are thrown away.
+    pub(super) closing: bool,
+    /// The service has seen the end of the peer's messages.
+    pub(super) end_seen: bool,
+    /// All that the service held is dropped.
+    pub(super) abandoned: bool,
+    /// The peer was told that this end is gone.
+    pub(super) parting: bool,
+    /// A flush was seen, and what had failed was not found yet.
+    pub(super) flushed: Option<OpErrorKind>,
+    pub(super) ended: Option<CloseReason>,
+    /// The queue pair is closed.
+    pub(super) gone: bool,
+    /// Something has arrived since that was last asked.
+    pub(super) heard: bool,
+    pub(super) counters: ConnectionCounters,
+    pub(super) after: After,
+}
+
+/// Sizes agreed.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Limits {
+    pub(super) inline: usize,
+    /// Longest message that is sent at once.
+    pub(super) eager: usize,
+    /// Longest that the peer takes.
+    pub(super) send: u64,
+    /// Longest that the peer was told to be possible.
+    pub(super) receive: u64,
+    pub(super) send_memory: u64,
+    pub(super) receive_memory: u64,
+}
+
+/// What is to be done when the lock is released: it may run code of the service.
+#[derive(Debug, Default)]
+pub(super) struct After {
+    pub(super) wakers: SmallVec<[Waker; 4]>,
+    fetched: SmallVec<[ReadOnlyRegion; 2]>,
+    operations: Vec<Operations>,
+    link: Option<Arc<Link>>,
+}
+
+/// Operations of an end that has ended.
+type Operations = (VecDeque<Recv<BufMut>>, VecDeque<Sent>, VecDeque<Incoming>);
+
+impl After {
+    pub(super) fn run(self) {
+        for waker in self.wakers {
+            waker.wake();
+        }
+    }
+}
+
+impl Core {
+    /// An end whose queue pair takes receives.
+    pub(super) fn new(qp: QueuePair, config: &ConnectionConfig, [receive_pool, send_pool]: [Pool; 2]) -> Self {
+        let limits = Limits {
+            inline: qp.caps().max_inline.min(config.max_inline) as usize,
+            eager: send_pool.buffer_size(),
+            send: 0,
+            receive: config.hello().max_message,
+            send_memory: config.send_memory,
+            receive_memory: config.receive_memory,
+        };
+        let mut core = Self {
+            flow: Flow::new(config.receives(), 0),
+            landings: Landings::new(qp.protection_domain(), config.receive_memory),
+            link: None,
+            qp,
+            limits,
+            receive_pool,
+            send_pool,
+            receives: VecDeque::with_capacity(config.receives() as usize),
+            inbox: Inbox::default(),
+            sends: VecDeque::new(),
+            offers: VecDeque::new(),
+            offered: 0,
+            senders: Waiters::default(),
+            blocked: Block::Credits,
+            receivers: Waiters::default(),
+            flushers: Waiters::default(),
+            finishing: false,
+            closing: false,
+            end_seen: false,
+            abandoned: false,
+            parting: false,
+            flushed: None,
+            ended: None,
+            gone: false,
+            heard: false,
+            counters: ConnectionCounters::default(),
+            after: After::default(),
+        };
+        for _ in 0..config.receives() {
+            match core.receive_pool.try_alloc(core.receive_pool.buffer_size()) {
+                Ok(buffer) => core.post(buffer),
+                Err(error) => unreachable!("the pool has as many buffers as there are receives: {error}"),
+            }
+        }
+        core
+    }
+
+    /// The peer is connected, and has said what it takes.
+    pub(super) fn meet(&mut self, receives: u32, peer: &Hello, link: Option<Arc<Link>>) {
+        self.link = link;
+        self.flow = Flow::new(receives, peer.receives);
+        self.limits.eager = self.limits.eager.min(peer.buffer_size as usize);
+        self.limits.send = peer.max_message;
+    }
+
+    /// What is left to do without the lock.
+    pub(super) fn take_after(&mut self) -> After {
+        std::mem::take(&mut self.after)
+    }
+
+    // Progress.
+
+    /// Does what can be done now; all operations wake `bell`.
+    pub(super) fn progress(&mut self, bell: &Waker) {
+        if self.ended.is_some() {
+            return;
+        }
+        let context = &mut Context::from_waker(bell);
+        let result = self.work(context);
+        if let Err(reason) = result {
+            self.end(reason);
+        }
+        self.wake();
+    }
+
+    fn work(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
+        self.take_frames(context)?;
+        if let Some(kind) = self.flushed {
+            return self.failed(kind, context);
+        }
+        self.reap();
+        self.fetch(context)?;
+        if self.closing {
+            self.discard()?;
+        }
+        self.say();
+        self.watch_sends(context)
+    }
+
+    /// Deals with frames that have arrived.
+    fn take_frames(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
+        for _ in 0..BATCH {
+            let Some(receive) = self.receives.front_mut() else { return Ok(()) };
+            let Poll::Ready(result) = Pin::new(receive).poll(context) else { return Ok(()) };
+            self.receives.pop_front();
+            match result {
+                Ok(received) => self.on_frame(received)?,
+                Err(error) => {
+                    self.flushed = Some(error.kind());
+                    return Ok(());
+                }
+            }
+        }
+        // Others shall run, too.
+        context.waker().wake_by_ref();
+        Ok(())
+    }
+
+    fn on_frame(&mut self, received: Received<BufMut>) -> Result<(), CloseReason> {
+        let Received { buffer, imm, written, .. } = received;
+        let header = imm.filter(|_| !written).ok_or(Violation::Header { header: 0 })?;
+        let header = Header::decode(header)?;
+        if !header.kind.is_message() && !buffer.is_empty() {
+            return Err(Violation::FrameLength { len: buffer.len() }.into());
+        }
+        let fetched = self.flow.receive(header)?;
+        self.heard = true;
+        for _ in 0..fetched {
+            if let Some(region) = self.offers.pop_front() {
+                self.offered -= region.len();
+                self.after.fetched.push(region);
+            }
+        }
+        match header.kind {
+            Kind::Data => {
+                // What is in a buffer needs no more memory, however short the longest message is.
+                self.inbox.push(Incoming::Here(buffer));
+                return Ok(());
+            }
+            Kind::Offer => {
+                let region = decode_offer(&buffer, self.limits.receive)?;
+                self.post(buffer);
+                // The peer keeps the credit until the message was handed out.
+                self.inbox.push(Incoming::Offered(region));
+                return Ok(());
+            }
+            Kind::Abort if !self.flow.is_over() => return Err(CloseReason::Dropped),
+            Kind::Ack | Kind::Ping | Kind::Fin | Kind::Abort => {}
+        }
+        self.post(buffer);
+        self.flow.release_control();
+        Ok(())
+    }
+
+    /// Posts a receive.
+    pub(super) fn post(&mut self, mut buffer: BufMut) {
+        let whole = buffer.resize(self.receive_pool.buffer_size());
+        debug_assert!(whole.is_ok(), "it is of the pool");
+        self.receives.push_back(self.qp.recv(buffer));
+    }
+
+    /// Forgets sends that are done.
+    pub(super) fn reap(&mut self) {
+        while self.sends.front().is_some_and(Sent::is_finished) {
+            if let Some(mut sent) = self.sends.pop_front()
+                && let Poll::Ready(Err(kind)) = sent.poll(&mut Context::from_waker(Waker::noop()))
+            {
+                self.flushed.get_or_insert(kind);
+            }
+        }
+    }
+
+    /// Starts to fetch long messages, and takes those that are there.
+    fn fetch(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
+        while let Some(&number) = self.inbox.waiting.front()
+            && !self.closing
+        {
+            let Some(&mut Incoming::Offered(region)) = self.inbox.get(number) else { unreachable!("it is offered") };
+            if self.inbox.memory > 0 && self.inbox.memory + region.len() > self.limits.receive_memory {
+                break;
+            }
+            let landing = self.landings.fetch(&self.qp, region).map_err(|error| {
+                tracing::warn!(%error, len = region.len(), "no memory for a message");
+                CloseReason::Memory
+            })?;
+            if let Some(message) = self.inbox.get(number) {
+                *message = Incoming::Landing(landing);
+            }
+            self.inbox.memory += region.len();
+            self.inbox.waiting.pop_front();
+            self.inbox.fetching.push_back(number);
+        }
+        while let Some(&number) = self.inbox.fetching.front() {
+            let qp = &self.qp;
+            let Some(message) = self.inbox.messages.get_mut((number - self.inbox.base) as usize) else { break };
+            let Incoming::Landing(landing) = message else { unreachable!("it is being fetched") };
+            match landing.poll(qp, context) {
+                Poll::Pending => break,
+                Poll::Ready(Ok(bytes)) => *message = Incoming::Landed(bytes),
+                Poll::Ready(Err(kind)) => {
+                    *message = Incoming::Lost;
+                    return self.failed(kind, context);
+                }
+            }
+            self.inbox.fetching.pop_front();
+            self.flow.done();
+        }
+        Ok(())
+    }
+
+    /// Says what is due: that offers are done, that receives are free, that this end has finished.
+    pub(super) fn say(&mut self) {
+        if self.finishing && self.flow.may_send(Kind::Fin) {
+            self.send_bare(Kind::Fin);
+        }
+        if self.flow.ack_due() {
+            self.counters.acks += 1;
+            self.send_bare(Kind::Ack);
+        }
+    }
+
+    /// Has the driver woken by sends that somebody waits for; ends the connection if all is said.
+    fn watch_sends(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
+        let waited_for = if self.flow.is_over() || !self.flushers.is_empty() {
+            self.sends.back_mut()
+        } else if !self.senders.is_empty() && self.blocked == Block::Buffers {
+            // Not the first: it would wake for each of them.
+            let middle = self.sends.len() / 2;
+            self.sends.get_mut(middle)
+        } else {
+            return Ok(());
+        };
+        if let Some(sent) = waited_for {
+            let polled = sent.poll(context);
+            if let Poll::Ready(Err(kind)) = polled {
+                return self.failed(kind, context);
+            }
+            self.reap();
+        }
+        match self.flushed {
+            Some(kind) => self.failed(kind, context),
+            None if self.flow.is_over() && self.sends.is_empty() => Err(CloseReason::Clean),
+            None => Ok(()),
+        }
+    }
+
+    /// An operation has failed, and the queue pair with it: finds out which was the first.
+    fn failed(&mut self, kind: OpErrorKind, context: &mut Context<'_>) -> Result<(), CloseReason> {
+        if self.flow.is_over() {
+            // The peer has heard and said all, and is gone.
+            return Err(CloseReason::Clean);
+        }
+        self.flushed = Some(kind);
+        let mut reason = kind;
+        let mut pending = false;
+        for sent in &mut self.sends {
+            match sent.poll(context) {
+                Poll::Ready(Err(kind)) if is_flush(reason) => reason = kind,
+                Poll::Ready(_) => {}
+                Poll::Pending => pending = true,
+            }
+        }
+        for message in &mut self.inbox.messages {
+            if let Incoming::Landing(landing) = message {
+                match landing.poll(&self.qp, context) {
+                    Poll::Ready(Ok(bytes)) => *message = Incoming::Landed(bytes),
+                    Poll::Ready(Err(kind)) => {
+                        reason = if is_flush(reason) { kind } else { reason };
+                        *message = Incoming::Lost;
+                    }
+                    Poll::Pending => pending = true,
+                }
+            }
+        }
+        self.flushed = Some(reason);
+        // In the error state all of them end.
+        let disconnected = || self.link.as_ref().is_some_and(|link| !link.is_connected());
+        match is_flush(reason) {
+            true if pending => Ok(()),
+            true if disconnected() => Err(CloseReason::Disconnected),
+            _ => Err(CloseReason::Operation(reason)),
+        }
+    }
+
+    /// Throws away what arrives after this end was closed.
+    fn discard(&mut self) -> Result<(), CloseReason> {
+        // What nobody will read need not be fetched; what is being fetched is awaited.
+        while self.inbox.fetching.is_empty()
+            && let Some(number) = self.inbox.waiting.pop_front()
+        {
+            if let Some(message) = self.inbox.get(number) {
+                *message = Incoming::Landed(Bytes::new());
+            }
+            self.flow.done();
+        }
+        while let Some(message) = self.inbox.pop() {
+            self.counters.discarded += 1;
+            match message {
+                Incoming::Here(buffer) => self.post(buffer),
+                Incoming::Landed(bytes) => self.inbox.memory -= bytes.len() as u64,
+                Incoming::Offered(_) | Incoming::Landing(_) | Incoming::Lost => {}
+            }
+            self.flow.release_message();
+        }
+        Ok(())
+    }
+
+    /// Tells those who wait for something that has happened.
+    fn wake(&mut self) {
+        let ended = self.ended.is_some();
+        if ended || self.inbox.is_ready() || self.is_at_end() {
+            self.after.wakers.extend(self.receivers.first());
+        }
+        if !self.senders.is_empty() && self.is_unblocked() {
+            self.after.wakers.extend(self.senders.first());
+        }
+        if !self.flushers.is_empty() && (ended || self.is_flushed()) {
+            self.after.wakers.extend(self.flushers.all());
+        }
+    }
+
+    fn is_unblocked(&self) -> bool {
+        if self.ended.is_some() || self.finishing {
+            return true;
+        }
+        match self.blocked {
+            Block::Credits => self.flow.may_send(Kind::Data),
+            Block::Buffers => self.send_pool.available() > 0,
+            Block::Memory(len) => self.offers.is_empty() || self.offered + len <= self.limits.send_memory,
+        }
+    }
+
+    pub(super) fn is_flushed(&self) -> bool {
+        self.sends.is_empty() && self.offers.is_empty()
+    }
+
+    /// True if the peer's messages have all been handed out.
+    pub(super) fn is_at_end(&self) -> bool {
+        self.flow.peer_has_finished() && self.inbox.messages.is_empty() && !self.inbox.lost
+    }
+
+    /// Ends the connection: nothing is sent or received any more, what has arrived can still be taken.
+    pub(super) fn end(&mut self, reason: CloseReason) {
+        if self.ended.is_some() {
+            return;
+        }
+        self.ended = Some(reason);
+        match reason {
+            CloseReason::Clean | CloseReason::Local => {
+                tracing::debug!(qpn = %self.qp.qpn(), %reason, "connection ended")
+            }
+            _ => tracing::warn!(qpn = %self.qp.qpn(), %reason, "connection ended"),
+        }
+        // The memory of messages that are being fetched is the device's until the queue pair is closed.
+        let here = |message: &&Incoming| matches!(message, Incoming::Here(_) | Incoming::Landed(_));
+        let lost = self.inbox.messages.split_off(self.inbox.messages.iter().take_while(here).count());
+        self.inbox.lost = !lost.is_empty();
+        let operations = (std::mem::take(&mut self.receives), std::mem::take(&mut self.sends), lost);
+        self.after.operations.push(operations);
+        self.after.fetched.extend(self.offers.drain(..));
+        self.offered = 0;
+        self.after.wakers.extend(self.receivers.all());
+        self.after.wakers.extend(self.senders.all());
+        self.after.wakers.extend(self.flushers.all());
+    }
+
+    // The end.
+
+    /// Sends no more messages.
+    pub(super) fn finish(&mut self, bell: &Waker) -> Result<(), MessageError> {
+        if let Some(reason) = self.ended.filter(|&reason| reason != CloseReason::Clean) {
+            return Err(MessageError::Closed(reason));
+        }
+        self.finishing = true;
+        self.progress(bell);
+        self.after.wakers.extend(self.senders.all());
+        Ok(())
+    }
+
+    /// Neither sends nor receives any more messages.
+    pub(super) fn close(&mut self, bell: &Waker) {
+        self.finishing = true;
+        self.closing = true;
+        self.progress(bell);
+        self.after.wakers.extend(self.senders.all());
+        self.after.wakers.extend(self.receivers.all());
+    }
+
+    /// How it ended, once the queue pair is gone.
+    pub(super) fn poll_gone(
+        &mut self,
+        ticket: &mut Option<Ticket>,
+        bell: &Waker,
+        context: &mut Context<'_>,
+    ) -> Poll<CloseReason> {
+        self.progress(bell);
+        match self.ended {
+            Some(reason) if self.gone => {
+                self.flushers.leave(ticket);
+                Poll::Ready(reason)
+            }
+            _ => {
+                self.flushers.wait(ticket, context.waker());
+                Poll::Pending
+            }
+        }
+    }
+
+    /// The service has dropped all it held of it.
+    pub(super) fn abandon(&mut self) {
+        self.abandoned = true;
+    }
+
+    /// True if the service has dropped it, and nothing was said about that.
+    pub(super) fn take_abandoned(&mut self) -> bool {
+        std::mem::take(&mut self.abandoned) && self.ended.is_none()
+    }
+
+    /// Says goodbye for a service that does not: if it has seen the peer's last message it has finished, else it is gone.
+    pub(super) fn part(&mut self, bell: &Waker) {
+        if self.end_seen || self.flow.has_finished() && self.is_at_end() {
+            return self.close(bell);
+        }
+        self.abort();
+    }
+
+    fn abort(&mut self) {
+        self.closing = true;
+        self.parting = true;
+        if self.flow.may_send(Kind::Abort) {
+            self.send_bare(Kind::Abort);
+        }
+    }
+
+    /// The peer did not finish in time.
+    pub(super) fn give_up(&mut self) {
+        if self.ended.is_none() {
+            self.abort();
+            self.end(CloseReason::CloseTimeout);
+        }
+    }
+
+    /// True if the peer's device has taken a goodbye without an end.
+    pub(super) fn has_parted(&mut self, bell: &Waker) -> bool {
+        if !self.parting {
+            return false;
+        }
+        let context = &mut Context::from_waker(bell);
+        let polled = self.sends.back_mut().map_or(Poll::Ready(Ok(())), |sent| sent.poll(context));
+        polled.is_ready()
+    }
+
+    /// The queue pair is closed.
+    pub(super) fn gone(&mut self) {
+        self.gone = true;
+        self.after.link = self.link.take();
+        self.after.wakers.extend(self.flushers.all());
+    }
+
+    /// The connection manager says that the peer has disconnected: what had arrived before counts.
+    pub(super) fn disconnected(&mut self, bell: &Waker) {
+        for _ in 0..=self.receives.len() / BATCH {
+            self.progress(bell);
+        }
+        let reason = if self.flow.is_over() { CloseReason::Clean } else { CloseReason::Disconnected };
+        self.end(reason);
+    }
+
+    /// Asks the peer for an answer, if there is a credit for that: there is one if the peer is alive.
+    pub(super) fn ping(&mut self) {
+        if self.ended.is_none() && self.flow.may_send(Kind::Ping) {
+            self.send_bare(Kind::Ping);
+        }
+    }
+
+    /// True if something has arrived since this was last asked.
+    pub(super) fn take_heard(&mut self) -> bool {
+        std::mem::take(&mut self.heard)
+    }
+
+    /// Messages sent, if somebody is waiting to send.
+    pub(super) fn stalled_at(&self) -> Option<u64> {
+        (!self.senders.is_empty()).then_some(self.counters.sent)
+    }
+
+    pub(super) fn ended(&self) -> Option<CloseReason> {
+        self.ended
+    }
+
+    pub(super) fn max_message(&self) -> u64 {
+        self.limits.send
+    }
+
+    pub(super) fn counters(&self) -> ConnectionCounters {
+        ConnectionCounters { credits: self.flow.credits(), inbox: self.inbox.messages.len(), ..self.counters }
+    }
+}
+
+fn is_flush(kind: OpErrorKind) -> bool {
+    kind.status() == Some(WcStatus::WR_FLUSH_ERR) || kind == OpErrorKind::Closed
+}
+
+impl From<Violation> for CloseReason {
+    fn from(violation: Violation) -> Self {
+        Self::Violation(violation)
+    }
+}
+
+/// What a connection has done so far.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct ConnectionCounters {
+    /// Messages sent.
+    pub sent: u64,
+    /// Of those, how many were left for the peer to fetch.
+    pub offered: u64,
+    /// Messages received.
+    pub received: u64,
+    /// Of those, how many were copied because the service kept too many buffers.
+    pub copied_out: u64,
+    /// Messages of the peer that were thrown away after `close`.
+    pub discarded: u64,
+    /// Times that the peer was told of free receives or fetched messages without a message of ours to do so.
+    pub acks: u64,
+    /// Frames that may be sent now.
+    pub credits: u32,
+    /// Messages that have arrived, or are announced, and were not received yet.
+    pub inbox: usize,
+}

@@ -1,0 +1,267 @@
+//! The task of a connection: progress when no task of the service asks for any, time, and the end.
+//!
+//! Why there is one: credits, fetches and answers to the peer must go on while the service waits for something else, and so
+//! must time. Why only one, and no work in it that a task of the service could not do: whoever sends or receives makes
+//! progress itself, so that the task is a hop that nobody waits for as long as both ends keep talking.
+//!
+//! It ends with the connection: when that is closed or has failed, or when all that the service held of it is dropped.
+
+use std::future::{Future, poll_fn};
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use tokio::time::{Instant, Sleep, sleep_until, timeout};
+
+use super::config::ConnectionConfig;
+use super::core::Core;
+use super::error::CloseReason;
+use crate::cm::Link;
+use crate::op::QueuePair;
+
+/// Longest wait for a goodbye to be taken by the peer's device when the service has dropped the connection, and for the
+/// queue pair to be flushed: on a network that works both take less than a millisecond.
+const LINGER: Duration = Duration::from_secs(1);
+
+/// A far future for what has no deadline.
+const NEVER: Duration = Duration::from_secs(365 * 24 * 3600);
+
+/// What an operation wakes: the driver of its connection.
+#[derive(Debug, Default)]
+pub(super) struct Bell {
+    driver: futures::task::AtomicWaker,
+}
+
+impl Bell {
+    pub(super) fn register(&self, waker: &Waker) {
+        self.driver.register(waker);
+    }
+
+    pub(super) fn ring(&self) {
+        self.driver.wake();
+    }
+
+    /// Lets go of the driver.
+    pub(super) fn take(&self) -> Option<Waker> {
+        self.driver.take()
+    }
+}
+
+impl std::task::Wake for Bell {
+    fn wake(self: Arc<Self>) {
+        self.ring();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        self.ring();
+    }
+}
+
+/// What the tasks of a connection share.
+#[derive(Debug)]
+pub(super) struct Shared {
+    core: Mutex<Core>,
+    bell: Arc<Bell>,
+    /// The bell as what operations wake.
+    waker: Waker,
+    pub(super) qp: QueuePair,
+}
+
+impl Shared {
+    pub(super) fn new(core: Core, qp: QueuePair) -> Self {
+        let bell = Arc::new(Bell::default());
+        Self { core: Mutex::new(core), waker: bell.clone().into(), bell, qp }
+    }
+
+    /// Does something under the lock, and after it what that has left to do.
+    pub(super) fn with<R>(&self, work: impl FnOnce(&mut Core, &Waker) -> R) -> R {
+        let mut core = self.core.lock();
+        let result = work(&mut core, &self.waker);
+        let after = core.take_after();
+        drop(core);
+        after.run();
+        result
+    }
+
+    /// The service has dropped all it held.
+    pub(super) fn abandon(&self) {
+        self.with(|core, _| core.abandon());
+        self.bell.ring();
+    }
+
+    /// Ends the connection at once, for a peer that does not finish.
+    pub(super) fn give_up(&self) {
+        self.with(|core, _| core.give_up());
+        self.bell.ring();
+    }
+}
+
+/// Runs a connection until it has ended.
+pub(super) async fn drive(shared: Arc<Shared>, config: Times, link: Option<Arc<Link>>) {
+    let mut end = End { shared: Some(shared) };
+    let Some(shared) = end.shared.clone() else { unreachable!("it was just put there") };
+    let mut timers = Timers::new(config);
+    let mut disconnected = pin!(disconnected(link));
+    poll_fn(|context| {
+        shared.bell.register(context.waker());
+        poll(&shared, &mut timers, disconnected.as_mut(), context)
+    })
+    .await;
+    // In order: what is in flight ends first. A device that does not flush is not waited for: what it may still touch is
+    // kept until the queue pair is destroyed.
+    if timeout(LINGER, shared.qp.clone().close()).await.is_err() {
+        tracing::warn!(qpn = %shared.qp.qpn(), "a queue pair is not flushed");
+    }
+    end.shared = None;
+    shared.with(|core, _| core.gone());
+    drop(shared.bell.take());
+}
+
+/// Ready when the peer has disconnected, if there is a manager that tells.
+async fn disconnected(link: Option<Arc<Link>>) {
+    match link {
+        Some(link) => drop(link.disconnected().await),
+        None => std::future::pending().await,
+    }
+}
+
+fn poll(
+    shared: &Shared,
+    timers: &mut Timers,
+    disconnected: Pin<&mut impl Future<Output = ()>>,
+    context: &mut Context<'_>,
+) -> Poll<()> {
+    // Once it is ready the connection has ended, so it is not polled again.
+    if disconnected.poll(context).is_ready() {
+        shared.with(|core, waker| core.disconnected(waker));
+    }
+    let abandoned = shared.with(|core, waker| {
+        core.progress(waker);
+        let abandoned = core.take_abandoned();
+        if abandoned {
+            core.part(waker);
+        }
+        abandoned
+    });
+    if abandoned {
+        timers.linger = Some(Instant::now() + LINGER);
+    }
+    loop {
+        if shared.with(|core, _| core.ended().is_some()) {
+            return Poll::Ready(());
+        }
+        if timers.linger.is_some() && shared.with(|core, waker| core.has_parted(waker)) {
+            shared.with(|core, _| core.end(CloseReason::Local));
+            return Poll::Ready(());
+        }
+        std::task::ready!(timers.poll(context));
+        shared.with(|core, waker| {
+            timers.due(core);
+            core.progress(waker);
+        });
+    }
+}
+
+/// Ends a connection whose runtime drops the driver.
+struct End {
+    shared: Option<Arc<Shared>>,
+}
+
+impl Drop for End {
+    fn drop(&mut self) {
+        if let Some(shared) = &self.shared {
+            let ended = shared.qp.modify(&crate::types::QpAttr::to_state(crate::types::QpState::Err));
+            tracing::debug!(qpn = %shared.qp.qpn(), ?ended, "the runtime of a connection has shut down");
+            shared.with(|core, _| {
+                core.end(CloseReason::Runtime);
+                core.gone();
+            });
+        }
+    }
+}
+
+/// Settings that are about time.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Times {
+    keepalive: Option<(Duration, Duration)>,
+    stall: Option<Duration>,
+}
+
+impl Times {
+    pub(super) fn new(config: &ConnectionConfig) -> Self {
+        Self { keepalive: config.keepalive, stall: config.stall_timeout }
+    }
+}
+
+/// What happens by itself, and when.
+#[derive(Debug)]
+struct Timers {
+    times: Times,
+    sleep: Pin<Box<Sleep>>,
+    /// When to look whether something was heard; and whether the peer was asked.
+    silence: Option<Instant>,
+    asked: bool,
+    /// When to look whether something was sent, and what had been sent before if somebody was waiting.
+    stall: Option<Instant>,
+    stalled: Option<(u64, Instant)>,
+    /// When to give up saying goodbye.
+    linger: Option<Instant>,
+}
+
+impl Timers {
+    fn new(times: Times) -> Self {
+        let now = Instant::now();
+        let first = |time: Option<Duration>| time.and_then(|time| now.checked_add(time));
+        Self {
+            times,
+            sleep: Box::pin(sleep_until(now + NEVER)),
+            silence: first(times.keepalive.map(|(interval, _)| interval)),
+            asked: false,
+            stall: first(times.stall.map(|stall| stall / 2)),
+            stalled: None,
+            linger: None,
+        }
+    }
+
+    /// Ready when something is due.
+    fn poll(&mut self, context: &mut Context<'_>) -> Poll<()> {
+        let next = [self.silence, self.stall, self.linger].into_iter().flatten().min();
+        let Some(next) = next else { return Poll::Pending };
+        if self.sleep.deadline() != next {
+            self.sleep.as_mut().reset(next);
+        }
+        self.sleep.as_mut().poll(context)
+    }
+
+    /// Does what is due.
+    fn due(&mut self, core: &mut Core) {
+        let now = Instant::now();
+        let is_due = |time: Option<Instant>| time.is_some_and(|time| time <= now);
+        if let (true, Some((interval, patience))) = (is_due(self.silence), self.times.keepalive) {
+            let heard = core.take_heard();
+            if !heard && self.asked {
+                core.end(CloseReason::Silent);
+            } else if !heard {
+                core.ping();
+            }
+            self.asked = !heard;
+            self.silence = now.checked_add(if heard { interval } else { patience });
+        }
+        if let (true, Some(stall)) = (is_due(self.stall), self.times.stall) {
+            self.stalled = match (core.stalled_at(), self.stalled) {
+                (Some(sent), Some((before, since))) if sent == before => Some((before, since)),
+                (Some(sent), _) => Some((sent, now)),
+                (None, _) => None,
+            };
+            if self.stalled.is_some_and(|(_, since)| now.duration_since(since) >= stall) {
+                core.end(CloseReason::Stalled);
+            }
+            self.stall = now.checked_add(stall / 2);
+        }
+        if is_due(self.linger) {
+            core.end(CloseReason::Local);
+        }
+    }
+}

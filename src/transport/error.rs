@@ -1,0 +1,271 @@
+//! Why a message did not go, and why a connection ended.
+
+use std::fmt;
+use std::io;
+
+use super::hello::HelloError;
+use crate::cm::ConnectError;
+use crate::error::{LimitError, OpErrorKind, SetupError};
+
+/// Why a message was not sent or received.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum MessageError {
+    /// It is longer than the peer takes; nothing was sent.
+    TooLong(LimitError),
+    /// This end has finished sending; nothing was sent.
+    Finished,
+    /// Its memory could not be registered; nothing was sent.
+    Register(SetupError),
+    /// The connection has ended.
+    Closed(CloseReason),
+}
+
+/// Why a connection ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum CloseReason {
+    /// Both ends have finished, and all messages have arrived.
+    Clean,
+    /// It was closed or dropped here.
+    Local,
+    /// The peer dropped it without having finished.
+    Dropped,
+    /// The connection manager says that the peer has disconnected, without having finished.
+    Disconnected,
+    /// An operation failed: of this crate, or another on the same connection.
+    Operation(OpErrorKind),
+    /// The peer did what no peer does.
+    Violation(Violation),
+    /// Nothing was heard of the peer, though it was asked.
+    Silent,
+    /// The peer took nothing for too long, see [`ConnectionConfig::stall_timeout`](super::ConnectionConfig::stall_timeout).
+    Stalled,
+    /// The peer did not finish in time after this end had been closed.
+    CloseTimeout,
+    /// No memory for a message of the peer, or no receive could be posted.
+    Memory,
+    /// The runtime that the connection was made on has shut down.
+    Runtime,
+}
+
+/// What a peer did against the protocol.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Violation {
+    /// A frame without a header, or with one that means nothing.
+    Header {
+        /// The header; 0 if there was none.
+        header: u32,
+    },
+    /// A frame of a length that its kind does not have.
+    FrameLength {
+        /// Bytes of its payload.
+        len: usize,
+    },
+    /// It announces more receives than were used.
+    Credits {
+        /// Receives announced.
+        announced: u32,
+        /// Receives in use.
+        in_use: u32,
+    },
+    /// It has sent more than there were receives.
+    Window {
+        /// Receives there are.
+        receives: u32,
+    },
+    /// It is done with more messages than were offered.
+    Done {
+        /// Messages it says to be done with.
+        announced: u32,
+        /// Messages offered.
+        offered: u32,
+    },
+    /// It has offered memory that cannot be.
+    Offer {
+        /// Its address.
+        addr: u64,
+        /// Bytes.
+        len: u64,
+    },
+    /// A message longer than it was told to be possible.
+    TooLong {
+        /// Bytes.
+        len: u64,
+        /// Most that is allowed.
+        allowed: u64,
+    },
+    /// A message after it had finished.
+    AfterFinish,
+    /// It says to know that this end has finished, which it has not.
+    NotFinished,
+}
+
+impl fmt::Display for MessageError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::TooLong(error) => error.fmt(f),
+            Self::Finished => f.write_str("this end has finished sending"),
+            Self::Register(error) => write!(f, "the message cannot be registered: {error}"),
+            Self::Closed(reason) => write!(f, "the connection has ended: {reason}"),
+        }
+    }
+}
+
+impl fmt::Display for CloseReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Clean => f.write_str("both ends have finished"),
+            Self::Local => f.write_str("it was closed here"),
+            Self::Dropped => f.write_str("the peer dropped it without having finished"),
+            Self::Disconnected => f.write_str("the peer has disconnected without having finished"),
+            Self::Operation(kind) => kind.fmt(f),
+            Self::Violation(violation) => write!(f, "the peer broke the protocol: {violation}"),
+            Self::Silent => f.write_str("nothing was heard of the peer"),
+            Self::Stalled => f.write_str("the peer took nothing for too long"),
+            Self::CloseTimeout => f.write_str("the peer did not finish in time"),
+            Self::Memory => f.write_str("no memory for a message of the peer"),
+            Self::Runtime => f.write_str("its runtime has shut down"),
+        }
+    }
+}
+
+impl fmt::Display for Violation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Self::Header { header } => write!(f, "header {header:#010x}"),
+            Self::FrameLength { len } => write!(f, "a frame of {len} bytes, which its kind does not have"),
+            Self::Credits { announced, in_use } => write!(f, "{announced} receives announced, {in_use} were in use"),
+            Self::Window { receives } => write!(f, "more sent than the {receives} receives there were"),
+            Self::Done { announced, offered } => write!(f, "done with {announced} messages, {offered} were offered"),
+            Self::Offer { addr, len } => write!(f, "an offer of {len} bytes at {addr:#x}"),
+            Self::TooLong { len, allowed } => write!(f, "a message of {len} bytes, at most {allowed} are allowed"),
+            Self::AfterFinish => f.write_str("a message after it had finished"),
+            Self::NotFinished => f.write_str("it knows of an end that was not reached"),
+        }
+    }
+}
+
+impl std::error::Error for MessageError {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            Self::TooLong(error) => Some(error),
+            Self::Register(error) => Some(error),
+            Self::Closed(reason) => Some(reason),
+            Self::Finished => None,
+        }
+    }
+}
+
+impl std::error::Error for CloseReason {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            Self::Operation(kind) => Some(kind),
+            Self::Violation(violation) => Some(violation),
+            _ => None,
+        }
+    }
+}
+
+impl std::error::Error for Violation {}
+
+impl From<CloseReason> for MessageError {
+    fn from(reason: CloseReason) -> Self {
+        Self::Closed(reason)
+    }
+}
+
+impl MessageError {
+    /// Nearest kind of I/O error.
+    #[must_use]
+    pub fn io_kind(&self) -> io::ErrorKind {
+        use io::ErrorKind;
+        match self {
+            Self::TooLong(_) => ErrorKind::InvalidInput,
+            Self::Finished => ErrorKind::BrokenPipe,
+            Self::Register(setup) => io::Error::from(setup.clone()).kind(),
+            Self::Closed(reason) => match reason {
+                CloseReason::Clean | CloseReason::Local => ErrorKind::NotConnected,
+                CloseReason::Dropped | CloseReason::Disconnected => ErrorKind::ConnectionReset,
+                CloseReason::Operation(kind) => kind.io_kind(),
+                CloseReason::Violation(_) => ErrorKind::InvalidData,
+                CloseReason::Silent | CloseReason::Stalled | CloseReason::CloseTimeout => ErrorKind::TimedOut,
+                CloseReason::Memory => ErrorKind::OutOfMemory,
+                CloseReason::Runtime => ErrorKind::ConnectionAborted,
+            },
+        }
+    }
+}
+
+impl From<MessageError> for io::Error {
+    fn from(error: MessageError) -> Self {
+        Self::new(error.io_kind(), error)
+    }
+}
+
+/// Why there is no connection.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum EstablishError {
+    /// The queue pair could not be made or connected.
+    Setup(SetupError),
+    /// The two sides did not meet.
+    Connect(ConnectError),
+    /// The peer's hello was refused.
+    Hello(HelloError),
+    /// There is no Tokio runtime with time enabled to run it on.
+    NoRuntime,
+}
+
+impl fmt::Display for EstablishError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Setup(error) => error.fmt(f),
+            Self::Connect(error) => error.fmt(f),
+            Self::Hello(error) => error.fmt(f),
+            Self::NoRuntime => f.write_str("a connection is made within a Tokio runtime"),
+        }
+    }
+}
+
+impl std::error::Error for EstablishError {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            Self::Setup(error) => Some(error),
+            Self::Connect(error) => Some(error),
+            Self::Hello(error) => Some(error),
+            Self::NoRuntime => None,
+        }
+    }
+}
+
+impl From<SetupError> for EstablishError {
+    fn from(error: SetupError) -> Self {
+        Self::Setup(error)
+    }
+}
+
+impl From<ConnectError> for EstablishError {
+    fn from(error: ConnectError) -> Self {
+        Self::Connect(error)
+    }
+}
+
+impl From<HelloError> for EstablishError {
+    fn from(error: HelloError) -> Self {
+        Self::Hello(error)
+    }
+}
+
+impl From<EstablishError> for io::Error {
+    fn from(error: EstablishError) -> Self {
+        let kind = match &error {
+            EstablishError::Setup(setup) => Self::from(setup.clone()).kind(),
+            EstablishError::Connect(connect) => connect.io_kind(),
+            EstablishError::Hello(hello) => Self::from(*hello).kind(),
+            EstablishError::NoRuntime => io::ErrorKind::Unsupported,
+        };
+        Self::new(kind, error)
+    }
+}

@@ -1,0 +1,211 @@
+//! The two directions of a connection, to be owned by two tasks.
+
+use std::fmt;
+use std::future::poll_fn;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+
+use bytes::Bytes;
+use futures::{Sink, Stream};
+
+use super::connection::Handle;
+use super::core::Core;
+use super::driver::Shared;
+use super::error::MessageError;
+use super::waiters::Ticket;
+
+/// A place in a line of the connection that is given up when this is dropped.
+pub(super) struct Turn<'a> {
+    shared: &'a Shared,
+    pub(super) ticket: Option<Ticket>,
+    leave: fn(&mut Core, &mut Option<Ticket>),
+}
+
+impl<'a> Turn<'a> {
+    pub(super) fn new(shared: &'a Shared, leave: fn(&mut Core, &mut Option<Ticket>)) -> Self {
+        Self { shared, ticket: None, leave }
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        if self.ticket.is_some() {
+            self.shared.with(|core, _| (self.leave)(core, &mut self.ticket));
+        }
+    }
+}
+
+/// The half of a [`Connection`](super::Connection) that sends; a [`Sink`] of messages.
+///
+/// As a sink it holds one message that there was no room for. Closing the sink sends it, and finishes; dropping the half does
+/// not.
+pub struct SendHalf {
+    pub(super) handle: Arc<Handle>,
+    /// Of the sink: a message that waits for room, and places in line.
+    pending: Option<Bytes>,
+    sending: Option<Ticket>,
+    flushing: Option<Ticket>,
+}
+
+impl SendHalf {
+    pub(super) fn new(handle: Arc<Handle>) -> Self {
+        Self { handle, pending: None, sending: None, flushing: None }
+    }
+
+    /// As [`Connection::send`](super::Connection::send).
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    ///
+    /// # Cancel safety
+    ///
+    /// As there: the message was sent, or will not be.
+    pub async fn send(&self, message: impl Into<Bytes>) -> Result<(), MessageError> {
+        let mut message = Some(message.into());
+        let shared = &self.handle.shared;
+        let mut turn = Turn::new(shared, Core::next_sender);
+        poll_fn(|context| shared.with(|core, waker| core.poll_send(&mut message, &mut turn.ticket, waker, context)))
+            .await
+    }
+
+    /// As [`Connection::flush`](super::Connection::flush).
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub async fn flush(&self) -> Result<(), MessageError> {
+        let shared = &self.handle.shared;
+        let mut turn = Turn::new(shared, Core::leave_flushers);
+        poll_fn(|context| shared.with(|core, waker| core.poll_flush(&mut turn.ticket, waker, context))).await
+    }
+
+    /// As [`Connection::finish`](super::Connection::finish).
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn finish(&self) -> Result<(), MessageError> {
+        self.handle.shared.with(|core, waker| core.finish(waker))
+    }
+
+    /// Sends the message that the sink holds.
+    fn poll_pending(&mut self, context: &mut Context<'_>) -> Poll<Result<(), MessageError>> {
+        let Self { handle, pending, sending, .. } = self;
+        if pending.is_none() {
+            return Poll::Ready(Ok(()));
+        }
+        let result = ready!(handle.shared.with(|core, waker| core.poll_send(pending, sending, waker, context)));
+        // One that cannot be sent is not sent later.
+        *pending = None;
+        Poll::Ready(result)
+    }
+}
+
+impl Sink<Bytes> for SendHalf {
+    type Error = MessageError;
+
+    fn poll_ready(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<(), MessageError>> {
+        self.poll_pending(context)
+    }
+
+    fn start_send(mut self: Pin<&mut Self>, message: Bytes) -> Result<(), MessageError> {
+        assert!(self.pending.is_none(), "start_send without poll_ready");
+        self.pending = Some(message);
+        // If there is room it leaves now; if not, whoever asks for more room is woken.
+        match self.poll_pending(&mut Context::from_waker(std::task::Waker::noop())) {
+            Poll::Ready(result) => result,
+            Poll::Pending => Ok(()),
+        }
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<(), MessageError>> {
+        ready!(self.poll_pending(context))?;
+        let Self { handle, flushing, .. } = &mut *self;
+        handle.shared.with(|core, waker| core.poll_flush(flushing, waker, context))
+    }
+
+    fn poll_close(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<(), MessageError>> {
+        ready!(self.poll_pending(context))?;
+        self.finish()?;
+        self.poll_flush(context)
+    }
+}
+
+impl Drop for SendHalf {
+    fn drop(&mut self) {
+        if self.sending.is_some() || self.flushing.is_some() {
+            let Self { handle, sending, flushing, .. } = self;
+            handle.shared.with(|core, _| {
+                core.next_sender(sending);
+                core.leave_flushers(flushing);
+            });
+        }
+    }
+}
+
+impl fmt::Debug for SendHalf {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SendHalf").field("qpn", &self.handle.shared.qp.qpn()).finish_non_exhaustive()
+    }
+}
+
+/// The half of a [`Connection`](super::Connection) that receives; a [`Stream`] of messages, which ends when the peer has
+/// finished, or after an error.
+pub struct RecvHalf {
+    pub(super) handle: Arc<Handle>,
+    /// Of the stream: place in line, and whether it has ended.
+    receiving: Option<Ticket>,
+    ended: bool,
+}
+
+impl RecvHalf {
+    pub(super) fn new(handle: Arc<Handle>) -> Self {
+        Self { handle, receiving: None, ended: false }
+    }
+
+    /// As [`Connection::recv`](super::Connection::recv).
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    ///
+    /// # Cancel safety
+    ///
+    /// As there: no message is lost.
+    pub async fn recv(&self) -> Result<Option<Bytes>, MessageError> {
+        let shared = &self.handle.shared;
+        let mut turn = Turn::new(shared, Core::next_receiver);
+        poll_fn(|context| shared.with(|core, waker| core.poll_recv(&mut turn.ticket, waker, context))).await
+    }
+}
+
+impl Stream for RecvHalf {
+    type Item = Result<Bytes, MessageError>;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        if self.ended {
+            return Poll::Ready(None);
+        }
+        let Self { handle, receiving, ended } = &mut *self;
+        let next = ready!(handle.shared.with(|core, waker| core.poll_recv(receiving, waker, context))).transpose();
+        *ended = !matches!(next, Some(Ok(_)));
+        Poll::Ready(next)
+    }
+}
+
+impl Drop for RecvHalf {
+    fn drop(&mut self) {
+        if self.receiving.is_some() {
+            let Self { handle, receiving, .. } = self;
+            handle.shared.with(|core, _| core.next_receiver(receiving));
+        }
+    }
+}
+
+impl fmt::Debug for RecvHalf {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RecvHalf").field("qpn", &self.handle.shared.qp.qpn()).finish_non_exhaustive()
+    }
+}

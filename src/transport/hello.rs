@@ -1,0 +1,250 @@
+//! What the two ends tell each other while they connect.
+
+use std::fmt;
+
+use super::flow::RESERVE;
+use super::frame::{MAX_RECEIVES, OFFER_LEN};
+
+/// What an end says of itself while it connects: how much it can receive.
+///
+/// ```text
+///  0        4         5       6          7      8             12         16          24
+/// ┌────────┬─────────┬───────┬──────────┬──────┬─────────────┬──────────┬───────────┐
+/// │ "tRDM" │ version │ flags │ user len │ zero │ buffer size │ receives │ max msg   │ user bytes
+/// └────────┴─────────┴───────┴──────────┴──────┴─────────────┴──────────┴───────────┘
+/// ```
+///
+/// Numbers are big-endian. The user's bytes and their length are part of it, as connection managers pad private data with
+/// zeros: of the 56 bytes that a request of librdmacm has room for, 32 are the user's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Hello {
+    /// Bytes of each receive buffer: a message up to that length is sent at once, a longer one is fetched.
+    pub buffer_size: u32,
+    /// Receives that are posted: what the peer may send before it hears of new ones.
+    pub receives: u32,
+    /// Longest message it takes, in bytes.
+    pub max_message: u64,
+}
+
+impl Hello {
+    /// Bytes without the user's.
+    pub const LEN: usize = 24;
+
+    /// The only version there is.
+    pub const VERSION: u8 = 1;
+
+    /// Most bytes that a user can add.
+    pub const MAX_USER_DATA: usize = u8::MAX as usize;
+
+    const MAGIC: [u8; 4] = *b"tRDM";
+
+    /// As it travels, with the user's bytes.
+    ///
+    /// # Errors
+    ///
+    /// [`HelloError::UserData`] if there are more than [`MAX_USER_DATA`](Self::MAX_USER_DATA) of them.
+    pub fn encode(&self, user: &[u8]) -> Result<Vec<u8>, HelloError> {
+        let too_long = HelloError::UserData { len: user.len(), allowed: Self::MAX_USER_DATA };
+        let user_len = u8::try_from(user.len()).map_err(|_| too_long)?;
+        let mut bytes = Vec::with_capacity(Self::LEN + user.len());
+        bytes.extend_from_slice(&Self::MAGIC);
+        bytes.extend_from_slice(&[Self::VERSION, 0, user_len, 0]);
+        bytes.extend_from_slice(&self.buffer_size.to_be_bytes());
+        bytes.extend_from_slice(&self.receives.to_be_bytes());
+        bytes.extend_from_slice(&self.max_message.to_be_bytes());
+        bytes.extend_from_slice(user);
+        Ok(bytes)
+    }
+
+    /// A peer's hello and its user's bytes. What follows must be zeros: that is how private data is padded.
+    ///
+    /// # Errors
+    ///
+    /// [`HelloError`] for whatever is not exactly that.
+    pub fn decode(bytes: &[u8]) -> Result<(Self, &[u8]), HelloError> {
+        let truncated = HelloError::Truncated { len: bytes.len() };
+        let (magic, rest) = bytes.split_first_chunk::<4>().ok_or(truncated)?;
+        if *magic != Self::MAGIC {
+            return Err(HelloError::Magic { found: *magic });
+        }
+        let (&[version, flags, user_len, zero], rest) = rest.split_first_chunk().ok_or(truncated)?;
+        if version != Self::VERSION {
+            return Err(HelloError::Version { theirs: version, ours: Self::VERSION });
+        }
+        if flags != 0 || zero != 0 {
+            return Err(HelloError::Reserved { flags, zero });
+        }
+        let (buffer_size, rest) = rest.split_first_chunk().ok_or(truncated)?;
+        let (receives, rest) = rest.split_first_chunk().ok_or(truncated)?;
+        let (max_message, rest) = rest.split_first_chunk().ok_or(truncated)?;
+        let hello = Self {
+            buffer_size: u32::from_be_bytes(*buffer_size),
+            receives: u32::from_be_bytes(*receives),
+            max_message: u64::from_be_bytes(*max_message),
+        };
+        let (user, padding) = rest.split_at_checked(user_len.into()).ok_or(truncated)?;
+        if padding.iter().any(|&byte| byte != 0) {
+            return Err(HelloError::Trailing { bytes: padding.len() });
+        }
+        let in_range = |field, value, min, max| {
+            if (min..=max).contains(&value) { Ok(()) } else { Err(HelloError::Range { field, value, min, max }) }
+        };
+        in_range("receive buffer size", hello.buffer_size.into(), OFFER_LEN as u64, 1 << 31)?;
+        in_range("receives", hello.receives.into(), (RESERVE + 1).into(), MAX_RECEIVES.into())?;
+        in_range("longest message", hello.max_message, hello.buffer_size.into(), u64::MAX)?;
+        Ok((hello, user))
+    }
+}
+
+/// Why a peer's [`Hello`] was refused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum HelloError {
+    /// It ends too early.
+    Truncated {
+        /// Bytes there are.
+        len: usize,
+    },
+    /// It is something else.
+    Magic {
+        /// What it starts with.
+        found: [u8; 4],
+    },
+    /// Another version of this protocol.
+    Version {
+        /// The peer's.
+        theirs: u8,
+        /// Ours.
+        ours: u8,
+    },
+    /// Bits are set that mean nothing in this version.
+    Reserved {
+        /// Flags.
+        flags: u8,
+        /// What must be zero.
+        zero: u8,
+    },
+    /// A number that cannot be.
+    Range {
+        /// Which.
+        field: &'static str,
+        /// The peer's.
+        value: u64,
+        /// The least.
+        min: u64,
+        /// The most.
+        max: u64,
+    },
+    /// Something that is not zeros comes after it.
+    Trailing {
+        /// Bytes after it.
+        bytes: usize,
+    },
+    /// Too many bytes of the user's, here or for what carries them.
+    UserData {
+        /// Bytes asked for.
+        len: usize,
+        /// Most that are possible.
+        allowed: usize,
+    },
+}
+
+impl fmt::Display for HelloError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Truncated { len } => write!(f, "the peer's hello ends after {len} bytes"),
+            Self::Magic { found } => write!(f, "the peer speaks something else: it starts with {found:02x?}"),
+            Self::Version { theirs, ours } => write!(f, "the peer speaks version {theirs}, ours is {ours}"),
+            Self::Reserved { flags, zero } => {
+                write!(f, "the peer's hello has flags {flags:#x} and {zero:#x} where there is nothing")
+            }
+            Self::Range { field, value, min, max } => {
+                write!(f, "the peer's {field} is {value}, which is not within {min} and {max}")
+            }
+            Self::Trailing { bytes } => {
+                write!(f, "the peer's hello is followed by {bytes} bytes that are not all zero")
+            }
+            Self::UserData { len, allowed } => write!(f, "{len} bytes of private data, at most {allowed} are possible"),
+        }
+    }
+}
+
+impl std::error::Error for HelloError {}
+
+impl From<HelloError> for std::io::Error {
+    fn from(error: HelloError) -> Self {
+        let kind = match error {
+            HelloError::UserData { .. } => std::io::ErrorKind::InvalidInput,
+            _ => std::io::ErrorKind::InvalidData,
+        };
+        Self::new(kind, error)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HELLO: Hello = Hello { buffer_size: 8192, receives: 68, max_message: 1 << 30 };
+
+    #[test]
+    fn it_comes_back_with_the_users_bytes_and_padding() {
+        let mut bytes = HELLO.encode(b"token").unwrap();
+        assert_eq!(bytes.len(), Hello::LEN + 5);
+        assert_eq!(Hello::decode(&bytes), Ok((HELLO, &b"token"[..])));
+        bytes.resize(196, 0);
+        assert_eq!(Hello::decode(&bytes), Ok((HELLO, &b"token"[..])));
+        assert_eq!(HELLO.encode(&[0; 256]), Err(HelloError::UserData { len: 256, allowed: 255 }));
+    }
+
+    #[test]
+    fn every_truncation_and_every_other_version_is_refused() {
+        let bytes = HELLO.encode(b"token").unwrap();
+        for len in 0..bytes.len() {
+            assert_eq!(Hello::decode(&bytes[..len]), Err(HelloError::Truncated { len }));
+        }
+        let with = |at: usize, value: u8| {
+            let mut bytes = bytes.clone();
+            bytes[at] = value;
+            Hello::decode(&bytes).unwrap_err()
+        };
+        assert_eq!(with(0, b'T'), HelloError::Magic { found: *b"TRDM" });
+        assert_eq!(with(4, 2), HelloError::Version { theirs: 2, ours: 1 });
+        assert_eq!(with(5, 1), HelloError::Reserved { flags: 1, zero: 0 });
+        assert_eq!(with(7, 1), HelloError::Reserved { flags: 0, zero: 1 });
+        assert_eq!(with(6, 4), HelloError::Trailing { bytes: 1 });
+    }
+
+    #[test]
+    fn numbers_are_within_range() {
+        let refused = |hello: Hello| match Hello::decode(&hello.encode(b"").unwrap()) {
+            Err(HelloError::Range { field, .. }) => field,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(refused(Hello { buffer_size: 19, ..HELLO }), "receive buffer size");
+        assert_eq!(refused(Hello { receives: 4, ..HELLO }), "receives");
+        assert_eq!(refused(Hello { receives: 8192, ..HELLO }), "receives");
+        assert_eq!(refused(Hello { max_message: 8191, ..HELLO }), "longest message");
+    }
+
+    #[test]
+    fn whatever_decodes_encodes_to_the_same_bytes() {
+        let mut taken = 0;
+        for seed in 0..200_000 {
+            let mut random = fastrand::Rng::with_seed(seed);
+            let mut bytes = HELLO.encode(b"0123456789").unwrap();
+            bytes.truncate(random.usize(..bytes.len() + 1));
+            for _ in 0..random.usize(..4) {
+                if let Some(at) = (!bytes.is_empty()).then(|| random.usize(..bytes.len())) {
+                    bytes[at] = random.u8(..);
+                }
+            }
+            if let Ok((hello, user)) = Hello::decode(&bytes) {
+                let again = hello.encode(user).unwrap();
+                assert_eq!(bytes[..again.len()], again);
+                taken += 1;
+            }
+        }
+        assert!(taken > 1_000, "{taken} were taken");
+    }
+}

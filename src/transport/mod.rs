@@ -1,0 +1,41 @@
+//! `[7]` Connections that carry messages, and one-sided operations beside them.
+//!
+//! ```text
+//!   Connection ─ SendHalf, RecvHalf        connection.rs, halves.rs    what a service holds
+//!        │ driver.rs: time, and progress when nobody asks for any
+//!        ▼
+//!      core.rs: one end at work            inbound.rs, outbound.rs, memory.rs, waiters.rs
+//!        │ asks, tells
+//!        ▼
+//!      flow.rs: who may send what when     frame.rs, hello.rs          pure, what a peer sends is judged here
+//! ```
+
+#![forbid(unsafe_code)]
+
+mod config;
+mod connection;
+mod core;
+mod driver;
+mod error;
+mod flow;
+#[cfg(all(test, not(loom)))]
+mod flow_model;
+mod frame;
+#[cfg(any(fuzzing, all(test, not(loom))))]
+#[allow(unreachable_pub, reason = "a fuzzer reaches it")]
+pub mod fuzzing;
+mod halves;
+mod hello;
+mod inbound;
+mod listener;
+mod memory;
+mod outbound;
+mod waiters;
+
+pub use config::ConnectionConfig;
+pub use connection::{Connection, Prepared};
+pub use core::ConnectionCounters;
+pub use error::{CloseReason, EstablishError, MessageError, Violation};
+pub use halves::{RecvHalf, SendHalf};
+pub use hello::{Hello, HelloError};
+pub use listener::{ConnectionRequest, Listener};

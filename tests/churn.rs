@@ -1,0 +1,100 @@
+//! Connections that come and go leave nothing: no queue pair, descriptor, task or byte. `TOKIO_RDMA_CYCLES` sets how many.
+//!
+//! A test program of its own, as all of its memory is counted.
+
+#![allow(unsafe_code, reason = "an allocator that counts")]
+
+mod connected;
+mod torture;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicIsize, Ordering};
+
+use connected::{config, pattern, recv};
+use tokio_rdma::software::Network;
+use tokio_rdma::{CompletionQueue, Connection, Listener};
+use torture::{Flavour, LONG, bounded, device, eventually, scaled, soon};
+
+/// Counts the bytes that are allocated.
+struct Counting;
+
+static BYTES: AtomicIsize = AtomicIsize::new(0);
+
+// SAFETY: it is the system's allocator, and counts.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        BYTES.fetch_add(layout.size() as isize, Ordering::Relaxed);
+        // SAFETY: as the caller promises.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
+        BYTES.fetch_sub(layout.size() as isize, Ordering::Relaxed);
+        // SAFETY: as the caller promises.
+        unsafe { System.dealloc(memory, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+#[test]
+fn connections_that_come_and_go_leave_nothing_behind() {
+    if !connected::has_addresses("connections_that_come_and_go_leave_nothing_behind") {
+        return;
+    }
+    let cycles = std::env::var("TOKIO_RDMA_CYCLES").map_or(scaled(400), |cycles| cycles.parse().expect("a number"));
+    bounded("churn", LONG * 4 + LONG * (cycles / 2000) as u32, move || {
+        let runtime = Flavour::MultiThread.runtime();
+        runtime.block_on(async {
+            let (device, _) = device(&Network::new());
+            let queue = CompletionQueue::builder(&device).capacity(1024).build().unwrap();
+            let shared = config().completion_queue(&queue).receive_buffers(8).spare_buffers(4);
+            let listener = Listener::bind_with(&device, "127.0.0.1:0", &shared).await.unwrap();
+            let address = listener.local_addr();
+            let descriptors = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+            let tasks = || tokio::runtime::Handle::current().metrics().num_alive_tasks();
+            let mut before = None;
+            for cycle in 0..cycles {
+                // Every other one has a completion queue of its own.
+                let own = config().receive_buffers(8).spare_buffers(4);
+                let config = if cycle % 2 == 0 { &shared } else { &own };
+                let connecting = Connection::connect_with(&device, address, config);
+                let (a, b) = soon("connect", async { tokio::try_join!(connecting, listener.accept()) }).await.unwrap();
+                let len = [10, 5_000, 50_000][cycle as usize % 3];
+                a.send(pattern(len, cycle)).await.unwrap();
+                let message = recv(&b).await;
+                b.send(message.clone()).await.unwrap();
+                assert!(recv(&a).await == message);
+                match cycle % 4 {
+                    // In order, and in disorder.
+                    0 | 1 => {
+                        assert_eq!(soon("close", async { tokio::join!(a.close(), b.close()) }).await, (Ok(()), Ok(())))
+                    }
+                    2 => drop((a, b)),
+                    _ => {
+                        b.send(pattern(100_000, 1)).await.unwrap();
+                        drop(b);
+                        drop(soon("close", a.close()).await);
+                    }
+                }
+                if cycle == cycles / 4 {
+                    eventually("the first end", || queue.counters().reserved == 0).await;
+                    before = Some((descriptors(), tasks(), BYTES.load(Ordering::Relaxed)));
+                }
+            }
+            let (fds, alive, bytes) = before.expect("a quarter is done");
+            eventually("queue pairs end", || queue.counters().reserved == 0).await;
+            eventually("tasks end", || tasks() <= alive).await;
+            eventually("descriptors are closed", || descriptors() <= fds).await;
+            let connection = 200_000;
+            eventually("memory is free", || BYTES.load(Ordering::Relaxed) - bytes < connection).await;
+            let left = BYTES.load(Ordering::Relaxed) - bytes;
+            eprintln!(
+                "{cycles} cycles: {} descriptors, {} tasks, {left} bytes more than after a quarter",
+                descriptors(),
+                tasks()
+            );
+        });
+    });
+}

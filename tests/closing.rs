@@ -1,0 +1,379 @@
+//! The end of connections: clean, half, dropped, late, silent, with lost devices and runtimes. On the device that
+//! `TOKIO_RDMA_DEVICE` names, or the software device.
+
+mod connected;
+mod torture;
+
+use std::time::Duration;
+
+use connected::{config, pair, pair_in, pattern, recv, two};
+use futures::{FutureExt, StreamExt};
+use tokio::time::timeout;
+use tokio_rdma::software::Network;
+use tokio_rdma::types::WcStatus;
+use tokio_rdma::{Access, CloseReason, Connection, ConnectionConfig, Device, Listener, MessageError, OpErrorKind};
+use torture::{Flavour, LONG, Seed, bounded, device, scaled, soon};
+
+fn run<F: Future<Output = ()>>(what: &'static str, test: impl Fn() -> F + Send + Copy + 'static) {
+    for flavour in Flavour::ALL {
+        bounded(what, LONG, move || flavour.runtime().block_on(test()));
+    }
+}
+
+fn closed<T>(result: Result<T, MessageError>) -> CloseReason {
+    match result {
+        Err(MessageError::Closed(reason)) => reason,
+        Err(other) => panic!("{other:?}"),
+        Ok(_) => panic!("not closed"),
+    }
+}
+
+/// Sends until that ends the connection, or finds out that it has ended.
+async fn until_closed(connection: &Connection) -> CloseReason {
+    loop {
+        match connection.send("x").await {
+            Ok(()) => tokio::task::yield_now().await,
+            refused => return closed(refused),
+        }
+    }
+}
+
+/// Two connected ends, by address.
+async fn by_address(device: &Device, config: &ConnectionConfig) -> (Connection, Connection) {
+    let listener = Listener::bind_with(device, "127.0.0.1:0", config).await.unwrap();
+    let connecting = Connection::connect_with(device, listener.local_addr(), config);
+    soon("connect", async { tokio::try_join!(connecting, listener.accept()) }).await.unwrap()
+}
+
+#[test]
+fn both_close_at_once_and_it_is_clean() {
+    run("both close", || async {
+        let (a, b) = pair(&config());
+        a.send(pattern(100, 1)).await.unwrap();
+        let (first, second) = soon("close", async { tokio::join!(a.close(), b.close()) }).await;
+        assert_eq!((first, second), (Ok(()), Ok(())));
+        assert_eq!(b.counters().discarded, 1);
+        assert_eq!(a.close_reason(), Some(CloseReason::Clean));
+        // Again, it is just as clean.
+        assert_eq!(soon("again", a.close()).await, Ok(()));
+        assert_eq!(closed(a.send("x").await), CloseReason::Clean);
+        assert_eq!(a.write(a.copy_from(b"x").unwrap(), grant_of(&b)).await.unwrap_err().kind(), OpErrorKind::Closed);
+    });
+}
+
+/// Some memory of a peer.
+fn grant_of(connection: &Connection) -> tokio_rdma::RemoteRegion {
+    connection.expose(vec![0; 64], Access::REMOTE_ALL).unwrap().grant()
+}
+
+#[test]
+fn close_flushes_what_was_sent_and_the_peer_sees_the_end_after_it() {
+    run("flush", || async {
+        let (a, b) = pair(&config());
+        let sent: Vec<_> = [10, 9_000, 3_000_000, 0, 500_000].into_iter().map(|len| pattern(len, len as u64)).collect();
+        let closing = async {
+            for message in &sent {
+                a.send(message.clone()).await.unwrap();
+            }
+            soon("close", a.close()).await
+        };
+        let receiving = async {
+            for message in &sent {
+                assert!(recv(&b).await == *message);
+            }
+            assert_eq!(soon("end", b.recv()).await, Ok(None));
+            assert_eq!(soon("end", b.recv()).await, Ok(None));
+            soon("close", b.close()).await
+        };
+        assert_eq!(tokio::join!(closing, receiving), (Ok(()), Ok(())));
+    });
+}
+
+#[test]
+fn one_end_finishes_and_the_other_goes_on() {
+    run("half-close", || async {
+        let (a, b) = pair(&config().receive_buffers(4));
+        a.send("last").await.unwrap();
+        a.finish().unwrap();
+        assert_eq!(a.send("more").await, Err(MessageError::Finished));
+        assert_eq!(recv(&b).await, "last");
+        assert_eq!(soon("end", b.recv()).await, Ok(None));
+        for number in 0..scaled(200) {
+            let message = pattern([10, 20_000][number as usize % 2], number);
+            let (sent, received) = soon("message", async { tokio::join!(b.send(message.clone()), a.recv()) }).await;
+            sent.unwrap();
+            assert!(received.unwrap().unwrap() == message);
+        }
+        // It is over when the other finishes, too, without a close.
+        b.finish().unwrap();
+        assert_eq!(soon("end", a.recv()).await, Ok(None));
+        while a.close_reason().is_none() || b.close_reason().is_none() {
+            tokio::task::yield_now().await;
+        }
+        assert_eq!((a.close_reason(), b.close_reason()), (Some(CloseReason::Clean), Some(CloseReason::Clean)));
+    });
+}
+
+#[test]
+fn dropping_after_the_end_was_seen_is_clean_and_before_is_not() {
+    run("drop", || async {
+        let (a, b) = pair(&config());
+        let serving = async {
+            while b.recv().await.unwrap().is_some() {}
+            drop(b);
+        };
+        a.send("x").await.unwrap();
+        let (closed_a, ()) = soon("close", async { tokio::join!(a.close(), serving) }).await;
+        assert_eq!(closed_a, Ok(()));
+
+        let (a, b) = pair(&config());
+        b.send("before").await.unwrap();
+        drop(b);
+        assert_eq!(recv(&a).await, "before");
+        assert_eq!(closed(soon("reason", a.recv()).await), CloseReason::Dropped);
+        assert_eq!(closed(a.send("x").await), CloseReason::Dropped);
+        assert_eq!(closed(soon("close", a.close()).await), CloseReason::Dropped);
+        let (_, mut receiving) = a.into_split();
+        assert!(receiving.next().await.unwrap().is_err() && receiving.next().await.is_none());
+    });
+}
+
+#[test]
+fn sends_and_receives_that_wait_are_told_of_the_end() {
+    run("waiting", || async {
+        let (a, b) = pair(&config().receive_buffers(1));
+        while a.send("fill").now_or_never().is_some() {}
+        let (a, other) = (std::sync::Arc::new(a), std::sync::Arc::new(b));
+        let waiting = {
+            let a = a.clone();
+            tokio::spawn(async move { tokio::join!(a.send("waits"), a.recv(), a.flush()) })
+        };
+        tokio::task::yield_now().await;
+        drop(other);
+        let (sent, received, _) = soon("told", waiting).await.unwrap();
+        assert_eq!((closed(sent), closed(received)), (CloseReason::Dropped, CloseReason::Dropped));
+
+        // The same if this end is closed while others wait.
+        let (a, b) = pair(&config());
+        let a = std::sync::Arc::new(a);
+        let waiting = tokio::spawn({
+            let a = a.clone();
+            async move { a.recv().await }
+        });
+        tokio::task::yield_now().await;
+        let (closing, other) = soon("close", async { tokio::join!(a.close(), b.close()) }).await;
+        assert_eq!((closing, other), (Ok(()), Ok(())));
+        assert!(matches!(soon("told", waiting).await.unwrap(), Ok(None) | Err(_)));
+    });
+}
+
+#[test]
+fn peer_that_does_not_finish_is_waited_for_until_the_deadline() {
+    run("late", || async {
+        let (a, b) = pair(&config().close_timeout(Duration::from_millis(50)));
+        assert_eq!(closed(soon("close", a.close()).await), CloseReason::CloseTimeout);
+        assert_eq!(soon("end", b.recv()).await, Ok(None));
+        let reason = soon("told", until_closed(&b)).await;
+        assert_ne!(reason, CloseReason::Clean);
+    });
+}
+
+#[test]
+fn peer_whose_device_is_gone_is_noticed_by_what_is_sent_and_by_asking() {
+    for asks in [true, false] {
+        bounded("gone", LONG, move || {
+            Flavour::CurrentThread.runtime().block_on(async {
+                let network = Network::new();
+                let [(_, a_pd), (_two, b_pd)] = two(&network);
+                let keepalive = asks.then_some((Duration::from_millis(20), Duration::from_millis(200)));
+                let config = config().keepalive(keepalive);
+                let (a, b) = pair_in(&a_pd, &b_pd, &config, &config);
+                a.send("there").await.unwrap();
+                assert_eq!(recv(&b).await, "there");
+                network.control("two").unwrap().set_port(false);
+                if !asks {
+                    a.send("gone").await.unwrap();
+                }
+                let reason = closed(soon("notices", a.recv()).await);
+                let lost =
+                    matches!(reason, CloseReason::Operation(kind) if kind.status() == Some(WcStatus::RETRY_EXC_ERR));
+                assert!(lost || asks && reason == CloseReason::Silent, "{reason:?}");
+            });
+        });
+    }
+}
+
+#[test]
+fn what_did_not_arrive_is_not_called_clean_though_the_peer_has_finished() {
+    run("lost at the end", || async {
+        let network = Network::new();
+        let [(_, a_pd), (_two, b_pd)] = two(&network);
+        let (a, b) = pair_in(&a_pd, &b_pd, &config(), &config());
+        b.finish().unwrap();
+        assert_eq!(soon("end", a.recv()).await, Ok(None));
+        network.control("two").unwrap().set_port(false);
+        a.send("never arrives").await.unwrap();
+        let reason = closed(soon("close", a.close()).await);
+        assert!(
+            matches!(reason, CloseReason::Operation(kind) if kind.status() == Some(WcStatus::RETRY_EXC_ERR)),
+            "{reason:?}"
+        );
+        drop(b);
+    });
+}
+
+#[test]
+fn quiet_connection_is_kept_alive_by_answers_alone() {
+    run("quiet", || async {
+        let (a, b) = pair(&config().keepalive(Some((Duration::from_millis(5), Duration::from_millis(250)))));
+        // Neither service does anything.
+        tokio::time::sleep(Duration::from_millis(900)).await;
+        assert_eq!((a.close_reason(), b.close_reason()), (None, None));
+        assert!(a.counters().acks + b.counters().acks > 2, "{a:?} {b:?}");
+        a.send("x").await.unwrap();
+        assert_eq!(recv(&b).await, "x");
+    });
+}
+
+#[test]
+fn sender_whose_peer_takes_nothing_stalls_if_that_is_asked_for() {
+    run("stalled", || async {
+        let (a, _b) = pair(&config().receive_buffers(2).stall_timeout(Some(Duration::from_millis(60))));
+        let reason = soon("stalls", until_closed(&a)).await;
+        assert_eq!(reason, CloseReason::Stalled);
+    });
+}
+
+#[test]
+fn operation_that_fails_ends_the_connection_with_its_reason() {
+    run("operation", || async {
+        let (a, b) = pair(&config());
+        let region = b.expose(vec![0; 64], Access::REMOTE_READ).unwrap();
+        let refused = a.write(a.copy_from(b"no").unwrap(), region.grant()).await.unwrap_err();
+        assert_eq!(refused.status(), Some(WcStatus::REM_ACCESS_ERR));
+        assert!(matches!(closed(soon("ends", a.recv()).await), CloseReason::Operation(_)));
+        assert!(matches!(closed(soon("ends", b.recv()).await), CloseReason::Operation(_)));
+    });
+}
+
+#[test]
+fn device_that_is_lost_ends_both_with_an_error() {
+    run("lost", || async {
+        let network = Network::new();
+        let [(_, a_pd), (_two, b_pd)] = two(&network);
+        let (a, b) = pair_in(&a_pd, &b_pd, &config(), &config());
+        network.control("two").unwrap().kill();
+        assert!(matches!(closed(soon("b", b.recv()).await), CloseReason::Operation(_)));
+        a.send("x").await.unwrap();
+        assert!(matches!(closed(soon("a", a.recv()).await), CloseReason::Operation(_)));
+    });
+}
+
+#[test]
+fn runtime_that_shuts_down_ends_its_connections() {
+    bounded("runtime", LONG, || {
+        let (first, second) = (Flavour::MultiThread.runtime(), Flavour::CurrentThread.runtime());
+        let (a, b) = first.block_on(async { pair(&config()) });
+        drop(first);
+        second.block_on(async {
+            for end in [&a, &b] {
+                assert_eq!(closed(soon("end", end.recv()).await), CloseReason::Runtime);
+                assert_eq!(closed(soon("close", end.close()).await), CloseReason::Runtime);
+            }
+        });
+        // Dropped where there is no runtime at all.
+        drop((a, b));
+    });
+}
+
+#[test]
+fn connection_by_address_carries_user_data_and_ends_with_its_link() {
+    if !connected::has_addresses("connection_by_address_carries_user_data_and_ends_with_its_link") {
+        return;
+    }
+    run("by address", || async {
+        let (device, _) = device(&Network::new());
+        let listener = Listener::bind_with(&device, "127.0.0.1:0", &config().user_data("server")).await.unwrap();
+        let address = listener.local_addr();
+        let client = config().user_data("client");
+        let connecting = Connection::connect_with(&device, address, &client);
+        let (a, b) = soon("connect", async { tokio::try_join!(connecting, listener.accept()) }).await.unwrap();
+        assert_eq!((&a.user_data()[..], &b.user_data()[..]), (&b"server"[..], &b"client"[..]));
+        assert_eq!((a.peer_addr(), b.local_addr()), (Some(address), Some(address)));
+        let exchange = async {
+            a.send(pattern(100_000, 1)).await.unwrap();
+            assert!(recv(&b).await == pattern(100_000, 1));
+        };
+        soon("exchange", exchange).await;
+        // What is exposed to one peer is out of reach for another.
+        let (c, _d) = by_address(&device, &config()).await;
+        let region = b.expose(vec![0; 8], Access::REMOTE_ALL).unwrap();
+        assert!(a.fetch_add(region.grant(), 1).await.is_ok());
+        assert_eq!(c.fetch_add(region.grant(), 1).await.unwrap_err().status(), Some(WcStatus::REM_ACCESS_ERR));
+        drop(b);
+        let reason = closed(soon("told", a.recv()).await);
+        assert!(matches!(reason, CloseReason::Dropped | CloseReason::Disconnected), "{reason:?}");
+
+        // The 33rd byte does not fit a request.
+        let too_much = Connection::connect_with(&device, address, &config().user_data(vec![1; 33])).await;
+        assert!(too_much.is_err());
+        // A request can be looked at, and rejected.
+        let asking = Connection::connect(&device, address);
+        let rejecting = async { listener.request().await.unwrap().reject(b"no room").await.unwrap() };
+        let (refused, ()) = soon("reject", async { tokio::join!(asking, rejecting) }).await;
+        match refused {
+            Err(tokio_rdma::EstablishError::Connect(tokio_rdma::cm::ConnectError::Rejected {
+                private_data, ..
+            })) => {
+                assert_eq!(&private_data[..7], b"no room");
+            }
+            other => panic!("{other:?}"),
+        }
+    });
+}
+
+#[test]
+fn ends_by_address_close_cleanly_in_every_order() {
+    if !connected::has_addresses("ends_by_address_close_cleanly_in_every_order") {
+        return;
+    }
+    let seed = Seed::new("--test closing ends_by_address");
+    let value = seed.value;
+    bounded("orders", 2 * LONG, move || {
+        Flavour::MultiThread.runtime().block_on(async {
+            let (device, _) = device(&Network::new());
+            let mut random = fastrand::Rng::with_seed(value);
+            for _ in 0..scaled(60) {
+                let (a, b) = by_address(&device, &config()).await;
+                let end = async |own: Connection, messages: u64, late: u64, reads: bool| {
+                    for number in 0..messages {
+                        own.send(pattern([5, 10_000][number as usize % 2], number)).await.unwrap();
+                    }
+                    tokio::time::sleep(Duration::from_micros(late)).await;
+                    if reads {
+                        own.finish().unwrap();
+                        while own.recv().await.unwrap().is_some() {}
+                    }
+                    own.close().await
+                };
+                let mut some = |most| random.u64(..most);
+                let both = (end(a, some(5), some(500), some(2) == 0), end(b, some(5), some(500), some(2) == 0));
+                let ended = soon("both end", async { tokio::join!(both.0, both.1) }).await;
+                assert_eq!(ended, (Ok(()), Ok(())));
+            }
+        });
+    });
+    drop(seed);
+}
+
+#[test]
+fn timeout_on_receive_leaves_the_connection_as_it_was() {
+    run("timeout", || async {
+        let (a, b) = pair(&config());
+        for _ in 0..20 {
+            assert!(timeout(Duration::from_millis(1), b.recv()).await.is_err());
+        }
+        a.send("x").await.unwrap();
+        assert_eq!(recv(&b).await, "x");
+    });
+}

@@ -1,0 +1,88 @@
+//! Connected ends, for the tests of messages: over an exchange in this process, or by address.
+
+#![allow(dead_code, unreachable_pub, reason = "each test file uses a part of it")]
+
+use bytes::Bytes;
+use tokio_rdma::software::Network;
+use tokio_rdma::types::AckTimeout;
+use tokio_rdma::{ConnectOptions, Connection, ConnectionConfig, Device, ProtectionDomain};
+
+use crate::torture::{self, soon};
+
+/// Settings of tests: a peer that is gone is found out in some tens of milliseconds on the software device.
+pub fn config() -> ConnectionConfig {
+    match torture::hardware() {
+        Some(_) => ConnectionConfig::default(),
+        None => ConnectionConfig::default().options(brief()),
+    }
+}
+
+/// Timeouts of the software device, which answers at once.
+pub fn brief() -> ConnectOptions {
+    ConnectOptions { timeout: AckTimeout::from_code(10), retry_count: 3, ..Default::default() }
+}
+
+/// Two connected ends on one device.
+pub fn pair(config: &ConnectionConfig) -> (Connection, Connection) {
+    let (_, pd) = torture::device(&Network::new());
+    pair_in(&pd, &pd, config, config)
+}
+
+/// Two connected ends in these protection domains.
+pub fn pair_in(
+    a_pd: &ProtectionDomain,
+    b_pd: &ProtectionDomain,
+    a: &ConnectionConfig,
+    b: &ConnectionConfig,
+) -> (Connection, Connection) {
+    let (a, b) = (Connection::prepare(a_pd, a).unwrap(), Connection::prepare(b_pd, b).unwrap());
+    let (a_end, b_end) = (a.endpoint(), b.endpoint());
+    let (a_hello, b_hello) = (a.hello(b"from a").unwrap(), b.hello(b"from b").unwrap());
+    (a.establish(&b_end, &b_hello).unwrap(), b.establish(&a_end, &a_hello).unwrap())
+}
+
+/// Two software devices that can be unplugged and lost.
+pub fn two(network: &Network) -> [(Device, ProtectionDomain); 2] {
+    ["one", "two"].map(|name| {
+        let device = Device::software_in(network, name).unwrap();
+        let pd = device.protection_domain().unwrap();
+        (device, pd)
+    })
+}
+
+/// False, loudly, where devices have no connection manager here yet.
+pub fn has_addresses(test: &str) -> bool {
+    if let Some(name) = torture::hardware() {
+        eprintln!("SKIPPED {test}: no connections by address on {name} yet");
+        return false;
+    }
+    true
+}
+
+/// Bytes that tell their place and `seed`.
+pub fn pattern(len: usize, seed: u64) -> Bytes {
+    let mut word = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut bytes = Vec::with_capacity(len + 8);
+    while bytes.len() < len {
+        word ^= word << 13;
+        word ^= word >> 7;
+        word ^= word << 17;
+        bytes.extend_from_slice(&word.to_le_bytes());
+    }
+    bytes.truncate(len);
+    bytes.into()
+}
+
+/// The next message, which there must be.
+pub async fn recv(connection: &Connection) -> Bytes {
+    soon("a message", connection.recv()).await.expect("no error").expect("not the end")
+}
+
+/// No receive was ever missing, at either end.
+pub fn assert_ready(connections: [&Connection; 2]) {
+    for connection in connections {
+        if let Some((sent, _)) = connection.software_counters() {
+            assert_eq!(sent.rnr_naks, 0, "{connection:?}");
+        }
+    }
+}

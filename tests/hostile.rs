@@ -1,0 +1,410 @@
+//! Peers that break the protocol: hellos and headers that are truncated, damaged, random or lies, peers that stop, vanish, and
+//! fetch what is not theirs. Each ends with a reason and within a time, none with a panic or with memory.
+
+mod connected;
+mod torture;
+
+use std::time::Duration;
+
+use connected::{config, pattern, two};
+use futures::FutureExt;
+use tokio_rdma::software::Network;
+use tokio_rdma::types::{Imm, Rkey, WcStatus};
+use tokio_rdma::{
+    CloseReason, CompletionMode, CompletionQueue, Connection, ConnectionConfig, Device, EstablishError, Hello,
+    HelloError, Listener, MessageError, Pool, ProtectionDomain, QueuePair, RemoteRegion, Violation, cm,
+};
+use torture::{Flavour, LONG, Seed, bounded, soon};
+
+/// A peer that does what the test wants: a bare queue pair with receives.
+struct Peer {
+    qp: QueuePair,
+    pool: Pool,
+    receives: Vec<tokio_rdma::Recv<tokio_rdma::BufMut>>,
+    _pd: ProtectionDomain,
+    _device: Device,
+}
+
+const HELLO: Hello = Hello { buffer_size: 4096, receives: 68, max_message: 1 << 20 };
+
+const DATA: u32 = 0;
+const OFFER: u32 = 1;
+const ACK: u32 = 2;
+const PING: u32 = 3;
+const FIN: u32 = 4;
+const ABORT: u32 = 5;
+
+fn header(kind: u32, released: u32, done: u32) -> Imm {
+    Imm(kind << 29 | released << 14 | done)
+}
+
+impl Peer {
+    async fn send(&self, payload: &[u8], imm: Imm) {
+        let sent = self.qp.send_with_imm(self.pool.copy_from(payload).unwrap(), imm);
+        // Whether it is taken or not shows at the other end.
+        drop(soon("send", sent).await);
+    }
+
+    /// Its next frame: payload and header.
+    async fn recv(&mut self) -> (Vec<u8>, u32) {
+        let received = soon("frame", self.receives.remove(0)).await.unwrap();
+        (received.buffer.to_vec(), received.imm.unwrap().0)
+    }
+}
+
+/// A connection with such a peer.
+fn meet(network: &Network, config: &ConnectionConfig) -> (Connection, Peer) {
+    let [(_, pd), (peer_device, peer_pd)] = two(network);
+    let queue = CompletionQueue::new(&peer_device, CompletionMode::Event).unwrap();
+    let qp = QueuePair::builder(&peer_pd, &queue).max_send_wr(256).max_recv_wr(128).build().unwrap();
+    let pool = Pool::builder(&peer_pd).buffer_size(8192).buffers(128).growing(true).build().unwrap();
+    let receives = (0..100).map(|_| qp.recv(pool.try_alloc(8192).unwrap())).collect();
+    let prepared = Connection::prepare(&pd, config).unwrap();
+    qp.connect(&prepared.endpoint()).unwrap();
+    let hello = HELLO.encode(b"").unwrap();
+    let connection = prepared.establish(&qp.endpoint(), &hello).unwrap();
+    (connection, Peer { qp, pool, receives, _pd: peer_pd, _device: peer_device })
+}
+
+fn run<F: Future<Output = ()>>(what: &'static str, test: impl FnOnce() -> F + Send + 'static) {
+    bounded(what, LONG, move || Flavour::CurrentThread.runtime().block_on(test()));
+}
+
+/// Receives until that ends the connection.
+async fn reason(connection: &Connection) -> CloseReason {
+    loop {
+        match soon("reason", connection.recv()).await {
+            Ok(Some(_)) => {}
+            Ok(None) => panic!("a clean end"),
+            Err(MessageError::Closed(reason)) => return reason,
+            Err(other) => panic!("{other:?}"),
+        }
+    }
+}
+
+#[test]
+fn every_violation_ends_the_connection_by_its_name() {
+    run("violations", || async {
+        let region = |addr, len| RemoteRegion::new(addr, len, Rkey(7)).to_bytes();
+        let most = 64 << 20;
+        let cases: [(&str, Vec<u8>, Imm, Violation); 14] = [
+            ("kind 6", vec![], header(6, 0, 0), Violation::Header { header: 6 << 29 }),
+            ("kind 7", vec![1], header(7, 0, 0), Violation::Header { header: 7 << 29 }),
+            ("an end not reached", vec![], Imm(1 << 28 | ACK << 29), Violation::NotFinished),
+            ("credits", vec![], header(ACK, 1, 0), Violation::Credits { announced: 1, in_use: 0 }),
+            ("credits back", vec![], header(ACK, 0x3fff, 0), Violation::Credits { announced: 0x3fff, in_use: 0 }),
+            ("done", vec![], header(PING, 0, 1), Violation::Done { announced: 1, offered: 0 }),
+            ("ack with payload", vec![1], header(ACK, 0, 0), Violation::FrameLength { len: 1 }),
+            ("fin with payload", vec![1; 9], header(FIN, 0, 0), Violation::FrameLength { len: 9 }),
+            ("short offer", vec![1; 19], header(OFFER, 0, 0), Violation::FrameLength { len: 19 }),
+            ("long offer", vec![1; 21], header(OFFER, 0, 0), Violation::FrameLength { len: 21 }),
+            ("empty offer", region(9, 0).to_vec(), header(OFFER, 0, 0), Violation::Offer { addr: 9, len: 0 }),
+            (
+                "offer around the end",
+                region(u64::MAX, 2).to_vec(),
+                header(OFFER, 0, 0),
+                Violation::Offer { addr: u64::MAX, len: 2 },
+            ),
+            (
+                "large offer",
+                region(9, most + 1).to_vec(),
+                header(OFFER, 0, 0),
+                Violation::TooLong { len: most + 1, allowed: most },
+            ),
+            (
+                "huge offer",
+                region(9, 1 << 62).to_vec(),
+                header(OFFER, 0, 0),
+                Violation::TooLong { len: 1 << 62, allowed: most },
+            ),
+        ];
+        for (what, payload, imm, violation) in cases {
+            let (connection, peer) = meet(&Network::new(), &config());
+            peer.send(b"fine", header(DATA, 0, 0)).await;
+            peer.send(&payload, imm).await;
+            assert_eq!(reason(&connection).await, CloseReason::Violation(violation), "{what}");
+            assert_eq!(connection.send("x").await, Err(MessageError::Closed(CloseReason::Violation(violation))));
+        }
+        let (connection, peer) = meet(&Network::new(), &config());
+        peer.send(b"", header(FIN, 0, 0)).await;
+        peer.send(b"after", header(DATA, 0, 0)).await;
+        // The end may be seen before the violation is.
+        let ended = async {
+            while connection.close_reason().is_none() {
+                tokio::task::yield_now().await;
+            }
+        };
+        soon("end", ended).await;
+        assert_eq!(connection.close_reason(), Some(CloseReason::Violation(Violation::AfterFinish)));
+
+        // A frame without a header.
+        let (connection, peer) = meet(&Network::new(), &config());
+        drop(peer.qp.send(peer.pool.copy_from(b"bare").unwrap()).await);
+        assert_eq!(reason(&connection).await, CloseReason::Violation(Violation::Header { header: 0 }));
+
+        let (connection, peer) = meet(&Network::new(), &config());
+        peer.send(b"", header(ABORT, 0, 0)).await;
+        assert_eq!(reason(&connection).await, CloseReason::Dropped);
+    });
+}
+
+#[test]
+fn write_with_a_header_is_no_frame() {
+    run("write", || async {
+        let (connection, peer) = meet(&Network::new(), &config());
+        let region = connection.expose(vec![0; 64], tokio_rdma::Access::REMOTE_WRITE).unwrap();
+        drop(peer.qp.write_with_imm(peer.pool.copy_from(b"x").unwrap(), region.grant(), header(DATA, 0, 0)).await);
+        assert_eq!(reason(&connection).await, CloseReason::Violation(Violation::Header { header: 0 }));
+    });
+}
+
+#[test]
+fn message_longer_than_a_buffer_ends_the_connection() {
+    run("overlong", || async {
+        let (connection, peer) = meet(&Network::new(), &config().receive_buffer_size(100));
+        peer.send(&[1; 101], header(DATA, 0, 0)).await;
+        match reason(&connection).await {
+            CloseReason::Operation(kind) => assert_eq!(kind.status(), Some(WcStatus::LOC_LEN_ERR)),
+            other => panic!("{other:?}"),
+        }
+    });
+}
+
+#[test]
+fn offer_of_memory_that_is_not_there_fails_and_frees_what_was_set_aside() {
+    run("offers", || async {
+        for len in [100, 5 << 20] {
+            let (connection, peer) = meet(&Network::new(), &config());
+            peer.send(&RemoteRegion::new(4096, len, Rkey(0xbad)).to_bytes(), header(OFFER, 0, 0)).await;
+            match reason(&connection).await {
+                CloseReason::Operation(kind) => assert_eq!(kind.status(), Some(WcStatus::REM_ACCESS_ERR)),
+                other => panic!("{other:?}"),
+            }
+        }
+    });
+}
+
+#[test]
+fn peer_that_sends_more_than_it_may_meets_no_receive() {
+    run("flood", || async {
+        let config = config().receive_buffers(4);
+        let (connection, peer) = meet(&Network::new(), &config);
+        // 8 receives, and a service that takes nothing.
+        let flood: Vec<_> =
+            (0..200).map(|_| peer.qp.send_with_imm(peer.pool.copy_from(b"x").unwrap(), header(DATA, 0, 0))).collect();
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        assert_eq!(connection.counters().inbox, 8);
+        // When it takes some, more come in, which had not been allowed: they are found out, or wait for their turn.
+        for _ in 0..8 {
+            drop(soon("message", connection.recv()).await);
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        assert!(connection.counters().inbox <= 8);
+        drop((connection, flood));
+    });
+}
+
+#[test]
+fn peer_that_never_frees_a_buffer_holds_up_a_sender_for_as_long_as_it_likes() {
+    run("credits", || async {
+        let (connection, mut peer) = meet(&Network::new(), &config().stall_timeout(Some(Duration::from_millis(50))));
+        let mut sent = 0;
+        let stalled = loop {
+            match soon("send", connection.send("x")).await {
+                Ok(()) => sent += 1,
+                Err(error) => break error,
+            }
+        };
+        assert_eq!(stalled, MessageError::Closed(CloseReason::Stalled));
+        assert_eq!(sent, 65, "messages leave three of its receives");
+        assert_eq!(peer.recv().await.0, b"x");
+
+        // Or the service gives up by itself, which harms nothing.
+        let (connection, _peer) = meet(&Network::new(), &config());
+        while connection.send("x").now_or_never().is_some() {}
+        let waits = tokio::time::timeout(Duration::from_millis(20), connection.send("y")).await;
+        assert!(waits.is_err() && connection.close_reason().is_none());
+    });
+}
+
+#[test]
+fn peer_that_never_answers_is_noticed_in_time() {
+    run("silent", || async {
+        let keepalive = Some((Duration::from_millis(10), Duration::from_millis(40)));
+        let (connection, mut peer) = meet(&Network::new(), &config().keepalive(keepalive));
+        assert_eq!(reason(&connection).await, CloseReason::Silent);
+        assert_eq!(peer.recv().await.1, PING << 29, "it was asked");
+
+        // One that never fetches, and one that never says goodbye.
+        let config = config().keepalive(None).close_timeout(Duration::from_millis(40));
+        let (connection, _peer) = meet(&Network::new(), &config);
+        connection.send(pattern(100_000, 1)).await.unwrap();
+        assert!(tokio::time::timeout(Duration::from_millis(20), connection.flush()).await.is_err());
+        assert_eq!(soon("close", connection.close()).await, Err(MessageError::Closed(CloseReason::CloseTimeout)));
+    });
+}
+
+#[test]
+fn memory_of_a_message_is_out_of_reach_once_it_is_done() {
+    run("revoked", || async {
+        let (connection, mut peer) = meet(&Network::new(), &config());
+        let message = pattern(100_000, 3);
+        connection.send(message.clone()).await.unwrap();
+        let (payload, _) = peer.recv().await;
+        let region = RemoteRegion::from_bytes(&payload).unwrap();
+        let part = peer.pool.try_alloc(5000).unwrap();
+        let part = soon("read", peer.qp.read(part, region.slice(50..5050).unwrap())).await.unwrap();
+        assert_eq!(part[..], message[50..5050]);
+        peer.send(b"", header(ACK, 1, 1)).await;
+        soon("flush", connection.flush()).await.unwrap();
+        // Only this share of the message is left.
+        assert!(message.try_into_mut().is_ok(), "the connection has let go of it");
+        let again = peer.pool.try_alloc(8).unwrap();
+        let refused = soon("read", peer.qp.read(again, region.slice(..8).unwrap())).await.unwrap_err();
+        assert_eq!(refused.status(), Some(WcStatus::REM_ACCESS_ERR));
+    });
+}
+
+#[test]
+fn memory_of_a_message_is_only_read() {
+    run("written", || async {
+        let (connection, mut peer) = meet(&Network::new(), &config());
+        let message = pattern(100_000, 3);
+        connection.send(message.clone()).await.unwrap();
+        let region = RemoteRegion::from_bytes(&peer.recv().await.0).unwrap();
+        let write = peer.qp.write(peer.pool.copy_from(b"damage").unwrap(), region);
+        assert_eq!(soon("write", write).await.unwrap_err().status(), Some(WcStatus::REM_ACCESS_ERR));
+        assert!(message == pattern(100_000, 3));
+    });
+}
+
+#[test]
+fn random_frames_do_no_harm() {
+    let seed = Seed::new("--test hostile random_frames");
+    let value = seed.value;
+    bounded("random frames", 2 * LONG, move || {
+        Flavour::CurrentThread.runtime().block_on(async {
+            let mut random = fastrand::Rng::with_seed(value);
+            let mut reasons = std::collections::BTreeMap::<_, u32>::new();
+            for _ in 0..200 {
+                let config = config().receive_buffers(random.u32(1..8)).keepalive(None).max_message(1 << 20);
+                let (connection, peer) = meet(&Network::new(), &config);
+                for _ in 0..random.u32(1..30) {
+                    let payload: Vec<u8> = match random.u8(..4) {
+                        0 => (0..random.usize(..100)).map(|_| random.u8(..)).collect(),
+                        1 => RemoteRegion::new(random.u64(..), random.u64(..) >> 35, Rkey(random.u32(..)))
+                            .to_bytes()
+                            .to_vec(),
+                        _ => vec![],
+                    };
+                    // Nearly right headers get further.
+                    let imm = if random.u8(..4) == 0 { Imm(random.u32(..)) } else { header(random.u32(..5), 0, 0) };
+                    drop(peer.qp.send_with_imm(peer.pool.copy_from(&payload).unwrap(), imm));
+                    if random.bool() {
+                        drop(connection.send(pattern(random.usize(..20_000), 1)).now_or_never());
+                    }
+                    if random.bool() {
+                        drop(connection.recv().now_or_never());
+                    }
+                    tokio::task::yield_now().await;
+                }
+                let all = async { while let Ok(Some(_)) = connection.recv().await {} };
+                drop(tokio::time::timeout(Duration::from_millis(3), all).await);
+                let name =
+                    connection.close_reason().map(|reason| format!("{reason:?}").chars().take(17).collect::<String>());
+                *reasons.entry(name).or_default() += 1;
+            }
+            eprintln!("{reasons:?}");
+            assert!(reasons.len() > 3, "{reasons:?}");
+        });
+    });
+    drop(seed);
+}
+
+#[test]
+fn hellos_that_are_none_are_refused_here_and_there() {
+    run("hellos", || async {
+        let network = Network::new();
+        let good = HELLO.encode(b"").unwrap();
+        let with = |at: usize, value: u8| {
+            let mut bytes = good.clone();
+            bytes[at] = value;
+            bytes
+        };
+        let bad = [
+            (vec![], "empty"),
+            (good[..10].to_vec(), "truncated"),
+            (with(0, b'x'), "magic"),
+            (with(4, 9), "version"),
+            (with(5, 1), "flags"),
+        ];
+        let [(device, pd), (client, client_pd)] = two(&network);
+        for (bytes, what) in &bad {
+            let prepared = Connection::prepare(&pd, &config()).unwrap();
+            let other = Connection::prepare(&client_pd, &config()).unwrap();
+            let refused = prepared.establish(&other.endpoint(), bytes);
+            assert!(matches!(refused, Err(EstablishError::Hello(_))), "{what}: {refused:?}");
+        }
+
+        // A listener rejects them, and goes on.
+        let listener = Listener::bind_with(&device, "127.0.0.1:0", &config()).await.unwrap();
+        let address = listener.local_addr();
+        let accepting = tokio::spawn(async move { (listener.accept().await.unwrap(), listener) });
+        let queue = CompletionQueue::new(&client, CompletionMode::Event).unwrap();
+        for (bytes, what) in bad {
+            let options = cm::Options::default().private_data(bytes);
+            let make = |route: &cm::Route| route.prepare(QueuePair::builder(&client_pd, &queue)).build();
+            let refused = soon("reject", cm::connect(&client, address, &options, make)).await;
+            assert!(matches!(refused, Err(cm::ConnectError::Rejected { .. })), "{what}: {refused:?}");
+        }
+        let connection = soon("connect", Connection::connect_with(&client, address, &config())).await.unwrap();
+        let (accepted, _listener) = soon("accept", accepting).await.unwrap();
+        connection.send("x").await.unwrap();
+        assert_eq!(connected::recv(&accepted).await, "x");
+
+        // A listener of another protocol is none.
+        let other = cm::Listener::bind(&device, "127.0.0.1:0").await.unwrap();
+        let (address, server_queue) =
+            (other.local_addr(), CompletionQueue::new(&device, CompletionMode::Event).unwrap());
+        let serving = async {
+            let request = other.accept().await.unwrap();
+            let qp = request.prepare(QueuePair::builder(&pd, &server_queue)).build().unwrap();
+            drop(request.accept(&qp, &cm::Options::default().private_data("HTTP/1.1")).await);
+        };
+        let config = config();
+        let connecting = Connection::connect_with(&client, address, &config);
+        let ((), refused) = soon("connect", async { tokio::join!(serving, connecting) }).await;
+        assert!(
+            matches!(refused, Err(EstablishError::Hello(HelloError::Magic { found: [b'H', b'T', b'T', b'P'] }))),
+            "{refused:?}"
+        );
+    });
+}
+
+#[test]
+fn peer_that_vanishes_at_any_step_leaves_a_reason() {
+    run("vanishes", || async {
+        for step in 0..6 {
+            let keepalive = Some((Duration::from_millis(10), Duration::from_millis(50)));
+            let (connection, mut peer) = meet(&Network::new(), &config().keepalive(keepalive));
+            if step >= 1 {
+                peer.send(b"hello", header(DATA, 0, 0)).await;
+            }
+            if step >= 2 {
+                connection.send(pattern(100_000, 1)).await.unwrap();
+            }
+            if step >= 3 {
+                peer.recv().await;
+            }
+            if step >= 4 {
+                peer.send(&RemoteRegion::new(8, 3 << 20, Rkey(1)).to_bytes(), header(OFFER, 1, 0)).await;
+            }
+            if step >= 5 {
+                drop(connection.send("more").now_or_never());
+            }
+            drop(peer);
+            let reason = reason(&connection).await;
+            assert!(matches!(reason, CloseReason::Operation(_) | CloseReason::Silent), "step {step}: {reason:?}");
+        }
+    });
+}

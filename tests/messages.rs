@@ -1,0 +1,565 @@
+//! Messages: boundaries, order, sizes, both ways, slow services, cancelled waits. On the device that `TOKIO_RDMA_DEVICE`
+//! names, or the software device. `TOKIO_RDMA_SECONDS` sets how long the crowd talks.
+
+mod connected;
+mod torture;
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use connected::{assert_ready, config, pair, pair_in, pattern, recv};
+use futures::{FutureExt, Sink, SinkExt, Stream, StreamExt};
+use tokio::time::timeout;
+use tokio_rdma::software::{Faults, Network};
+use tokio_rdma::types::AckTimeout;
+use tokio_rdma::{
+    Access, Buf, CompletionMode, CompletionQueue, ConnectOptions, Connection, ConnectionConfig, MessageError,
+    RemoteRegion, SetupError,
+};
+use torture::{Flavour, LONG, Mode, Seed, bounded, device, eventually, scaled, soon, yields};
+
+/// Runs `test` in every completion mode and on each runtime.
+fn everywhere<F: Future<Output = ()>>(what: &'static str, test: impl Fn(Mode) -> F + Send + Copy + 'static) {
+    for flavour in Flavour::ALL {
+        for mode in Mode::ALL {
+            bounded(what, LONG, move || flavour.runtime().block_on(test(mode)));
+        }
+    }
+}
+
+fn run<F: Future<Output = ()>>(what: &'static str, test: impl FnOnce() -> F + Send + 'static) {
+    bounded(what, LONG, move || Flavour::MultiThread.runtime().block_on(test()));
+}
+
+#[test]
+fn messages_of_every_kind_of_length_arrive_whole_and_in_order() {
+    everywhere("lengths", async |mode| {
+        let (a, b) = pair(&config().mode(mode.make()));
+        let lengths =
+            [0, 1, 63, 64, 65, 255, 256, 257, 8191, 8192, 8193, 65_536, (1 << 20) - 1, 1 << 20, (1 << 20) + 1];
+        let lengths = lengths.into_iter().chain([0, (8 << 20) + 5, 3]);
+        let sending = async {
+            for (at, len) in lengths.clone().enumerate() {
+                a.send(pattern(len, at as u64)).await.unwrap();
+            }
+        };
+        let receiving = async {
+            for (at, len) in lengths.clone().enumerate() {
+                assert!(recv(&b).await == pattern(len, at as u64), "{len} bytes");
+            }
+        };
+        tokio::join!(sending, receiving);
+        a.flush().await.unwrap();
+        assert_eq!((a.counters().offered, a.counters().sent, b.counters().received), (6, 18, 18));
+        assert_ready([&a, &b]);
+    });
+}
+
+#[test]
+fn both_send_at_once_with_one_buffer_each() {
+    everywhere("one buffer", async |mode| {
+        let config = config().mode(mode.make()).receive_buffers(1).spare_buffers(0).send_buffers(1).max_send_wr(4);
+        let (a, b) = pair(&config.receive_memory(1).send_memory(1));
+        let count = scaled(200);
+        let talk = async |own: &Connection, seed: u64| {
+            let sending = async {
+                for number in 0..count {
+                    let len = [0, 10, 5000, 20_000][(number % 4) as usize];
+                    own.send(pattern(len, seed + number)).await.unwrap();
+                }
+            };
+            let receiving = async {
+                for number in 0..count {
+                    let len = [0, 10, 5000, 20_000][(number % 4) as usize];
+                    assert!(recv(own).await == pattern(len, 1_000_000 - seed + number), "message {number}");
+                }
+            };
+            tokio::join!(sending, receiving);
+        };
+        soon("talk", async { tokio::join!(talk(&a, 0), talk(&b, 1_000_000)) }).await;
+        assert_ready([&a, &b]);
+    });
+}
+
+#[test]
+fn one_way_traffic_goes_on_without_an_answer() {
+    run("one way", || async {
+        let (a, b) = pair(&config());
+        let count = scaled(20_000);
+        let sender = tokio::spawn(async move {
+            for number in 0..count {
+                a.send(number.to_be_bytes().to_vec()).await.unwrap();
+            }
+            a.flush().await.unwrap();
+            a
+        });
+        for number in 0..count {
+            assert_eq!(recv(&b).await[..], number.to_be_bytes());
+        }
+        let a = soon("sender", sender).await.unwrap();
+        assert_ready([&a, &b]);
+        // An answer for some messages, not for each.
+        assert!(b.counters().acks <= count / 8, "{:?}", b.counters());
+    });
+}
+
+#[test]
+fn slow_service_slows_its_sender_and_no_memory_grows() {
+    run("slow service", || async {
+        let config = config().receive_buffers(8).receive_memory(1 << 20).send_memory(1 << 20);
+        let (a, b) = pair(&config);
+        // Short messages: as many as there are buffers.
+        let mut short = 0;
+        while timeout(Duration::from_millis(50), a.send(pattern(1000, short))).await.is_ok() {
+            short += 1;
+        }
+        // One more than that if none is used for anything else.
+        assert!((8..=9).contains(&short), "{short} short messages");
+        for number in 0..short {
+            assert!(recv(&b).await == pattern(1000, number));
+        }
+        // Long ones: as many as the memory of both ends takes, and one at least.
+        let mut long = 0;
+        while timeout(Duration::from_millis(200), a.send(pattern(600_000, long))).await.is_ok() {
+            long += 1;
+        }
+        assert!((1..=2).contains(&long), "{long} long messages");
+        assert_eq!(b.counters().inbox as u64, long);
+        for number in 0..long {
+            assert!(recv(&b).await == pattern(600_000, number));
+        }
+        soon("room again", a.send("room again")).await.unwrap();
+        assert_eq!(recv(&b).await, "room again");
+        assert_ready([&a, &b]);
+    });
+}
+
+#[test]
+fn message_that_is_fetched_needs_no_service_that_receives() {
+    run("fetched", || async {
+        let (a, b) = pair(&config().receive_buffers(4));
+        // b's service takes nothing, and its own sends have used up all credits.
+        let mut filled = 0;
+        while b.send(pattern(100, filled)).now_or_never().is_some() {
+            filled += 1;
+        }
+        for number in 0..3 {
+            a.send(pattern(100_000, number)).await.unwrap();
+        }
+        soon("flush", a.flush()).await.unwrap();
+        assert_eq!(a.counters().inbox as u64, filled);
+        for number in 0..3 {
+            assert!(recv(&b).await == pattern(100_000, number));
+        }
+    });
+}
+
+#[test]
+fn messages_that_are_kept_cost_memory_and_nobody_a_wait() {
+    run("kept", || async {
+        let (a, b) = pair(&config().receive_buffers(4).spare_buffers(3));
+        let mut kept = Vec::new();
+        for number in 0..50 {
+            a.send(pattern(4000, number)).await.unwrap();
+            kept.push(recv(&b).await);
+        }
+        assert_eq!(b.counters().copied_out, 47);
+        assert!(kept.iter().enumerate().all(|(number, message)| *message == pattern(4000, number as u64)));
+        // The last clone of a message gives its buffer back.
+        let clone = kept[0].slice(10..20);
+        kept.truncate(1);
+        drop(kept);
+        a.send(pattern(4000, 1)).await.unwrap();
+        let zero_copy = recv(&b).await;
+        assert_eq!(b.counters().copied_out, 47);
+        assert_eq!(clone[..], pattern(4000, 0)[10..20]);
+        drop((clone, zero_copy));
+    });
+}
+
+#[test]
+fn received_messages_and_buffers_outlive_their_connection() {
+    run("outlive", || async {
+        let (a, b) = pair(&config());
+        for len in [1000, 100_000, 3_000_000] {
+            a.send(pattern(len, 5)).await.unwrap();
+        }
+        let messages = [recv(&b).await, recv(&b).await, recv(&b).await];
+        drop((a, b));
+        yields(100).await;
+        assert!(messages.iter().all(|message| *message == pattern(message.len(), 5)));
+    });
+}
+
+#[test]
+fn sends_that_are_dropped_were_not_sent_and_receives_that_are_dropped_lose_nothing() {
+    let seed = Seed::new("--test messages sends_that_are_dropped");
+    let value = seed.value;
+    run("cancelled", move || async move {
+        let (a, b) = pair(&config().receive_buffers(3).spare_buffers(2).send_buffers(2).send_memory(40_000));
+        let count = scaled(1_000);
+        let sending = async {
+            let (mut random, mut dropped) = (fastrand::Rng::with_seed(value), 0);
+            for number in 0..count {
+                let len = [8, 300, 9_000, 30_000][random.usize(..4)];
+                let message = [&number.to_be_bytes()[..], &pattern(len, number)[..]].concat();
+                loop {
+                    let sent = {
+                        let mut send = std::pin::pin!(a.send(message.clone()));
+                        // Polled once or some times, then dropped if it is not ready.
+                        let mut sent = None;
+                        for _ in 0..random.u32(1..4) {
+                            sent = send.as_mut().now_or_never();
+                            if sent.is_some() {
+                                break;
+                            }
+                            tokio::task::yield_now().await;
+                        }
+                        sent
+                    };
+                    match sent {
+                        Some(result) => break result.unwrap(),
+                        None => dropped += 1,
+                    }
+                    tokio::task::yield_now().await;
+                }
+            }
+            a.finish().unwrap();
+            dropped
+        };
+        let receiving = async {
+            let mut random = fastrand::Rng::with_seed(!value);
+            let (mut number, mut dropped) = (0_u64, 0);
+            loop {
+                let next = match random.bool() {
+                    true => b.recv().now_or_never(),
+                    false => timeout(Duration::from_micros(random.u64(..300)), b.recv()).await.ok(),
+                };
+                let Some(next) = next else {
+                    dropped += 1;
+                    tokio::task::yield_now().await;
+                    continue;
+                };
+                let Some(message) = next.unwrap() else { break };
+                assert_eq!(message[..8], number.to_be_bytes());
+                assert!(message[8..] == pattern(message.len() - 8, number), "message {number}");
+                number += 1;
+            }
+            assert_eq!(number, count);
+            dropped
+        };
+        let dropped = soon("exchange", async { tokio::join!(sending, receiving) }).await;
+        assert!(dropped.0 > 0 && dropped.1 > 0, "{dropped:?} were dropped");
+        assert_ready([&a, &b]);
+    });
+    drop(seed);
+}
+
+#[test]
+fn tasks_that_share_a_connection_are_served_in_turn() {
+    run("shared", || async {
+        let (a, b) = pair(&config().receive_buffers(2));
+        let (a, b) = (Arc::new(a), Arc::new(b));
+        let tasks = 8;
+        let each = scaled(400);
+        let senders: Vec<_> = (0..tasks)
+            .map(|task| {
+                let a = a.clone();
+                tokio::spawn(async move {
+                    for number in 0..each {
+                        a.send((task << 32 | number).to_be_bytes().to_vec()).await.unwrap();
+                    }
+                })
+            })
+            .collect();
+        let receivers: Vec<_> = (0..3)
+            .map(|_| {
+                let b = b.clone();
+                tokio::spawn(async move {
+                    let mut seen = Vec::new();
+                    while let Some(message) = b.recv().await.unwrap() {
+                        seen.push(u64::from_be_bytes(message[..].try_into().unwrap()));
+                    }
+                    seen
+                })
+            })
+            .collect();
+        for sender in senders {
+            soon("sender", sender).await.unwrap();
+        }
+        a.finish().unwrap();
+        let mut all = Vec::new();
+        for receiver in receivers {
+            let seen = soon("receiver", receiver).await.unwrap();
+            for task in 0..tasks {
+                let of_one: Vec<_> = seen.iter().filter(|&number| number >> 32 == task).collect();
+                assert!(of_one.is_sorted(), "messages of one task are in order");
+            }
+            all.extend(seen);
+        }
+        all.sort_unstable();
+        let expected: Vec<_> = (0..tasks).flat_map(|task| (0..each).map(move |number| task << 32 | number)).collect();
+        assert!(all == expected, "each once");
+    });
+}
+
+#[test]
+fn halves_are_a_sink_and_a_stream_and_come_together_again() {
+    fn is_both<T: Sink<Bytes, Error = MessageError> + Stream<Item = Result<Bytes, MessageError>> + Unpin>(_: &T) {}
+    run("halves", || async {
+        let (a, b) = pair(&config().receive_buffers(3));
+        is_both(&a);
+        let ((mut a_send, a_recv), (b_send, mut b_recv)) = (a.into_split(), b.into_split());
+        let count = scaled(1_000);
+        let echo = tokio::spawn(async move {
+            while let Some(message) = b_recv.next().await {
+                b_send.send(message.unwrap()).await.unwrap();
+            }
+            b_send.finish().unwrap();
+            Connection::reunite(b_send, b_recv).unwrap()
+        });
+        let sending = tokio::spawn(async move {
+            let mut messages = futures::stream::iter((0..count).map(|number| Ok(pattern(20, number))));
+            a_send.send_all(&mut messages).await.unwrap();
+            a_send.close().await.unwrap();
+            a_send
+        });
+        let echoed: Vec<_> = a_recv.collect().await;
+        assert_eq!(echoed.len() as u64, count);
+        for (number, message) in echoed.into_iter().enumerate() {
+            assert_eq!(message.unwrap(), pattern(20, number as u64));
+        }
+        let a_send = soon("sending", sending).await.unwrap();
+        let b = soon("echo", echo).await.unwrap();
+        soon("end", b.close()).await.unwrap();
+        assert_eq!(a_send.send("more").await, Err(MessageError::Closed(tokio_rdma::CloseReason::Clean)));
+    });
+}
+
+#[test]
+fn messages_too_long_for_the_peer_are_refused_and_harm_nothing() {
+    run("too long", || async {
+        let (_, pd) = device(&Network::new());
+        let (a, b) = pair_in(&pd, &pd, &config(), &config().max_message(100_000));
+        assert_eq!((a.max_message(), b.max_message()), (100_000, 64 << 20));
+        match a.send(vec![0; 100_001]).await {
+            Err(MessageError::TooLong(limit)) => assert_eq!((limit.asked, limit.allowed), (100_001, 100_000)),
+            other => panic!("{other:?}"),
+        }
+        a.send(pattern(100_000, 1)).await.unwrap();
+        assert!(recv(&b).await == pattern(100_000, 1));
+    });
+}
+
+#[test]
+fn settings_that_cannot_be_are_refused_by_name() {
+    run("settings", || async {
+        let (device, pd) = device(&Network::new());
+        let attr = device.attr().clone();
+        let small = |config: ConnectionConfig| match Connection::prepare(&pd, &config) {
+            Err(SetupError::TooSmall { field, .. }) => field,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(small(config().receive_buffers(0)), "receive_buffers");
+        assert_eq!(small(config().send_buffers(0)), "send_buffers");
+        assert_eq!(small(config().receive_buffer_size(19)), "receive_buffer_size");
+        assert_eq!(small(config().max_inline(19)), "max_inline");
+        assert_eq!(small(config().max_send_wr(1)), "max_send_wr");
+        let large = |config: ConnectionConfig| match Connection::prepare(&pd, &config) {
+            Err(SetupError::Limit(limit)) => limit.field,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(large(config().receive_buffers(8192)), "receive_buffers");
+        assert_eq!(large(config().max_send_wr(attr.max_qp_wr + 1)), "max_send_wr");
+        assert_eq!(large(config().max_inline(attr.max_inline + 1)), "max_inline");
+        assert_eq!(large(config().max_message(u64::MAX)), "max_message");
+        let queue = CompletionQueue::builder(&device).capacity(100).mode(CompletionMode::Event).build().unwrap();
+        let full = Connection::prepare(&pd, &config().completion_queue(&queue));
+        assert!(matches!(full, Err(SetupError::CompletionQueueFull { .. })), "{full:?}");
+    });
+}
+
+#[test]
+fn memory_of_the_peer_is_read_and_written_beside_messages() {
+    run("beside", || async {
+        let (a, b) = pair(&config().max_send_wr(4));
+        let region = b.expose(vec![0; 4096], Access::REMOTE_ALL).unwrap();
+        b.send(region.grant()).await.unwrap();
+        let remote = RemoteRegion::from_bytes(&recv(&a).await).unwrap();
+        // More than the queue holds, mixed with messages.
+        let count = scaled(200);
+        let adding = async {
+            let adds: Vec<_> = (0..count).map(|_| a.fetch_add(remote.slice(8..16).unwrap(), 1)).collect();
+            for (before, add) in adds.into_iter().enumerate() {
+                assert_eq!(soon("add", add).await.unwrap(), before as u64);
+            }
+        };
+        let sending = async {
+            for number in 0..count {
+                a.send(pattern(500, number)).await.unwrap();
+            }
+        };
+        let receiving = async {
+            for number in 0..count {
+                assert!(recv(&b).await == pattern(500, number));
+            }
+        };
+        tokio::join!(adding, sending, receiving);
+        a.write(a.copy_from(b"hello").unwrap(), remote.slice(..5).unwrap()).await.unwrap();
+        a.send("written").await.unwrap();
+        assert_eq!(recv(&b).await, "written");
+        let mut bytes = [0; 5];
+        region.read(0, &mut bytes).unwrap();
+        assert_eq!(&bytes, b"hello");
+        let buffer = a.read(a.alloc(16).unwrap(), remote.slice(..16).unwrap()).await.unwrap();
+        assert_eq!((&buffer[..5], &buffer[8..]), (&b"hello"[..], &count.to_ne_bytes()[..]));
+        assert_eq!(a.compare_swap(remote.slice(8..16).unwrap(), count, 7).await.unwrap(), count);
+        assert!(a.alloc(1 << 20).is_ok());
+        // A buffer is a message, too.
+        a.send(buffer).await.unwrap();
+        let shared: Buf = a.copy_from(b"shared").unwrap().freeze();
+        a.send(shared.clone()).await.unwrap();
+        assert_eq!((recv(&b).await.len(), &recv(&b).await[..]), (16, &shared[..]));
+    });
+}
+
+#[test]
+fn messages_arrive_once_and_in_order_on_a_network_that_loses_and_repeats() {
+    let seed = Seed::new("--test messages messages_arrive_once");
+    let value = seed.value;
+    run("faults", move || async move {
+        for round in 0..scaled(8) {
+            let faults = Faults::none().loss(0.02).duplicate(0.02).reorder(0.02).corrupt(0.01);
+            let network = Network::with_faults(value.wrapping_add(round), faults);
+            let (_, pd) = torture::software(&network);
+            let options = ConnectOptions { timeout: AckTimeout::from_code(10), retry_count: 7, ..Default::default() };
+            let config = ConnectionConfig::default().options(options).receive_buffers(6);
+            let (a, b) = pair_in(&pd, &pd, &config, &config);
+            let talk = async |own: &Connection| {
+                let sending = async {
+                    for number in 0..60 {
+                        own.send(pattern([20, 3_000, 30_000][number as usize % 3], number)).await.unwrap();
+                    }
+                    own.finish().unwrap();
+                };
+                let receiving = async {
+                    for number in 0..60 {
+                        let message = recv(own).await;
+                        assert!(
+                            message == pattern([20, 3_000, 30_000][number as usize % 3], number),
+                            "message {number}"
+                        );
+                    }
+                    assert_eq!(soon("end", own.recv()).await, Ok(None));
+                };
+                tokio::join!(sending, receiving);
+            };
+            tokio::join!(talk(&a), talk(&b));
+            let closed = soon("close", async { tokio::join!(a.close(), b.close()) }).await;
+            assert_eq!(closed, (Ok(()), Ok(())));
+        }
+    });
+    drop(seed);
+}
+
+/// What one end of a crowd does: sends `depth` at once, receives, and sees that all is as it should be.
+async fn talk(own: Connection, peer_seed: u64, seed: u64, largest: usize, slow: bool, stop: Arc<AtomicBool>) -> u64 {
+    // The length and a hash of what follows are in front, so that nobody must remember what was sent.
+    let message = |random: &mut fastrand::Rng, number: u64| {
+        let len = match random.u8(..10) {
+            0 => 0,
+            1..=5 => random.usize(..2_000),
+            6..=8 => random.usize(..64_000.min(largest)),
+            _ => random.usize(..=largest),
+        };
+        let body = pattern(len, seed ^ number);
+        [&number.to_be_bytes()[..], &body[..]].concat()
+    };
+    let sending = async {
+        let mut random = fastrand::Rng::with_seed(seed);
+        let mut flying = VecDeque::new();
+        let mut number = 0;
+        while !stop.load(Ordering::Relaxed) || number < scaled(40) {
+            if flying.len() == 32 {
+                let next: std::pin::Pin<Box<dyn Future<Output = Result<(), MessageError>> + Send>> =
+                    flying.pop_front().unwrap();
+                next.await.unwrap();
+            }
+            let mut send = Box::pin(own.send(message(&mut random, number)));
+            number += 1;
+            // In line at once, so that they stay in order.
+            match (&mut send).now_or_never() {
+                Some(sent) => sent.unwrap(),
+                None => flying.push_back(send),
+            }
+            tokio::task::yield_now().await;
+        }
+        for send in flying {
+            send.await.unwrap();
+        }
+        own.flush().await.unwrap();
+        if let Some((counters, _)) = own.software_counters() {
+            assert_eq!(counters.rnr_naks, 0);
+        } else {
+            assert!(torture::hardware().is_some(), "it is open");
+        }
+        own.finish().unwrap();
+        number
+    };
+    let receiving = async {
+        let mut number = 0_u64;
+        while let Some(message) = own.recv().await.unwrap() {
+            assert_eq!(message[..8], number.to_be_bytes(), "in order, each once");
+            assert!(message[8..] == pattern(message.len() - 8, peer_seed ^ number), "message {number} is damaged");
+            number += 1;
+            if slow {
+                tokio::time::sleep(Duration::from_millis(2)).await;
+            }
+        }
+        number
+    };
+    let (sent, received) = tokio::join!(sending, receiving);
+    own.close().await.unwrap();
+    sent + received
+}
+
+#[test]
+fn crowd_of_connections_talks_both_ways_with_slow_readers_among_them() {
+    let seed = Seed::new("--test messages crowd_of");
+    let value = seed.value;
+    let seconds = std::env::var("TOKIO_RDMA_SECONDS").map_or(2, |seconds| seconds.parse().expect("a number"));
+    bounded("crowd", 4 * LONG + Duration::from_secs(2 * seconds), move || {
+        Flavour::MultiThread.runtime().block_on(async {
+            let (device, pd) = device(&Network::new());
+            let queue = CompletionQueue::builder(&device).capacity(64 * 2 * 200).build().unwrap();
+            let config = config().completion_queue(&queue).receive_buffers(32).receive_buffer_size(4096);
+            let config = config.spare_buffers(8).receive_memory(8 << 20).send_memory(8 << 20);
+            // A debug build makes and compares bytes slowly, and the kernel's device may be that of an emulated machine.
+            let brief = std::env::var_os("TOKIO_RDMA_SECONDS").is_none() && torture::hardware().is_some();
+            let largest = if cfg!(debug_assertions) || brief { 1 << 20 } else { 8 << 20 };
+            let stop = Arc::new(AtomicBool::new(false));
+            let mut talks = Vec::new();
+            for number in 0..64_u64 {
+                let (a, b) = pair_in(&pd, &pd, &config, &config);
+                let seeds = (value.wrapping_add(2 * number), value.wrapping_add(2 * number + 1));
+                let slow = number % 8 == 0;
+                talks.push(tokio::spawn(talk(a, seeds.1, seeds.0, largest, false, stop.clone())));
+                talks.push(tokio::spawn(talk(b, seeds.0, seeds.1, largest, slow, stop.clone())));
+            }
+            let begun = Instant::now();
+            tokio::time::sleep(Duration::from_secs(seconds)).await;
+            stop.store(true, Ordering::Relaxed);
+            let mut messages = 0;
+            for talk in talks {
+                messages += talk.await.unwrap();
+            }
+            eprintln!("{messages} messages sent and received in {:?}", begun.elapsed());
+            assert!(messages >= 64 * 2 * 2 * scaled(40));
+            eventually("queue pairs end", || queue.counters().reserved == 0).await;
+        });
+    });
+    drop(seed);
+}
