@@ -8,8 +8,8 @@ use std::ptr;
 use rdma_sys::*;
 
 use crate::types::{
-    Access, AckTimeout, AddressVector, Gid, LinkLayer, Lkey, Mtu, PortNum, PortState, Psn, Qkey, QpAttr, QpCaps,
-    QpState, Qpn, RnrTimer, SendFlags, Sge, Transport, WcFlags, WcOpcode, WindowBind, WorkCompletion,
+    Access, AckTimeout, AddressVector, Gid, LinkLayer, Lkey, Mtu, PortNum, PortState, Psn, Qkey, QpAttr, QpAttrMask,
+    QpCaps, QpState, Qpn, RnrTimer, SendFlags, Sge, Transport, WcFlags, WcOpcode, WindowBind, WorkCompletion,
 };
 
 // A scatter/gather list is handed over as it is.
@@ -192,6 +192,32 @@ pub(super) fn qp_attr_to(attr: &QpAttr) -> ibv_qp_attr {
         raw.ah_attr = address_to(address);
     }
     raw
+}
+
+/// The attributes that `mask` names, as `rdma_init_qp_attr(3)` gives them. An alternate path is left out.
+pub(super) fn qp_attr_given(raw: &ibv_qp_attr, mask: u32) -> QpAttr {
+    use QpAttrMask as Mask;
+    let given = |attribute: Mask| mask & attribute.bits() != 0;
+    QpAttr {
+        state: given(Mask::STATE).then(|| state_from(raw.qp_state)),
+        current_state: given(Mask::CUR_STATE).then(|| state_from(raw.cur_qp_state)),
+        notify_drained: given(Mask::EN_SQD_ASYNC_NOTIFY).then_some(raw.en_sqd_async_notify != 0),
+        access: given(Mask::ACCESS_FLAGS).then(|| access_of(raw.qp_access_flags)),
+        pkey_index: given(Mask::PKEY_INDEX).then_some(raw.pkey_index),
+        port: given(Mask::PORT).then_some(PortNum(raw.port_num)),
+        qkey: given(Mask::QKEY).then_some(Qkey(raw.qkey)),
+        address: given(Mask::AV).then(|| address_from(&raw.ah_attr)),
+        path_mtu: given(Mask::PATH_MTU).then(|| mtu_from(raw.path_mtu)),
+        timeout: given(Mask::TIMEOUT).then(|| AckTimeout::from_code(raw.timeout)),
+        retry_count: given(Mask::RETRY_CNT).then_some(raw.retry_cnt),
+        rnr_retry: given(Mask::RNR_RETRY).then_some(raw.rnr_retry),
+        rq_psn: given(Mask::RQ_PSN).then(|| Psn::new(raw.rq_psn)),
+        max_rd_atomic: given(Mask::MAX_QP_RD_ATOMIC).then_some(raw.max_rd_atomic),
+        min_rnr_timer: given(Mask::MIN_RNR_TIMER).then(|| RnrTimer::from_code(raw.min_rnr_timer)),
+        sq_psn: given(Mask::SQ_PSN).then(|| Psn::new(raw.sq_psn)),
+        max_dest_rd_atomic: given(Mask::MAX_DEST_RD_ATOMIC).then_some(raw.max_dest_rd_atomic),
+        dest_qpn: given(Mask::DEST_QPN).then_some(Qpn(raw.dest_qp_num)),
+    }
 }
 
 /// State and those attributes that a queue pair of `transport` has been given by the time it is in that state.
