@@ -236,6 +236,32 @@ fn address_that_nobody_has_cannot_be_reached() {
 }
 
 #[test]
+fn source_address_is_what_the_peer_sees_or_is_refused() {
+    run("source", || async {
+        let (a, b) = sides();
+        let (listener, options) = (b.listen().await, Options::default());
+        let address = listener.local_addr();
+        let passive = async {
+            let request = listener.accept().await.unwrap();
+            assert_eq!(request.peer_addr().ip(), a.ip());
+            b.accept(request, &options).await.unwrap()
+        };
+        let from = options.clone().source(a.ip());
+        let active = async { a.connect(address, &from).await.unwrap() };
+        let ((_, link), _) = soon("connection", async { tokio::join!(active, passive) }).await;
+        assert_eq!(link.local_addr().ip(), a.ip());
+
+        // A network for documentation: RFC 5737.
+        let foreign: SocketAddr = "192.0.2.1:0".parse().unwrap();
+        let error = cm::resolve_with(&a.device, address, &options.clone().source(foreign.ip())).await.unwrap_err();
+        assert_eq!(error, ConnectError::AddressNotAvailable { address: foreign });
+        let other = if address.is_ipv4() { "::1" } else { "127.0.0.1" };
+        let error = cm::resolve_with(&a.device, address, &options.source(other.parse().unwrap())).await.unwrap_err();
+        assert!(matches!(error, ConnectError::Setup(SetupError::Mismatch { .. })), "{error:?}");
+    });
+}
+
+#[test]
 fn peer_that_never_accepts_is_given_up() {
     run("timeout", || async {
         let (a, b) = sides();

@@ -74,7 +74,8 @@ pub async fn resolve(device: &Device, address: impl ToSocketAddrs) -> Result<Rou
 /// # Errors
 ///
 /// [`ConnectError::Lookup`] for a host name that means nothing, [`ConnectError::Resolve`] if no device leads there,
-/// [`ConnectError::OtherDevice`] if another one than `device` does, [`ConnectError::TimedOut`] after
+/// [`ConnectError::OtherDevice`] if another one than `device` does, [`ConnectError::AddressNotAvailable`] if
+/// [`Options::source`] is not ours, [`ConnectError::Setup`] if that is of another family, [`ConnectError::TimedOut`] after
 /// [`Options::resolve_timeout`].
 ///
 /// # Cancel safety
@@ -114,12 +115,26 @@ pub(super) async fn lookup(address: impl ToSocketAddrs, options: &Options) -> Re
 }
 
 async fn resolve_one(device: &Device, address: SocketAddr, options: &Options) -> Result<Route, ConnectError> {
+    /// Of `errno(3)`.
+    const ENETUNREACH: i32 = 101;
+    /// Of `errno(3)`.
+    const EHOSTUNREACH: i32 = 113;
+    let source = options.source_to(address)?;
     let endpoint = Endpoint::create(&Router::of(device)?)?;
     let (timeout, start) = (options.time_to_resolve(), Instant::now());
-    let unresolved = |errno| ConnectError::Resolve { address, errno };
+    let unresolved = move |errno| ConnectError::Resolve { address, errno };
     within(timeout, Step::Resolve, async {
         // The provider's own timeouts end later than ours, which has the better error.
-        endpoint.call(move |id| id.resolve_addr(None, address, timeout).map_err(ConnectError::at(address))).await?;
+        endpoint
+            .call(move |id| {
+                id.resolve_addr(source, address, timeout).map_err(|error| match (error.errno, source) {
+                    (VerbError::EADDRNOTAVAIL, Some(address)) => ConnectError::AddressNotAvailable { address },
+                    // Found out at once.
+                    (ENETUNREACH | EHOSTUNREACH | VerbError::ENODEV, _) => unresolved(error.errno),
+                    _ => error.into(),
+                })
+            })
+            .await?;
         endpoint
             .until(|happened| happened.address.or_else(|| happened.end.as_ref().map(|_| Err(VerbError::ENODEV))))
             .await

@@ -1,13 +1,15 @@
 //! Settings of listeners and connections.
 
+use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
-use crate::error::LimitError;
+use crate::error::{LimitError, SetupError};
 use crate::op::ConnectOptions;
 
 /// How to connect, or to accept.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Options {
+    source: Option<IpAddr>,
     resolve_timeout: Duration,
     timeout: Duration,
     private_data: Vec<u8>,
@@ -18,6 +20,7 @@ pub struct Options {
 impl Default for Options {
     fn default() -> Self {
         Self {
+            source: None,
             // A lookup and ARP, each with a repetition or two.
             resolve_timeout: Duration::from_secs(5),
             // Some repetitions of the kernel's manager, which waits 4.3 s between two.
@@ -30,6 +33,14 @@ impl Default for Options {
 }
 
 impl Options {
+    /// Address to connect from, one of the device's; unless set, that which the routes of this machine choose. It decides
+    /// where several devices lead to the peer, or the shortest way is not to be taken.
+    #[must_use]
+    pub const fn source(mut self, address: IpAddr) -> Self {
+        self.source = Some(address);
+        self
+    }
+
     /// Time for looking up a host and resolving the route to it, all of its addresses together; 5 s unless set.
     #[must_use]
     pub const fn resolve_timeout(mut self, timeout: Duration) -> Self {
@@ -67,6 +78,16 @@ impl Options {
     pub const fn transport(mut self, transport: ConnectOptions) -> Self {
         self.transport = transport;
         self
+    }
+
+    /// Where to connect from, with any port; of the family of `destination`.
+    pub(super) fn source_to(&self, destination: SocketAddr) -> Result<Option<SocketAddr>, SetupError> {
+        let Some(source) = self.source else { return Ok(None) };
+        if source.is_ipv4() != destination.is_ipv4() {
+            let (ours, theirs) = (source.to_string(), destination.ip().to_string());
+            return Err(SetupError::Mismatch { what: "family of the source address", ours, theirs });
+        }
+        Ok(Some(SocketAddr::new(source, 0)))
     }
 
     pub(super) const fn time_to_resolve(&self) -> Duration {

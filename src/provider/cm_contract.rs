@@ -79,7 +79,7 @@ pub(crate) trait CmId: Debug + Send + Sync {
 
     /// `rdma_resolve_addr(3)`: binds to a local device by source and destination.
     /// [`AddressResolved`](CmEventKind::AddressResolved) or [`AddressError`](CmEventKind::AddressError) follows, unless
-    /// the call fails. Timeouts of less than 1 ms count as that.
+    /// the call fails, with EADDRNOTAVAIL for a source that is not an address of the provider's devices. Timeouts of less than 1 ms count as that.
     fn resolve_addr(
         &self,
         source: Option<SocketAddr>,

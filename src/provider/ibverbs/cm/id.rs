@@ -151,16 +151,11 @@ impl cm_contract::CmId for CmId {
     }
 
     fn bind(&self, address: SocketAddr) -> Result<(), VerbError> {
-        /// What the kernel says of an address that is on no interface of an RDMA device.
-        const NO_SUCH: i32 = VerbError::ENODEV;
         let _one_at_a_time = self.calls.lock();
         let mut raw = Address::from(address);
         // SAFETY: S3: the id is alive, the address ours and as long as its family has it.
         let result = unsafe { rdma_bind_addr(self.raw.as_ptr(), (&raw mut raw).cast()) };
-        sys::status("rdma_bind_addr", result).map_err(|error| match error.errno {
-            NO_SUCH => VerbError::new(error.verb, VerbError::EADDRNOTAVAIL),
-            _ => error,
-        })?;
+        sys::status("rdma_bind_addr", result).map_err(not_ours)?;
         self.bound();
         Ok(())
     }
@@ -183,12 +178,15 @@ impl cm_contract::CmId for CmId {
     ) -> Result<(), VerbError> {
         let mut source = source.map(Address::from);
         let mut raw = Address::from(destination);
-        self.known.lock().peer = Some(destination);
-        self.call("rdma_resolve_addr", |id| {
+        let with_source = source.is_some();
+        let called = self.call("rdma_resolve_addr", |id| {
             let source = source.as_mut().map_or(ptr::null_mut(), |source| ptr::from_mut(source).cast());
             // SAFETY: S3: the id is alive, the addresses ours and as long as their families have them.
             unsafe { rdma_resolve_addr(id, source, (&raw mut raw).cast(), milliseconds(timeout)) }
-        })
+        });
+        called.map_err(|error| if with_source { not_ours(error) } else { error })?;
+        self.known.lock().peer = Some(destination);
+        Ok(())
     }
 
     fn resolve_route(&self, timeout: Duration) -> Result<(), VerbError> {
@@ -330,6 +328,11 @@ pub(super) unsafe fn path(id: *mut rdma_cm_id) -> Option<CmRoute> {
                 .map(|code| convert::mtu_from(code.into())),
         })
     }
+}
+
+/// What the kernel says of an address to bind to that is on no interface of an RDMA device.
+fn not_ours(error: VerbError) -> VerbError {
+    if error.errno == VerbError::ENODEV { VerbError::new(error.verb, VerbError::EADDRNOTAVAIL) } else { error }
 }
 
 fn conn_param(verb: &'static str, params: &CmParams<'_>, most: usize) -> Result<rdma_conn_param, VerbError> {
