@@ -4,6 +4,7 @@
 use std::collections::VecDeque;
 use std::fs;
 use std::net::SocketAddr;
+use std::process::Command;
 use std::sync::Mutex as Turn;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -81,6 +82,11 @@ impl Program {
                 None => thread::sleep(Duration::from_millis(1)),
             }
         }
+    }
+
+    /// Whatever else comes first.
+    fn until_removed(&mut self, id: &CmId) {
+        while !matches!(self.next(id), Kind::DeviceRemoval) {}
     }
 
     /// An id that may connect to `to`.
@@ -380,4 +386,28 @@ fn ids_are_destroyed_while_their_events_are_taken() {
     });
     assert!(a.channel.0.ids.lock().is_empty());
     assert!(b.within(&listener, Duration::ZERO).is_none());
+}
+
+/// Alone in a guest, which is of no use afterwards: librdmacm keeps the device open as long as this program runs, and until
+/// then SoftRoCE is not quite gone.
+#[test]
+fn device_that_is_taken_away_tells_every_id() {
+    let Some(name) = device("removal") else { return };
+    if std::env::var_os("TOKIO_RDMA_REMOVE").is_none() {
+        eprintln!("SKIPPED removal: TOKIO_RDMA_REMOVE does not say that the device may be taken away");
+        return;
+    }
+    let (mut a, mut b) = (Program::new(&name), Program::new(&name));
+    let listener = b.listen();
+    let (active, passive) = connected(&mut a, &mut b, &listener);
+    // Which waits for the end of this program.
+    let delete = r#"rdma link delete "$0" &"#;
+    assert!(Command::new("sh").args(["-c", delete, &name]).status().unwrap().success());
+    a.until_removed(&active.0);
+    b.until_removed(&passive.0);
+    b.until_removed(&listener);
+    assert_eq!(active.0.disconnect(), Ok(()));
+    assert!(active.0.qp_attr(QpState::Rtr).is_err());
+    drop((active, passive, listener));
+    assert_eq!((a.channel.0.ids.lock().len(), b.channel.0.ids.lock().len()), (0, 0));
 }
