@@ -106,6 +106,8 @@ impl Endpoint {
         if !matches!(error, ConnectError::Verb(_) | ConnectError::Setup(_)) {
             return Err(error);
         }
+        // One that the refused call itself has raised does not make the channel readable.
+        self.router.drain();
         let end = self.until(|happened| happened.end.clone());
         match tokio::time::timeout(GRACE, end).await {
             Ok(end) => Err(ConnectError::ended(&end, address)),

@@ -41,7 +41,8 @@ use crate::types::{Gid, Mtu, PortNum, QpAttr, QpState, Qpn, RejectReason};
 
 /// Event channel, `rdma_create_event_channel(3)`. Ids keep what they need of it alive.
 pub(crate) trait CmChannel<P: Provider>: Debug + Send + Sync {
-    /// Readable while there are events; does not block.
+    /// Readable while there are events, but for those that a call which fails has raised: who made it takes them. Does not
+    /// block.
     fn fd(&self) -> BorrowedFd<'_>;
 
     /// True if calls of the ids, and their drop, may wait for locks; see the module.
