@@ -171,7 +171,7 @@ pub(crate) trait Channel: Debug + Send + Sync {
     fn fd(&self) -> BorrowedFd<'_>;
 
     /// The cookie of the next completion queue that had an event, `ibv_get_cq_event(3)`; `None` if
-    /// there is none now. Each event given must be acknowledged by [`Cq::ack`].
+    /// there is none now. Each event given is to be acknowledged by [`Cq::ack`].
     fn next_event(&self) -> Result<Option<u64>, VerbError>;
 }
 
@@ -195,8 +195,8 @@ pub(crate) trait Cq: Debug + Send + Sync {
     /// Events only for so many `completions` or after `period` µs, `ibv_modify_cq(3)`. EOPNOTSUPP without moderation.
     fn moderate(&self, completions: u16, period: u16) -> Result<(), VerbError>;
 
-    /// Acknowledges `events` events, `ibv_ack_cq_events(3)`. Dropping the queue waits for events
-    /// that were given and not acknowledged, so acknowledge all before.
+    /// Acknowledges `events` events, `ibv_ack_cq_events(3)`; more than were given is an error in the log. Dropping the
+    /// queue acknowledges the rest.
     fn ack(&self, events: u32);
 }
 

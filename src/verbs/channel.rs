@@ -33,7 +33,7 @@ impl Channel {
 
     /// Cookie of the next completion queue that had an event, `ibv_get_cq_event(3)`; `None` if there is none now.
     ///
-    /// Each event must be acknowledged by [`Cq::acknowledge`](super::Cq::acknowledge) of its queue.
+    /// Each event is to be acknowledged by [`Cq::acknowledge`](super::Cq::acknowledge) of its queue; its drop does the rest.
     ///
     /// # Errors
     ///

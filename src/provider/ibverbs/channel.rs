@@ -9,6 +9,7 @@ use rdma_sys::*;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
 use super::context::EAGAIN;
+use super::cq::Events;
 use super::sys;
 use crate::error::VerbError;
 use crate::provider::contract;
@@ -51,12 +52,12 @@ impl contract::Channel for Channel {
     }
 
     fn next_event(&self) -> Result<Option<u64>, VerbError> {
-        let (mut cq, mut cookie) = (ptr::null_mut(), ptr::null_mut());
-        // SAFETY: S3: the channel is open, both results are ours. A queue with an event that was read is not destroyed
-        // before that is acknowledged.
-        let result = unsafe { ibv_get_cq_event(self.raw(), &raw mut cq, &raw mut cookie) };
+        let (mut cq, mut events) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: S3: the channel is open, both results are ours.
+        let result = unsafe { ibv_get_cq_event(self.raw(), &raw mut cq, &raw mut events) };
         match sys::status("ibv_get_cq_event", result) {
-            Ok(()) => Ok(Some(cookie.addr() as u64)),
+            // SAFETY: S3: just given, and queues of this channel are made by `Cq::new`.
+            Ok(()) => Ok(Some(unsafe { Events::take(cq, events) })),
             Err(error) if error.errno == EAGAIN => Ok(None),
             Err(error) => Err(error),
         }

@@ -2,7 +2,11 @@
 
 #![allow(unsafe_code)]
 
+use std::ffi::c_void;
+use std::mem;
 use std::ptr::{self, NonNull};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use rdma_sys::*;
 
@@ -16,6 +20,39 @@ use crate::types::WorkCompletion;
 #[derive(Debug)]
 pub(crate) struct Cq {
     raw: NonNull<ibv_cq>,
+    events: Arc<Events>,
+}
+
+/// What libibverbs gives back with each event of a queue: its cookie, and how many were given and not acknowledged.
+///
+/// `ibv_destroy_cq` waits until all are, for ever; and for ever, too, if more are acknowledged than were given.
+#[derive(Debug)]
+pub(super) struct Events {
+    cookie: u64,
+    /// Or [`ENDING`].
+    given: AtomicU32,
+}
+
+/// Nobody acknowledges any more.
+const ENDING: u32 = 1 << 31;
+
+impl Events {
+    /// Counts an event that was just taken; its queue's cookie. If the queue is being destroyed, acknowledges it.
+    ///
+    /// # Safety
+    ///
+    /// Both are what `ibv_get_cq_event` gave: an event of a queue that was made by [`Cq::new`].
+    pub(super) unsafe fn take(cq: *mut ibv_cq, events: *mut c_void) -> u64 {
+        let events: *const Self = events.cast_const().cast();
+        // SAFETY: S3: the queue is not destroyed before this event is acknowledged, and keeps its `Events` until then.
+        let (cookie, before) = unsafe { ((*events).cookie, (*events).given.fetch_add(1, Ordering::AcqRel)) };
+        // From here on the queue may be gone, unless it is this event that it waits for.
+        if before & ENDING != 0 {
+            // SAFETY: S3: it is.
+            unsafe { ibv_ack_cq_events(cq, 1) };
+        }
+        cookie
+    }
 }
 
 // SAFETY: S3: libibverbs is safe to call from any thread at once; the handle is used until `Drop` only.
@@ -32,16 +69,16 @@ impl Cq {
         cookie: u64,
     ) -> Result<Self, VerbError> {
         let verb = "ibv_create_cq";
-        let (Ok(capacity), Ok(vector), Ok(cookie)) = (capacity.try_into(), vector.try_into(), usize::try_from(cookie))
-        else {
+        let (Ok(capacity), Ok(vector)) = (capacity.try_into(), vector.try_into()) else {
             return Err(VerbError::new(verb, VerbError::EINVAL));
         };
         let channel = channel.map_or(ptr::null_mut(), Channel::raw);
-        // The cookie is a number to libibverbs as well: it gives it back and never looks behind it.
-        let cookie = ptr::without_provenance_mut(cookie);
+        let events = Arc::new(Events { cookie, given: AtomicU32::new(0) });
+        // libibverbs gives it back and never looks behind it.
+        let behind = Arc::as_ptr(&events).cast_mut().cast();
         // SAFETY: S3: the context is open and the channel, if any, is of it.
-        let raw = unsafe { ibv_create_cq(context.as_ptr(), capacity, cookie, channel, vector) };
-        Ok(Self { raw: sys::handle(verb, raw)? })
+        let raw = unsafe { ibv_create_cq(context.as_ptr(), capacity, behind, channel, vector) };
+        Ok(Self { raw: sys::handle(verb, raw)?, events })
     }
 
     pub(super) fn raw(&self) -> *mut ibv_cq {
@@ -82,14 +119,30 @@ impl contract::Cq for Cq {
     }
 
     fn ack(&self, events: u32) {
-        // SAFETY: S3: the queue is alive; the caller was given so many events.
-        unsafe { ibv_ack_cq_events(self.raw(), events) };
+        let count = |given: u32| Some(given - events.min(given));
+        let given = match self.events.given.fetch_update(Ordering::AcqRel, Ordering::Acquire, count) {
+            Ok(given) | Err(given) => given,
+        };
+        if given < events {
+            tracing::error!(cq = self.id(), events, given, "acknowledged more events than were given");
+        }
+        // SAFETY: S3: the queue is alive; so many events were given.
+        unsafe { ibv_ack_cq_events(self.raw(), events.min(given)) };
     }
 }
 
 impl Drop for Cq {
     fn drop(&mut self) {
-        // SAFETY: S3: made by us; its queue pairs are gone and its events acknowledged.
-        sys::freed("ibv_destroy_cq", unsafe { ibv_destroy_cq(self.raw()) });
+        let left = self.events.given.fetch_or(ENDING, Ordering::AcqRel);
+        // SAFETY: S3: the queue is alive; so many events were given. Its queue pairs are gone.
+        let result = unsafe {
+            ibv_ack_cq_events(self.raw(), left);
+            ibv_destroy_cq(self.raw())
+        };
+        if let Err(error) = sys::status("ibv_destroy_cq", result) {
+            tracing::error!(%error, "not freed");
+            // It may go on to raise events.
+            mem::forget(self.events.clone());
+        }
     }
 }
