@@ -99,24 +99,26 @@ impl Shared {
 }
 
 /// Runs a connection until it has ended.
-pub(super) async fn drive(shared: Arc<Shared>, config: Times, link: Option<Arc<Link>>) {
-    let mut end = End { shared: Some(shared) };
-    let Some(shared) = end.shared.clone() else { unreachable!("it was just put there") };
-    let mut timers = Timers::new(config);
-    let mut disconnected = pin!(disconnected(link));
-    poll_fn(|context| {
-        shared.bell.register(context.waker());
-        poll(&shared, &mut timers, disconnected.as_mut(), context)
-    })
-    .await;
-    // In order: what is in flight ends first. A device that does not flush is not waited for: what it may still touch is
-    // kept until the queue pair is destroyed.
-    if timeout(LINGER, shared.qp.clone().close()).await.is_err() {
-        tracing::warn!(qpn = %shared.qp.qpn(), "a queue pair is not flushed");
+pub(super) fn drive(shared: Arc<Shared>, config: Times, link: Option<Arc<Link>>) -> impl Future<Output = ()> + Send {
+    // Made before the first poll: a runtime that shuts down may drop a task that was never polled.
+    let mut end = End { shared: Some(shared.clone()) };
+    async move {
+        let mut timers = Timers::new(config);
+        let mut disconnected = pin!(disconnected(link));
+        poll_fn(|context| {
+            shared.bell.register(context.waker());
+            poll(&shared, &mut timers, disconnected.as_mut(), context)
+        })
+        .await;
+        // In order: what is in flight ends first. A device that does not flush is not waited for: what it may still touch
+        // is kept until the queue pair is destroyed.
+        if timeout(LINGER, shared.qp.clone().close()).await.is_err() {
+            tracing::warn!(qpn = %shared.qp.qpn(), "a queue pair is not flushed");
+        }
+        end.shared = None;
+        shared.with(|core, _| core.gone());
+        drop(shared.bell.take());
     }
-    end.shared = None;
-    shared.with(|core, _| core.gone());
-    drop(shared.bell.take());
 }
 
 /// Ready when the peer has disconnected, if there is a manager that tells.
