@@ -115,7 +115,7 @@ pub(super) fn drive(shared: Arc<Shared>, config: Times, link: Option<Arc<Link>>)
         if timeout(LINGER, shared.qp.clone().close()).await.is_err() {
             tracing::warn!(qpn = %shared.qp.qpn(), "a queue pair is not flushed");
         }
-        end.shared = None;
+        drop(end.shared.take());
         shared.with(|core, _| core.gone());
         drop(shared.bell.take());
     }
