@@ -2,6 +2,8 @@
 
 #![allow(dead_code, unreachable_pub, reason = "each test file uses a part of it")]
 
+use std::net::SocketAddr;
+
 use bytes::Bytes;
 use tokio_rdma::software::Network;
 use tokio_rdma::types::AckTimeout;
@@ -50,13 +52,12 @@ pub fn two(network: &Network) -> [(Device, ProtectionDomain); 2] {
     })
 }
 
-/// False, loudly, where devices have no connection manager here yet.
-pub fn has_addresses(test: &str) -> bool {
-    if let Some(name) = torture::hardware() {
-        eprintln!("SKIPPED {test}: no connections by address on {name} yet");
-        return false;
+/// Where a listener on `device` can be reached, at any port.
+pub fn address(device: &Device) -> SocketAddr {
+    match torture::hardware() {
+        Some(_) => SocketAddr::new(device.default_path().unwrap().1.gid.to_ip(), 0),
+        None => SocketAddr::from(([127, 0, 0, 1], 0)),
     }
-    true
 }
 
 /// Bytes that tell their place and `seed`.
