@@ -340,6 +340,38 @@ fn halves_are_a_sink_and_a_stream_and_come_together_again() {
 }
 
 #[test]
+fn sinks_and_streams_that_are_no_longer_polled_hold_up_nobody() {
+    run("left in line", || async {
+        let (mut a, mut b) = pair(&config().receive_buffers(1));
+        assert!(timeout(Duration::from_millis(1), b.next()).await.is_err());
+        Connection::send(&a, "first").await.unwrap();
+        assert_eq!(recv(&b).await, "first");
+
+        // The stream takes its place again.
+        assert!(b.next().now_or_never().is_none());
+        assert!(b.recv().now_or_never().is_none());
+        Connection::send(&a, "second").await.unwrap();
+        assert_eq!(soon("stream", b.next()).await.unwrap().unwrap(), "second");
+
+        let mut sent = 0;
+        while Connection::send(&a, "filler").now_or_never().is_some() {
+            sent += 1;
+        }
+        assert!(SinkExt::send(&mut a, "of the sink".into()).now_or_never().is_none());
+        let sending = Connection::send(&a, "third");
+        let receiving = async {
+            for _ in 0..sent {
+                assert_eq!(recv(&b).await, "filler");
+            }
+            assert_eq!(recv(&b).await, "third");
+        };
+        soon("send beside a sink", async { tokio::join!(sending, receiving) }).await.0.unwrap();
+        let (flushed, last) = soon("sink", async { tokio::join!(SinkExt::flush(&mut a), recv(&b)) }).await;
+        assert_eq!((flushed, &last[..]), (Ok(()), &b"of the sink"[..]));
+    });
+}
+
+#[test]
 fn messages_too_long_for_the_peer_are_refused_and_harm_nothing() {
     run("too long", || async {
         let (_, pd) = device(&Network::new());

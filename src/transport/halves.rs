@@ -38,8 +38,8 @@ impl Drop for Turn<'_> {
 
 /// The half of a [`Connection`](super::Connection) that sends; a [`Sink`] of messages.
 ///
-/// As a sink it holds one message that there was no room for. Closing the sink sends it, and finishes; dropping the half does
-/// not.
+/// As a sink it holds one message that there was no room for, until it is polled as a sink again; [`send`](Self::send) does not
+/// wait for that one, and overtakes it. Closing the sink sends it, and finishes; dropping the half does not.
 pub struct SendHalf {
     pub(super) handle: Arc<Handle>,
     /// Of the sink: a message that waits for room, and places in line.
@@ -65,6 +65,10 @@ impl SendHalf {
     pub async fn send(&self, message: impl Into<Bytes>) -> Result<(), MessageError> {
         let mut message = Some(message.into());
         let shared = &self.handle.shared;
+        // Nobody polls the sink while this borrows it: its place in line would hold up this one for ever.
+        if let mut left @ Some(_) = self.sending {
+            shared.with(|core, _| core.next_sender(&mut left));
+        }
         let mut turn = Turn::new(shared, Core::next_sender);
         poll_fn(|context| shared.with(|core, waker| core.poll_send(&mut message, &mut turn.ticket, waker, context)))
             .await
@@ -176,6 +180,10 @@ impl RecvHalf {
     /// As there: no message is lost.
     pub async fn recv(&self) -> Result<Option<Bytes>, MessageError> {
         let shared = &self.handle.shared;
+        // Nobody polls the stream while this borrows it: its place in line would hold up this one for ever.
+        if let mut left @ Some(_) = self.receiving {
+            shared.with(|core, _| core.next_receiver(&mut left));
+        }
         let mut turn = Turn::new(shared, Core::next_receiver);
         poll_fn(|context| shared.with(|core, waker| core.poll_recv(&mut turn.ticket, waker, context))).await
     }
