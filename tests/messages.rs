@@ -372,6 +372,35 @@ fn sinks_and_streams_that_are_no_longer_polled_hold_up_nobody() {
 }
 
 #[test]
+fn owner_of_a_message_may_use_the_connection_when_it_is_dropped() {
+    /// Memory of a message that asks the connection something in the end.
+    struct Owner(Arc<Connection>, Vec<u8>);
+
+    impl AsRef<[u8]> for Owner {
+        fn as_ref(&self) -> &[u8] {
+            &self.1
+        }
+    }
+
+    impl Drop for Owner {
+        fn drop(&mut self) {
+            assert!(self.0.counters().sent > 0);
+        }
+    }
+
+    run("owner", || async {
+        let (a, b) = pair(&config());
+        let a = Arc::new(a);
+        for len in [8, 800, 80_000] {
+            soon("send", a.send(Bytes::from_owner(Owner(a.clone(), vec![1; len])))).await.unwrap();
+            assert_eq!(recv(&b).await.len(), len);
+            soon("flush", a.flush()).await.unwrap();
+        }
+        assert_eq!(Arc::strong_count(&a), 1, "all of them are dropped");
+    });
+}
+
+#[test]
 fn messages_too_long_for_the_peer_are_refused_and_harm_nothing() {
     run("too long", || async {
         let (_, pd) = device(&Network::new());

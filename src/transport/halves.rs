@@ -63,15 +63,14 @@ impl SendHalf {
     ///
     /// As there: the message was sent, or will not be.
     pub async fn send(&self, message: impl Into<Bytes>) -> Result<(), MessageError> {
-        let mut message = Some(message.into());
+        let message = message.into();
         let shared = &self.handle.shared;
         // Nobody polls the sink while this borrows it: its place in line would hold up this one for ever.
         if let mut left @ Some(_) = self.sending {
             shared.with(|core, _| core.next_sender(&mut left));
         }
         let mut turn = Turn::new(shared, Core::next_sender);
-        poll_fn(|context| shared.with(|core, waker| core.poll_send(&mut message, &mut turn.ticket, waker, context)))
-            .await
+        poll_fn(|context| shared.with(|core, waker| core.poll_send(&message, &mut turn.ticket, waker, context))).await
     }
 
     /// As [`Connection::flush`](super::Connection::flush).
@@ -97,11 +96,9 @@ impl SendHalf {
     /// Sends the message that the sink holds.
     fn poll_pending(&mut self, context: &mut Context<'_>) -> Poll<Result<(), MessageError>> {
         let Self { handle, pending, sending, .. } = self;
-        if pending.is_none() {
-            return Poll::Ready(Ok(()));
-        }
-        let result = ready!(handle.shared.with(|core, waker| core.poll_send(pending, sending, waker, context)));
-        // One that cannot be sent is not sent later.
+        let Some(message) = pending else { return Poll::Ready(Ok(())) };
+        let result = ready!(handle.shared.with(|core, waker| core.poll_send(message, sending, waker, context)));
+        // One that cannot be sent is not sent later, either.
         *pending = None;
         Poll::Ready(result)
     }

@@ -62,25 +62,24 @@ impl Core {
         self.sends.push_back(Sent::Inline(self.qp.send_inline_with_imm(&[], header.encode())));
     }
 
-    /// Sends `message` if that is possible now and nobody is before it in line.
+    /// Sends `message` if that is possible now and nobody is before it in line. It is the caller's to drop, without the lock:
+    /// that may run code of the service.
     pub(super) fn poll_send(
         &mut self,
-        message: &mut Option<Bytes>,
+        message: &Bytes,
         ticket: &mut Option<Ticket>,
         bell: &Waker,
         context: &mut Context<'_>,
     ) -> Poll<Result<(), MessageError>> {
-        let Some(bytes) = message else { return Poll::Ready(Ok(())) };
         if self.senders.is_first(*ticket) {
-            let mut result = self.try_send(bytes);
+            let mut result = self.try_send(message);
             if matches!(result, Ok(Some(_))) {
                 self.progress(bell);
-                result = self.try_send(bytes);
+                result = self.try_send(message);
             }
             match result {
                 Ok(Some(block)) => self.blocked = block,
                 Ok(None) => {
-                    *message = None;
                     self.next_sender(ticket);
                     return Poll::Ready(Ok(()));
                 }
