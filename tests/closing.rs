@@ -375,3 +375,26 @@ fn timeout_on_receive_leaves_the_connection_as_it_was() {
         assert_eq!(recv(&b).await, "x");
     });
 }
+
+#[test]
+fn receiver_is_not_told_of_the_end_of_messages_that_close_has_thrown_away() {
+    run("thrown away", || async {
+        let (a, b) = pair(&config());
+        for number in 0..3 {
+            a.send(pattern(100, number)).await.unwrap();
+        }
+        a.finish().unwrap();
+        assert_eq!(recv(&b).await, pattern(100, 0));
+        assert_eq!(soon("close", async { tokio::join!(a.close(), b.close()) }).await, (Ok(()), Ok(())));
+        assert_eq!(b.counters().discarded, 2);
+        assert_eq!(closed(b.recv().await), CloseReason::Local);
+
+        // Whoever has received them all is told.
+        let (a, b) = pair(&config());
+        a.send("last").await.unwrap();
+        a.finish().unwrap();
+        assert_eq!(recv(&b).await, "last");
+        assert_eq!(soon("close", async { tokio::join!(a.close(), b.close()) }).await, (Ok(()), Ok(())));
+        assert_eq!(b.recv().await, Ok(None));
+    });
+}

@@ -77,7 +77,10 @@ impl Core {
             if !self.inbox.is_ready() {
                 self.progress(bell);
             }
-            if let Some(message) = self.take_message() {
+            // After `close`, those before it may be gone.
+            if !self.closing
+                && let Some(message) = self.take_message()
+            {
                 self.next_receiver(ticket);
                 if self.ended.is_none() {
                     self.say();
@@ -97,7 +100,8 @@ impl Core {
     }
 
     pub(super) fn end_of_messages(&mut self) -> Option<Result<Option<Bytes>, MessageError>> {
-        if self.is_at_end() {
+        // Only to whoever has received all of them.
+        if self.is_at_end() && self.counters.discarded == 0 {
             self.end_seen = true;
             return Some(Ok(None));
         }
