@@ -228,6 +228,21 @@ fn peer_that_never_frees_a_buffer_holds_up_a_sender_for_as_long_as_it_likes() {
 }
 
 #[test]
+fn peer_that_frees_receives_of_messages_it_has_not_fetched_is_found_out() {
+    run("unfetched", || async {
+        let (connection, mut peer) = meet(&Network::new(), &config());
+        for _ in 0..2 {
+            soon("send", connection.send(pattern(5_000, 1))).await.unwrap();
+            assert_eq!(peer.recv().await.1 >> 29, OFFER);
+        }
+        // Else it would get registrations without end, each of a page, though their bytes are few.
+        peer.send(&[], header(ACK, 1, 0)).await;
+        let violation = Violation::Unfetched { in_use: 1, offered: 2 };
+        assert_eq!(reason(&connection).await, CloseReason::Violation(violation));
+    });
+}
+
+#[test]
 fn peer_that_never_answers_is_noticed_in_time() {
     run("silent", || async {
         let keepalive = Some((Duration::from_millis(10), Duration::from_millis(40)));
@@ -397,7 +412,7 @@ fn peer_that_vanishes_at_any_step_leaves_a_reason() {
                 peer.recv().await;
             }
             if step >= 4 {
-                peer.send(&RemoteRegion::new(8, 3 << 20, Rkey(1)).to_bytes(), header(OFFER, 1, 0)).await;
+                peer.send(&RemoteRegion::new(8, 3 << 20, Rkey(1)).to_bytes(), header(OFFER, 0, 0)).await;
             }
             if step >= 5 {
                 drop(connection.send("more").now_or_never());

@@ -82,6 +82,13 @@ pub enum Violation {
         /// Messages offered.
         offered: u32,
     },
+    /// It announces the receives of messages that it has not fetched.
+    Unfetched {
+        /// Receives that would still be in use.
+        in_use: u32,
+        /// Messages offered that it is not done with.
+        offered: u32,
+    },
     /// It has offered memory that cannot be.
     Offer {
         /// Its address.
@@ -139,6 +146,9 @@ impl fmt::Display for Violation {
             Self::Credits { announced, in_use } => write!(f, "{announced} receives announced, {in_use} were in use"),
             Self::Window { receives } => write!(f, "more sent than the {receives} receives there were"),
             Self::Done { announced, offered } => write!(f, "done with {announced} messages, {offered} were offered"),
+            Self::Unfetched { in_use, offered } => {
+                write!(f, "{offered} offered messages are not fetched, and only {in_use} receives in use")
+            }
             Self::Offer { addr, len } => write!(f, "an offer of {len} bytes at {addr:#x}"),
             Self::TooLong { len, allowed } => write!(f, "a message of {len} bytes, at most {allowed} are allowed"),
             Self::AfterFinish => f.write_str("a message after it had finished"),

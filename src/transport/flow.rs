@@ -171,6 +171,10 @@ impl Flow {
         if fetched > offered {
             return Err(Violation::Done { announced: fetched, offered });
         }
+        // An offer keeps its credit until it is done, and longer.
+        if in_use - released < offered - fetched {
+            return Err(Violation::Unfetched { in_use: in_use - released, offered: offered - fetched });
+        }
         if header.heard && !self.finished {
             return Err(Violation::NotFinished);
         }
@@ -293,6 +297,18 @@ mod tests {
         );
         assert_eq!(flow.receive(header(Kind::Ack, 1, 1)), Err(Violation::Done { announced: 1, offered: 0 }));
         assert_eq!(flow.receive(header(Kind::Ack, 1, 0)), Ok(0));
+    }
+
+    #[test]
+    fn a_peer_that_frees_the_receives_of_offers_that_are_not_done_is_found_out() {
+        let mut flow = Flow::new(8, 8);
+        flow.send(Kind::Offer);
+        flow.send(Kind::Data);
+        flow.send(Kind::Offer);
+        assert_eq!(flow.receive(header(Kind::Ack, 1, 0)), Ok(0));
+        assert_eq!(flow.receive(header(Kind::Ack, 2, 0)), Err(Violation::Unfetched { in_use: 1, offered: 2 }));
+        assert_eq!(flow.receive(header(Kind::Ack, 2, 1)), Ok(1));
+        assert_eq!(flow.receive(header(Kind::Ack, 3, 2)), Ok(1));
     }
 
     #[test]
