@@ -401,6 +401,40 @@ fn owner_of_a_message_may_use_the_connection_when_it_is_dropped() {
 }
 
 #[test]
+fn flush_waits_for_what_was_sent_before_and_not_for_what_others_send() {
+    run("flush", || async {
+        // One message is fetched at a time.
+        let (mut a, b) = pair(&config().receive_memory(1));
+        for number in 0..2 {
+            a.send(pattern(20_000, number)).await.unwrap();
+        }
+        let mut flush = Box::pin(a.flush());
+        assert!(flush.as_mut().now_or_never().is_none());
+        a.send(pattern(20_000, 2)).await.unwrap();
+        assert_eq!(recv(&b).await, pattern(20_000, 0));
+        soon("flush", flush).await.unwrap();
+        assert_eq!(b.counters().received, 1, "the third is not fetched");
+
+        let mut later = Box::pin(a.flush());
+        assert!(later.as_mut().now_or_never().is_none());
+        assert_eq!(recv(&b).await, pattern(20_000, 1));
+        soon("later flush", later).await.unwrap();
+        assert_eq!(recv(&b).await, pattern(20_000, 2));
+
+        // A sink's flush that was given up does not stand for a later one.
+        for number in 0..2 {
+            a.feed(pattern(20_000, number)).await.unwrap();
+        }
+        assert!(SinkExt::flush(&mut a).now_or_never().is_none());
+        a.feed(pattern(20_000, 2)).await.unwrap();
+        assert_eq!(recv(&b).await, pattern(20_000, 0));
+        assert!(timeout(Duration::from_millis(20), SinkExt::flush(&mut a)).await.is_err());
+        assert_eq!(recv(&b).await, pattern(20_000, 1));
+        soon("flush of the sink", SinkExt::flush(&mut a)).await.unwrap();
+    });
+}
+
+#[test]
 fn messages_too_long_for_the_peer_are_refused_and_harm_nothing() {
     run("too long", || async {
         let (_, pd) = device(&Network::new());

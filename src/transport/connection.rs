@@ -231,6 +231,7 @@ impl Connection {
     /// # Errors
     ///
     /// The halves, if they are not of one connection.
+    #[expect(clippy::result_large_err, reason = "it gives back what it was given")]
     pub fn reunite(send: SendHalf, recv: RecvHalf) -> Result<Self, (SendHalf, RecvHalf)> {
         if Arc::ptr_eq(&send.handle, &recv.handle) { Ok(Self { send, recv }) } else { Err((send, recv)) }
     }

@@ -52,6 +52,8 @@ pub(super) struct Core {
     pub(super) receives: VecDeque<Recv<BufMut>>,
     pub(super) inbox: Inbox,
     pub(super) sends: VecDeque<Sent>,
+    /// Frames before them.
+    pub(super) reaped: u64,
     /// Long messages that the peer has not fetched.
     pub(super) offers: VecDeque<ReadOnlyRegion>,
     pub(super) offered: u64,
@@ -61,6 +63,8 @@ pub(super) struct Core {
     pub(super) blocked: Block,
     pub(super) receivers: Waiters,
     pub(super) flushers: Waiters,
+    /// What the first of those that flush waits for.
+    pub(super) mark: Option<Mark>,
 
     /// This end finishes as soon as it may.
     pub(super) finishing: bool,
@@ -81,6 +85,13 @@ pub(super) struct Core {
     pub(super) heard: bool,
     pub(super) counters: ConnectionCounters,
     pub(super) after: After,
+}
+
+/// A moment in what is sent: frames, and offers among them. A later one is not less in either.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Mark {
+    pub(super) frames: u64,
+    pub(super) offers: u64,
 }
 
 /// Sizes agreed.
@@ -139,12 +150,14 @@ impl Core {
             receives: VecDeque::with_capacity(config.receives() as usize),
             inbox: Inbox::default(),
             sends: VecDeque::new(),
+            reaped: 0,
             offers: VecDeque::new(),
             offered: 0,
             senders: Waiters::default(),
             blocked: Block::Credits,
             receivers: Waiters::default(),
             flushers: Waiters::default(),
+            mark: None,
             finishing: false,
             closing: false,
             end_seen: false,
@@ -273,6 +286,7 @@ impl Core {
     /// Forgets sends that are done.
     pub(super) fn reap(&mut self) {
         while self.sends.front().is_some_and(Sent::is_finished) {
+            self.reaped += 1;
             if let Some(mut sent) = self.sends.pop_front()
                 && let Poll::Ready(Err(kind)) = sent.poll(&mut Context::from_waker(Waker::noop()))
             {
@@ -332,8 +346,10 @@ impl Core {
 
     /// Has the driver woken by sends that somebody waits for; ends the connection if all is said.
     fn watch_sends(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
-        let waited_for = if self.flow.is_over() || !self.flushers.is_empty() {
+        let waited_for = if self.flow.is_over() {
             self.sends.back_mut()
+        } else if let Some(last) = self.mark.and_then(|mark| mark.frames.checked_sub(self.reaped + 1)) {
+            self.sends.get_mut(last as usize)
         } else if !self.senders.is_empty() && self.blocked == Block::Buffers {
             // Not the first: it would wake for each of them.
             let middle = self.sends.len() / 2;
@@ -425,7 +441,8 @@ impl Core {
         if !self.senders.is_empty() && self.is_unblocked() {
             self.after.wakers.extend(self.senders.first());
         }
-        if !self.flushers.is_empty() && (ended || self.is_flushed()) {
+        if ended || self.mark.is_some_and(|mark| self.has_reached(mark)) {
+            self.mark = None;
             self.after.wakers.extend(self.flushers.all());
         }
     }
@@ -441,8 +458,14 @@ impl Core {
         }
     }
 
-    pub(super) fn is_flushed(&self) -> bool {
-        self.sends.is_empty() && self.offers.is_empty()
+    /// All that was sent so far.
+    pub(super) fn sent_so_far(&self) -> Mark {
+        Mark { frames: self.reaped + self.sends.len() as u64, offers: self.counters.offered }
+    }
+
+    /// True if all that had been sent then has arrived.
+    pub(super) fn has_reached(&self, mark: Mark) -> bool {
+        self.reaped >= mark.frames && self.counters.offered - self.offers.len() as u64 >= mark.offers
     }
 
     /// True if the peer's messages have all been handed out.

@@ -13,6 +13,7 @@ use super::connection::Handle;
 use super::core::Core;
 use super::driver::Shared;
 use super::error::MessageError;
+use super::outbound::Flush;
 use super::waiters::Ticket;
 
 /// A place in a line of the connection that is given up when this is dropped.
@@ -36,6 +37,20 @@ impl Drop for Turn<'_> {
     }
 }
 
+/// A flush that is given up when this is dropped.
+struct Leaving<'a> {
+    shared: &'a Shared,
+    flush: Flush,
+}
+
+impl Drop for Leaving<'_> {
+    fn drop(&mut self) {
+        if self.flush.ticket.is_some() {
+            self.shared.with(|core, _| core.leave_flushers(&mut self.flush.ticket));
+        }
+    }
+}
+
 /// The half of a [`Connection`](super::Connection) that sends; a [`Sink`] of messages.
 ///
 /// As a sink it holds one message that there was no room for, until it is polled as a sink again; [`send`](Self::send) does not
@@ -45,12 +60,12 @@ pub struct SendHalf {
     /// Of the sink: a message that waits for room, and places in line.
     pending: Option<Bytes>,
     sending: Option<Ticket>,
-    flushing: Option<Ticket>,
+    flushing: Flush,
 }
 
 impl SendHalf {
     pub(super) fn new(handle: Arc<Handle>) -> Self {
-        Self { handle, pending: None, sending: None, flushing: None }
+        Self { handle, pending: None, sending: None, flushing: Flush::default() }
     }
 
     /// As [`Connection::send`](super::Connection::send).
@@ -80,8 +95,8 @@ impl SendHalf {
     /// As there.
     pub async fn flush(&self) -> Result<(), MessageError> {
         let shared = &self.handle.shared;
-        let mut turn = Turn::new(shared, Core::leave_flushers);
-        poll_fn(|context| shared.with(|core, waker| core.poll_flush(&mut turn.ticket, waker, context))).await
+        let mut flush = Leaving { shared, flush: Flush::default() };
+        poll_fn(|context| shared.with(|core, waker| core.poll_flush(&mut flush.flush, waker, context))).await
     }
 
     /// As [`Connection::finish`](super::Connection::finish).
@@ -124,7 +139,10 @@ impl Sink<Bytes> for SendHalf {
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<(), MessageError>> {
         ready!(self.poll_pending(context))?;
         let Self { handle, flushing, .. } = &mut *self;
-        handle.shared.with(|core, waker| core.poll_flush(flushing, waker, context))
+        handle.shared.with(|core, waker| {
+            flushing.renew(core);
+            core.poll_flush(flushing, waker, context)
+        })
     }
 
     fn poll_close(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<(), MessageError>> {
@@ -136,11 +154,11 @@ impl Sink<Bytes> for SendHalf {
 
 impl Drop for SendHalf {
     fn drop(&mut self) {
-        if self.sending.is_some() || self.flushing.is_some() {
+        if self.sending.is_some() || self.flushing.ticket.is_some() {
             let Self { handle, sending, flushing, .. } = self;
             handle.shared.with(|core, _| {
                 core.next_sender(sending);
-                core.leave_flushers(flushing);
+                core.leave_flushers(&mut flushing.ticket);
             });
         }
     }

@@ -6,7 +6,7 @@ use std::task::{Context, Poll, Waker};
 
 use bytes::Bytes;
 
-use super::core::Core;
+use super::core::{Core, Mark};
 use super::error::{CloseReason, MessageError};
 use super::frame::Kind;
 use super::waiters::Ticket;
@@ -53,6 +53,25 @@ pub(super) enum Block {
     Credits,
     Buffers,
     Memory(u64),
+}
+
+/// A wait for what was sent to arrive.
+#[derive(Debug, Default)]
+pub(super) struct Flush {
+    pub(super) ticket: Option<Ticket>,
+    /// What had been sent when it began.
+    target: Option<Mark>,
+    /// Messages that had been sent then.
+    messages: u64,
+}
+
+impl Flush {
+    /// Waits for all that was sent so far, if there was more since it began: a sink may have begun to flush, and stopped, before.
+    pub(super) fn renew(&mut self, core: &Core) {
+        if self.messages != core.counters.sent {
+            self.target = None;
+        }
+    }
 }
 
 impl Core {
@@ -158,26 +177,35 @@ impl Core {
         Ok(None)
     }
 
-    /// Waits until all that was sent has arrived.
+    /// Waits until all that was sent when it was first asked has arrived: others may go on sending.
     pub(super) fn poll_flush(
         &mut self,
-        ticket: &mut Option<Ticket>,
+        flush: &mut Flush,
         bell: &Waker,
         context: &mut Context<'_>,
     ) -> Poll<Result<(), MessageError>> {
-        // In line first: progress looks at sends that somebody waits for.
-        self.flushers.wait(ticket, context.waker());
+        let target = match flush.target {
+            Some(target) => target,
+            None => {
+                flush.messages = self.counters.sent;
+                *flush.target.insert(self.sent_so_far())
+            }
+        };
+        // In line first: progress looks at sends that somebody waits for. If it reaches the mark of another, it wakes this task.
+        self.flushers.wait(&mut flush.ticket, context.waker());
+        self.mark = Some(self.mark.map_or(target, |mark| mark.min(target)));
         self.progress(bell);
         let result = match self.ended {
             Some(CloseReason::Clean) => Ok(()),
             Some(reason) => Err(MessageError::Closed(reason)),
-            None if self.is_flushed() => Ok(()),
+            None if self.has_reached(target) => Ok(()),
             None => {
-                self.flushers.wait(ticket, context.waker());
+                self.flushers.wait(&mut flush.ticket, context.waker());
                 return Poll::Pending;
             }
         };
-        self.flushers.leave(ticket);
+        flush.target = None;
+        self.flushers.leave(&mut flush.ticket);
         Poll::Ready(result)
     }
 
