@@ -41,15 +41,17 @@ impl Options {
         self
     }
 
-    /// Time for looking up a host and resolving the route to it, all of its addresses together; 5 s unless set.
+    /// Time for looking up a host, and again for resolving the route to each of its addresses that is tried: one that does
+    /// not answer leaves the next as much; 5 s unless set.
     #[must_use]
     pub const fn resolve_timeout(mut self, timeout: Duration) -> Self {
         self.resolve_timeout = timeout;
         self
     }
 
-    /// Time for the handshake, and later for the answer to our goodbye; 15 s unless set. The peer's program has to
-    /// accept within it. The kernel's manager repeats a lost message after 4.3 s, the software device's after 0.27 s.
+    /// Time for the handshake with each address that is tried, and later for the answer to our goodbye; 15 s unless set. The
+    /// peer's program has to accept within it. The kernel's manager repeats a lost message after 4.3 s, the software
+    /// device's after 0.27 s.
     #[must_use]
     pub const fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;

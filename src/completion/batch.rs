@@ -137,23 +137,23 @@ impl WorkQueue {
 
     /// A part of a batch was refused, and parts before it may have been posted: ends the queue pair, with a work request
     /// that is flushed in the place of `wr`, so that the last slot of the batch is finished when the device is done with
-    /// all before it. If even that is refused, it is finished when the queue pair is destroyed.
-    pub(super) fn flush_behind(&self, posting: &mut Posting, index: u32, wr: SendWr<'_>, error: VerbError) {
-        let Some(Poster::Send(qp)) = &posting.poster else { return };
+    /// all before it. False if even that is refused: the last slot is finished when the queue pair is destroyed.
+    pub(super) fn flush_behind(&self, posting: &mut Posting, index: u32, wr: SendWr<'_>, error: VerbError) -> bool {
+        let Some(Poster::Send(qp)) = &posting.poster else { return false };
         tracing::warn!(qpn = %qp.qpn(), %error, "batch refused part-way, ending the queue pair");
         if let Err(error) = qp.modify(&QpAttr::to_state(QpState::Err)) {
             tracing::warn!(%error, "its buffers are held until the queue pair is destroyed");
-            return;
+            return false;
         }
         self.slots.slot(index).place(posting.posted as u32);
         let beacon = SendWr { data: Data::Sges(&[]), op: SendOp::Send, flags: SendFlags::SIGNALED, ..wr };
         // SAFETY: S1: it names no memory.
-        match unsafe { qp.post_send(&[beacon]) } {
-            Ok(()) => posting.posted += 1,
-            Err(refused) => {
-                tracing::warn!(error = %refused.error, "its buffers are held until the queue pair is destroyed")
-            }
+        if let Err(refused) = unsafe { qp.post_send(&[beacon]) } {
+            tracing::warn!(error = %refused.error, "its buffers are held until the queue pair is destroyed");
+            return false;
         }
+        posting.posted += 1;
+        true
     }
 
     fn check_batch<B: Source>(

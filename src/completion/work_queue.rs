@@ -363,8 +363,11 @@ impl WorkQueue {
             let wr_id = self.wr_id(next.index, next.generation);
             let wr = SendWr { wr_id, op: SendOp::Send, flags: next.flags, data, target };
             if let Err(error) = self.post_one(posting, next.index, next.what, wr, &next.sges) {
-                if next.batch {
-                    self.flush_behind(posting, next.index, wr, error);
+                // The last of a batch ends with nothing but its completion: parts before it may be with the device. One
+                // before it that nothing stands in for would count as done with the next completion behind it.
+                let is_before = |behind: &Queued| self.slots.slot(behind.index).previous() == Some(next.index);
+                let held = !posting.queued.front().is_some_and(is_before);
+                if next.batch && (self.flush_behind(posting, next.index, wr, error) || held) {
                     continue;
                 }
                 let failed = Outcome::Err(OpErrorKind::Post(error));

@@ -179,8 +179,8 @@ impl ConnectionConfig {
         self
     }
 
-    /// Time for finding the peer and for the handshake, each; 15 s unless set: the kernel's manager repeats a lost message
-    /// after 4.3 s.
+    /// Time for finding the peer and for the handshake, each, and for each of its addresses that is tried; 15 s unless set:
+    /// the kernel's manager repeats a lost message after 4.3 s.
     pub fn connect_timeout(mut self, timeout: Duration) -> Self {
         self.connect_timeout = timeout;
         self

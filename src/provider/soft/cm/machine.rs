@@ -368,17 +368,27 @@ impl Machine {
     pub(super) fn withdraw(&mut self, id: CommId) {
         let Some(connection) = self.connections.get_mut(&id) else { return };
         connection.state = State::Withdrawn;
-        if let Some(qpn) = connection.remote_qpn {
-            self.queue_pairs.remove(&(connection.peer, qpn));
+        self.let_go_of_queue_pair(id);
+    }
+
+    /// The queue pair at the other end is in no connection with us, or not in this one.
+    fn let_go_of_queue_pair(&mut self, id: CommId) {
+        let Some(connection) = self.connections.get(&id) else { return };
+        let Some(qpn) = connection.remote_qpn else { return };
+        let queue_pair = (connection.peer, qpn);
+        // It may be in another one by now.
+        if self.queue_pairs.get(&queue_pair) == Some(&id) {
+            self.queue_pairs.remove(&queue_pair);
         }
     }
 
-    /// Rejects a request, and remembers that for as long as the peer may repeat it.
+    /// Rejects a request, and remembers that for as long as the peer may repeat it. Its queue pair may ask anew.
     fn refuse(&mut self, now: u64, id: CommId, reason: RejectReason, private_data: Private<REJECT_DATA>) {
         let Some(connection) = self.connections.get_mut(&id) else { return };
         connection.state = State::Refused;
         let remote_id = connection.remote_id;
         let linger = connection.response_timeout.saturating_mul(2);
+        self.let_go_of_queue_pair(id);
         self.answered(id);
         let rej = Rej { local_id: id, remote_id, about: About::Req, reason, private_data };
         self.send(id, Message::Rej(Box::new(rej)));
@@ -459,16 +469,11 @@ impl Machine {
     pub(super) fn forget(&mut self, id: CommId) {
         self.answered(id);
         self.set_deadline(id, None);
+        self.let_go_of_queue_pair(id);
         let Some(connection) = self.connections.remove(&id) else { return };
-        let of = |known: Option<&CommId>| known == Some(&id);
         let request = (connection.peer, connection.remote_id);
-        if of(self.requests.get(&request)) {
+        if self.requests.get(&request) == Some(&id) {
             self.requests.remove(&request);
-        }
-        if let Some(qpn) = connection.remote_qpn
-            && of(self.queue_pairs.get(&(connection.peer, qpn)))
-        {
-            self.queue_pairs.remove(&(connection.peer, qpn));
         }
     }
 

@@ -176,6 +176,34 @@ fn queue_pair_that_begins_anew_ends_what_it_was_part_of() {
 }
 
 #[test]
+fn queue_pair_that_was_rejected_may_ask_anew_at_once() {
+    let mut pair = Pair::new();
+    let first = pair.connect(0x100);
+    let request = pair.deliver_to_b();
+    let theirs = pair.deliver_to_a().requests[0];
+    pair.b.reject(pair.now, theirs, b"").unwrap();
+    pair.b.release(pair.now, theirs);
+    assert_eq!(pair.deliver_to_a().kinds(), ["REJ"]);
+    assert_eq!(state(&pair.a, first), None);
+    assert_eq!(pair.deliver_to_b().names(), ["rejected"]);
+    // Nobody has accepted it, so there is no connection that could be stale.
+    pair.connect(0x100);
+    pair.deliver_to_b();
+    let out = pair.deliver_to_a();
+    assert_eq!((out.kinds().len(), out.requests.len()), (0, 1), "{out:?}");
+    // What is repeated of the first request gets the same answer as before, all the same.
+    pair.b.on_message(pair.now, A, request.sent[0].1.clone(), psn);
+    assert_eq!(pair.deliver_to_a().kinds(), ["REJ"]);
+    // And when that is forgotten, the second is not.
+    while state(&pair.b, theirs).is_some() {
+        assert!(pair.next_deadline());
+        pair.deliver_to_b();
+        pair.deliver_to_a();
+    }
+    assert_eq!(pair.b.sizes()[..3], [1, 1, 1]);
+}
+
+#[test]
 fn times_that_a_peer_asks_for_are_cut() {
     for (asked, held) in [(31, 20), (0, 8), (15, 15)] {
         let mut pair = Pair::new();
