@@ -463,6 +463,10 @@ fn settings_that_cannot_be_are_refused_by_name() {
         assert_eq!(small(config().receive_buffer_size(19)), "receive_buffer_size");
         assert_eq!(small(config().max_inline(19)), "max_inline");
         assert_eq!(small(config().max_send_wr(1)), "max_send_wr");
+        let (zero, some) = (Duration::ZERO, Duration::from_secs(1));
+        assert!(small(config().keepalive(Some((zero, some)))).starts_with("keepalive interval"));
+        assert!(small(config().keepalive(Some((some, zero)))).starts_with("keepalive timeout"));
+        assert!(small(config().stall_timeout(Some(zero))).starts_with("stall_timeout"));
         let large = |config: ConnectionConfig| match Connection::prepare(&pd, &config) {
             Err(SetupError::Limit(limit)) => limit.field,
             other => panic!("{other:?}"),

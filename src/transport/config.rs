@@ -140,7 +140,7 @@ impl ConnectionConfig {
     /// Asks the peer to answer when nothing was heard of it for `interval`, and ends the connection as
     /// [`CloseReason::Silent`](super::CloseReason::Silent) if nothing is heard for `timeout` after that; 5 s and 10 s unless
     /// set. The peer's end answers by itself, so only a peer whose runtime makes no progress for so long is taken for dead;
-    /// one whose device is gone is noticed by its retries, in seconds. `None`: never.
+    /// one whose device is gone is noticed by its retries, in seconds. `None`: never; neither can be less than 1 ms.
     pub fn keepalive(mut self, times: Option<(Duration, Duration)>) -> Self {
         self.keepalive = times;
         self
@@ -148,7 +148,7 @@ impl ConnectionConfig {
 
     /// Ends the connection as [`CloseReason::Stalled`](super::CloseReason::Stalled) if a `send` has waited for so long and
     /// the peer took nothing meanwhile; never unless set, for a peer may be slow for good reasons. A single `send` can be put
-    /// under a timeout instead.
+    /// under a timeout instead. At least 1 ms.
     pub fn stall_timeout(mut self, timeout: Option<Duration>) -> Self {
         self.stall_timeout = timeout;
         self
@@ -240,6 +240,16 @@ impl ConnectionConfig {
         at_least("send_buffers", self.send_buffers.into(), 1)?;
         at_least("max_send_wr", self.max_send_wr.into(), 2)?;
         at_least("max_inline", self.max_inline.into(), OFFER_LEN as u64)?;
+        // Timers tick in milliseconds; one that is always due would never let go of its processor.
+        let times = [
+            ("keepalive interval in milliseconds", self.keepalive.map(|(interval, _)| interval)),
+            ("keepalive timeout in milliseconds", self.keepalive.map(|(_, timeout)| timeout)),
+            ("stall_timeout in milliseconds", self.stall_timeout),
+        ];
+        for (field, time) in times {
+            let millis = time.map_or(u64::MAX, |time| u64::try_from(time.as_millis()).unwrap_or(u64::MAX));
+            at_least(field, millis, 1)?;
+        }
         LimitError::check("receive_buffer_size", self.receive_buffer_size.into(), 1 << 31)?;
         LimitError::check("receive_buffers", self.receive_buffers.into(), (MAX_RECEIVES - RESERVE).into())?;
         LimitError::check("receive_buffers", self.receives().into(), device.max_qp_wr.into())?;
