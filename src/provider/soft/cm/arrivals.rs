@@ -59,6 +59,7 @@ impl Machine {
             // The peer has begun anew with this queue pair, so it has forgotten the connection that we know: 12.9.8.3.1.
             self.out.push_back(refuse(RejectReason::STALE_CONNECTION));
             if self.connections.get(&id).is_some_and(|stale| stale.state == State::Established) {
+                // Cannot fail in this state.
                 let _ = self.disconnect(now, id);
             }
             return;
