@@ -387,7 +387,9 @@ impl Machine {
         let Some(connection) = self.connections.get_mut(&id) else { return };
         connection.state = State::Refused;
         let remote_id = connection.remote_id;
-        let linger = connection.response_timeout.saturating_mul(2);
+        // It may have been asked to wait, and be told no when it repeats its request after that.
+        let repeats = connection.response_timeout.saturating_mul(u64::from(connection.retries) + 1);
+        let linger = SERVICE_TIMEOUT.nanoseconds().saturating_add(repeats);
         self.let_go_of_queue_pair(id);
         self.answered(id);
         let rej = Rej { local_id: id, remote_id, about: About::Req, reason, private_data };

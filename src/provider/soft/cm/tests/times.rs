@@ -71,6 +71,28 @@ fn program_that_takes_its_time_is_waited_for_as_long_as_its_manager_asks() {
 }
 
 #[test]
+fn rejection_that_is_lost_after_a_request_for_time_is_repeated() {
+    let mut pair = Pair::new();
+    pair.connect(0x100);
+    pair.deliver_to_b();
+    let theirs = Out::of(&mut pair.b).requests[0];
+    assert!(pair.next_deadline());
+    pair.deliver_to_b();
+    assert_eq!(pair.deliver_to_a().kinds(), ["MRA"]);
+    pair.b.reject(pair.now, theirs, b"").unwrap();
+    pair.b.release(pair.now, theirs);
+    // Lost as often as the peer may repeat its request.
+    for _ in 0..MAX_RETRIES {
+        assert_eq!(Out::of(&mut pair.b).kinds(), ["REJ"]);
+        assert!(pair.next_deadline());
+        pair.deliver_to_b();
+    }
+    let out = pair.deliver_to_a();
+    assert_eq!((out.kinds(), out.requests.len()), (vec!["REJ"], 0));
+    assert_eq!(pair.deliver_to_b().names(), ["rejected"]);
+}
+
+#[test]
 fn request_that_the_peer_gives_up_before_it_has_heard_of_us_is_found_by_its_number() {
     let mut pair = Pair::new();
     let ours = pair.connect(0x100);
