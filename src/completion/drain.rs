@@ -12,7 +12,7 @@ use super::request::Limits;
 use super::slot::{Registered, Slot};
 use super::spin::SpinBudget;
 use super::teardown::QueuePairCore;
-use super::wake::WakeList;
+use super::wake::{self, WakeList};
 use super::work_queue::{Owner, Poster, WorkQueue};
 use crate::error::{LimitError, OpErrorKind, SetupError, VerbError};
 use crate::sync::{AtomicU32, Mutex, MutexGuard, Ordering, lock, try_lock};
@@ -301,7 +301,7 @@ impl CqShared {
     fn release_and_wake(mut state: MutexGuard<'_, State>) {
         if let Some(waker) = state.woken.only() {
             drop(state);
-            return waker.wake();
+            return wake::wake(waker);
         }
         let woken = std::mem::take(&mut state.woken);
         drop(state);

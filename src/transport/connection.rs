@@ -202,7 +202,10 @@ impl Connection {
         handle.shared.with(|core, waker| core.close(waker));
         let mut turn = Turn::new(&handle.shared, Core::leave_flushers);
         let mut gone = async || {
-            poll_fn(|context| handle.shared.with(|core, waker| core.poll_gone(&mut turn.ticket, waker, context))).await
+            poll_fn(|context| {
+                handle.shared.poll(context, |core, bell, guest| core.poll_gone(&mut turn.ticket, bell, guest))
+            })
+            .await
         };
         let reason = match tokio::time::timeout(handle.close_timeout, gone()).await {
             Ok(reason) => reason,

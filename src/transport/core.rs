@@ -27,7 +27,7 @@ use super::hello::Hello;
 use super::inbound::{Inbox, Incoming};
 use super::memory::Landings;
 use super::outbound::{Block, Sent};
-use super::waiters::{Ticket, Waiters};
+use super::waiters::{Guest, Ticket, Waiters};
 use crate::cm::Link;
 use crate::error::OpErrorKind;
 use crate::op::{QueuePair, Received, Recv};
@@ -112,7 +112,11 @@ pub(super) struct Limits {
 #[derive(Debug, Default)]
 pub(super) struct After {
     pub(super) wakers: SmallVec<[Waker; 4]>,
+    /// Wakers of tasks that wait no more.
+    pub(super) spent: SmallVec<[Waker; 2]>,
     fetched: SmallVec<[ReadOnlyRegion; 2]>,
+    /// Their registrations may end with them.
+    discarded: Vec<Bytes>,
     operations: Vec<Operations>,
     link: Option<Arc<Link>>,
 }
@@ -424,7 +428,10 @@ impl Core {
             self.counters.discarded += 1;
             match message {
                 Incoming::Here(buffer) => self.post(buffer),
-                Incoming::Landed(bytes) => self.inbox.memory -= bytes.len() as u64,
+                Incoming::Landed(bytes) => {
+                    self.inbox.memory -= bytes.len() as u64;
+                    self.after.discarded.push(bytes);
+                }
                 Incoming::Offered(_) | Incoming::Landing(_) | Incoming::Lost => {}
             }
             self.flow.release_message();
@@ -525,16 +532,16 @@ impl Core {
         &mut self,
         ticket: &mut Option<Ticket>,
         bell: &Waker,
-        context: &mut Context<'_>,
+        guest: &mut Guest<'_>,
     ) -> Poll<CloseReason> {
         self.progress(bell);
         match self.ended {
             Some(reason) if self.gone => {
-                self.flushers.leave(ticket);
+                self.leave_flushers(ticket);
                 Poll::Ready(reason)
             }
             _ => {
-                self.flushers.wait(ticket, context.waker());
+                self.flushers.wait(ticket, guest);
                 Poll::Pending
             }
         }

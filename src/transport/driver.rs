@@ -18,7 +18,9 @@ use tokio::time::{Instant, Sleep, sleep_until, timeout};
 use super::config::ConnectionConfig;
 use super::core::Core;
 use super::error::CloseReason;
+use super::waiters::Guest;
 use crate::cm::Link;
+use crate::completion::Deferral;
 use crate::op::QueuePair;
 
 /// Longest wait for a goodbye to be taken by the peer's device when the service has dropped the connection, and for the
@@ -75,14 +77,32 @@ impl Shared {
         Self { core: Mutex::new(core), waker: bell.clone().into(), bell, qp }
     }
 
-    /// Does something under the lock, and after it what that has left to do.
+    /// Does something under the lock, and after it what that has left to do, for this connection and, as operations are polled,
+    /// for others: whatever that may run, such as wakers and drops of the service's, may come back here.
     pub(super) fn with<R>(&self, work: impl FnOnce(&mut Core, &Waker) -> R) -> R {
+        let deferral = Deferral::begin();
         let mut core = self.core.lock();
         let result = work(&mut core, &self.waker);
         let after = core.take_after();
         drop(core);
+        drop(deferral);
         after.run();
         result
+    }
+
+    /// As [`with`](Self::with), for a task that may have to wait.
+    pub(super) fn poll<R>(
+        &self,
+        context: &mut Context<'_>,
+        mut work: impl FnMut(&mut Core, &Waker, &mut Guest<'_>) -> Poll<R>,
+    ) -> Poll<R> {
+        let mut guest = Guest::new(context.waker());
+        loop {
+            match self.with(|core, bell| work(core, bell, &mut guest)) {
+                Poll::Pending if guest.comes_again() => {}
+                result => return result,
+            }
+        }
     }
 
     /// The service has dropped all it held.

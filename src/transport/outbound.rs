@@ -9,7 +9,7 @@ use bytes::Bytes;
 use super::core::{Core, Mark};
 use super::error::{CloseReason, MessageError};
 use super::frame::Kind;
-use super::waiters::Ticket;
+use super::waiters::{Guest, Ticket};
 use crate::error::{LimitError, OpErrorKind};
 use crate::op::Send;
 use crate::verbs::{BufMut, PoolError, ReadOnlyRegion};
@@ -88,7 +88,7 @@ impl Core {
         message: &Bytes,
         ticket: &mut Option<Ticket>,
         bell: &Waker,
-        context: &mut Context<'_>,
+        guest: &mut Guest<'_>,
     ) -> Poll<Result<(), MessageError>> {
         if self.senders.is_first(*ticket) {
             let mut result = self.try_send(message);
@@ -111,7 +111,7 @@ impl Core {
             self.next_sender(ticket);
             return Poll::Ready(Err(error));
         }
-        self.senders.wait(ticket, context.waker());
+        self.senders.wait(ticket, guest);
         if self.blocked == Block::Buffers {
             // Somebody must be told when one comes back.
             self.progress(bell);
@@ -121,7 +121,7 @@ impl Core {
 
     /// Leaves the line of senders.
     pub(super) fn next_sender(&mut self, ticket: &mut Option<Ticket>) {
-        self.senders.leave(ticket);
+        self.after.spent.extend(self.senders.leave(ticket));
         // What it needs nobody knows; it will say so.
         self.after.wakers.extend(self.senders.first());
     }
@@ -182,7 +182,7 @@ impl Core {
         &mut self,
         flush: &mut Flush,
         bell: &Waker,
-        context: &mut Context<'_>,
+        guest: &mut Guest<'_>,
     ) -> Poll<Result<(), MessageError>> {
         let target = match flush.target {
             Some(target) => target,
@@ -192,7 +192,7 @@ impl Core {
             }
         };
         // In line first: progress looks at sends that somebody waits for. If it reaches the mark of another, it wakes this task.
-        self.flushers.wait(&mut flush.ticket, context.waker());
+        self.flushers.wait(&mut flush.ticket, guest);
         self.mark = Some(self.mark.map_or(target, |mark| mark.min(target)));
         self.progress(bell);
         let result = match self.ended {
@@ -200,17 +200,17 @@ impl Core {
             Some(reason) => Err(MessageError::Closed(reason)),
             None if self.has_reached(target) => Ok(()),
             None => {
-                self.flushers.wait(&mut flush.ticket, context.waker());
+                self.flushers.wait(&mut flush.ticket, guest);
                 return Poll::Pending;
             }
         };
         flush.target = None;
-        self.flushers.leave(&mut flush.ticket);
+        self.leave_flushers(&mut flush.ticket);
         Poll::Ready(result)
     }
 
     /// No longer waits for a flush, or for the end.
     pub(super) fn leave_flushers(&mut self, ticket: &mut Option<Ticket>) {
-        self.flushers.leave(ticket);
+        self.after.spent.extend(self.flushers.leave(ticket));
     }
 }
