@@ -406,7 +406,7 @@ impl Sink<Bytes> for Connection {
 /// One end that is ready to be connected: its receives are posted.
 #[must_use = "it is connected by establish"]
 pub struct Prepared {
-    core: Core,
+    pub(super) core: Core,
     pub(super) qp: QueuePair,
     config: ConnectionConfig,
 }
@@ -479,7 +479,7 @@ impl Prepared {
         let addresses = link.as_ref().map(|link| (link.local_addr(), link.peer_addr()));
         let link = link.map(Arc::new);
         self.core.meet(self.config.receives(), &peer, link.clone());
-        let shared = Arc::new(Shared::new(self.core, self.qp));
+        let shared = Shared::new(self.core, self.qp, runtime.clone());
         drop(runtime.spawn(drive(shared.clone(), Times::new(&self.config), link)));
         let handle = Arc::new(Handle {
             shared,

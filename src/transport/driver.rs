@@ -8,11 +8,12 @@
 
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use tokio::runtime::Handle;
 use tokio::time::{Instant, Sleep, sleep_until, timeout};
 
 use super::config::ConnectionConfig;
@@ -69,12 +70,16 @@ pub(super) struct Shared {
     /// The bell as what operations wake.
     waker: Waker,
     pub(super) qp: QueuePair,
+    /// Where it has its task.
+    runtime: Handle,
+    this: Weak<Self>,
 }
 
 impl Shared {
-    pub(super) fn new(core: Core, qp: QueuePair) -> Self {
+    pub(super) fn new(core: Core, qp: QueuePair, runtime: Handle) -> Arc<Self> {
         let bell = Arc::new(Bell::default());
-        Self { core: Mutex::new(core), waker: bell.clone().into(), bell, qp }
+        let waker = bell.clone().into();
+        Arc::new_cyclic(|this| Self { core: Mutex::new(core), waker, bell, qp, runtime, this: this.clone() })
     }
 
     /// Does something under the lock, and after it what that has left to do, for this connection and, as operations are polled,
@@ -86,6 +91,10 @@ impl Shared {
         let after = core.take_after();
         drop(core);
         drop(deferral);
+        if after.help {
+            let helper = Helper { shared: self.this.clone(), at_it: true };
+            drop(self.runtime.spawn_blocking(move || helper.run()));
+        }
         after.run();
         result
     }
@@ -115,6 +124,36 @@ impl Shared {
     pub(super) fn give_up(&self) {
         self.with(|core, _| core.give_up());
         self.bell.ring();
+    }
+}
+
+/// A thread that does what may block, one thing after the other, until there is nothing more to do: at most one for a
+/// connection, however much its peer offers.
+struct Helper {
+    shared: Weak<Shared>,
+    at_it: bool,
+}
+
+impl Helper {
+    fn run(mut self) {
+        while let Some(shared) = self.shared.upgrade()
+            && let Some(chore) = shared.with(|core, _| core.next_chore())
+        {
+            let done = chore.run();
+            shared.with(|core, bell| core.on_done(done, bell));
+        }
+        self.at_it = false;
+    }
+}
+
+impl Drop for Helper {
+    fn drop(&mut self) {
+        if let (true, Some(shared)) = (self.at_it, self.shared.upgrade()) {
+            // Who waits for a message would wait for ever.
+            let reason = if std::thread::panicking() { CloseReason::Memory } else { CloseReason::Runtime };
+            shared.with(|core, _| core.end(reason));
+            shared.bell.ring();
+        }
     }
 }
 

@@ -34,7 +34,11 @@ pub(super) struct Inbox {
 pub(super) enum Incoming {
     Here(BufMut),
     Offered(RemoteRegion),
+    /// Memory for it is being registered.
+    Preparing(RemoteRegion),
     Landing(Landing),
+    /// It is there; the registration of its memory is being ended.
+    Releasing,
     Landed(Bytes),
     /// Could not be fetched; the connection has failed.
     Lost,
@@ -129,7 +133,11 @@ impl Core {
                 bytes
             }
             Incoming::Here(buffer) => self.hand_out(buffer, open),
-            Incoming::Offered(_) | Incoming::Landing(_) | Incoming::Lost => unreachable!("it was ready"),
+            Incoming::Offered(_)
+            | Incoming::Preparing(_)
+            | Incoming::Landing(_)
+            | Incoming::Releasing
+            | Incoming::Lost => unreachable!("it was ready"),
         };
         if open {
             self.flow.release_message();
