@@ -20,7 +20,7 @@ use super::halves::{RecvHalf, SendHalf, Turn};
 use super::hello::{Hello, HelloError};
 use crate::cm::{self, Link};
 use crate::completion::CompletionQueue;
-use crate::error::SetupError;
+use crate::error::{OpErrorKind, SetupError};
 use crate::mem::{HostMemory, RemoteRegion, Storage};
 use crate::op::{Atomic, QueuePair, QueuePairBuilder, QueuePairEndpoint, Read, Write};
 use crate::provider::dispatch::{ReceiveCounters, SendCounters};
@@ -433,6 +433,11 @@ impl Prepared {
         let pool = |buffers: u32| Pool::new(pd, size, buffers as usize);
         let pools = [pool(receives.saturating_add(config.spare_buffers))?, pool(config.send_buffers)?];
         let core = Core::new(qp.clone(), config, pools);
+        match core.flushed {
+            Some(OpErrorKind::Post(error)) => return Err(error.into()),
+            Some(_) => return Err(SetupError::Closed),
+            None => {}
+        }
         Ok(Self { core, qp, config: config.clone() })
     }
 

@@ -20,6 +20,7 @@ use bytes::Bytes;
 use smallvec::SmallVec;
 
 use super::config::ConnectionConfig;
+use super::ending::is_flush;
 use super::error::{CloseReason, Violation};
 use super::flow::Flow;
 use super::frame::{Header, Kind, decode_offer};
@@ -126,6 +127,8 @@ pub(super) struct After {
     pub(super) operations: Vec<Operations>,
     pub(super) chores: VecDeque<Chore>,
     pub(super) link: Option<Arc<Link>>,
+    /// The driver shall look.
+    pub(super) ring: bool,
 }
 
 /// Operations of an end that has ended.
@@ -231,7 +234,12 @@ impl Core {
             self.discard()?;
         }
         self.say();
-        self.watch_sends(context)
+        self.watch_sends(context)?;
+        match self.flushed {
+            Some(kind) => self.failed(kind, context),
+            None if self.flow.is_over() && self.sends.is_empty() => Err(CloseReason::Clean),
+            None => Ok(()),
+        }
     }
 
     /// Deals with frames that have arrived.
@@ -243,7 +251,8 @@ impl Core {
             match result {
                 Ok(received) => self.on_frame(received)?,
                 Err(error) => {
-                    self.flushed = Some(error.kind());
+                    // What comes after a failure says less than that.
+                    self.flushed = self.flushed.filter(|&first| !is_flush(first)).or(Some(error.kind()));
                     return Ok(());
                 }
             }
@@ -293,7 +302,18 @@ impl Core {
     pub(super) fn post(&mut self, mut buffer: BufMut) {
         let whole = buffer.resize(self.receive_pool.buffer_size());
         debug_assert!(whole.is_ok(), "it is of the pool");
-        self.receives.push_back(self.qp.recv(buffer));
+        let receive = self.qp.recv(buffer);
+        self.note_refusal(receive.refusal());
+        self.receives.push_back(receive);
+    }
+
+    /// An operation that was not posted does not end by itself, nor does its queue pair: without this it would be found when
+    /// all before it have ended.
+    pub(super) fn note_refusal(&mut self, refusal: Option<OpErrorKind>) {
+        if let Some(kind) = refusal {
+            self.flushed.get_or_insert(kind);
+            self.after.ring = true;
+        }
     }
 
     /// Forgets sends that are done.
@@ -319,7 +339,7 @@ impl Core {
         }
     }
 
-    /// Has the driver woken by sends that somebody waits for; ends the connection if all is said.
+    /// Has the driver woken by sends that somebody waits for.
     fn watch_sends(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
         let waited_for = if self.flow.is_over() {
             self.sends.back_mut()
@@ -339,11 +359,7 @@ impl Core {
             }
             self.reap();
         }
-        match self.flushed {
-            Some(kind) => self.failed(kind, context),
-            None if self.flow.is_over() && self.sends.is_empty() => Err(CloseReason::Clean),
-            None => Ok(()),
-        }
+        Ok(())
     }
 
     /// Tells those who wait for something that has happened.
@@ -443,4 +459,26 @@ pub struct ConnectionCounters {
     pub credits: u32,
     /// Messages that have arrived, or are announced, and were not received yet.
     pub inbox: usize,
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::software::Network;
+    use crate::transport::Connection;
+    use crate::verbs::Device;
+
+    #[test]
+    fn receive_that_is_refused_is_noticed_at_once() {
+        let pd = Device::software_in(&Network::new(), "refused").unwrap().protection_domain().unwrap();
+        let mut core = Connection::prepare(&pd, &ConnectionConfig::default()).unwrap().core;
+        let spare = core.receive_pool.try_alloc(1).unwrap();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(core.qp.clone().close());
+        core.post(spare);
+        assert_eq!(core.flushed, Some(OpErrorKind::Closed));
+        assert!(core.take_after().ring, "and the driver is told");
+        core.progress(Waker::noop());
+        assert!(matches!(core.ended(), Some(CloseReason::Operation(_))), "{:?}", core.ended());
+    }
 }

@@ -95,6 +95,9 @@ impl Shared {
             let helper = Helper { shared: self.this.clone(), at_it: true };
             drop(self.runtime.spawn_blocking(move || helper.run()));
         }
+        if after.ring {
+            self.bell.ring();
+        }
         after.run();
         result
     }

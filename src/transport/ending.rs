@@ -189,6 +189,6 @@ impl Core {
     }
 }
 
-fn is_flush(kind: OpErrorKind) -> bool {
+pub(super) fn is_flush(kind: OpErrorKind) -> bool {
     kind.status() == Some(WcStatus::WR_FLUSH_ERR) || kind == OpErrorKind::Closed
 }

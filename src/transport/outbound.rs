@@ -34,6 +34,14 @@ impl Sent {
         }
     }
 
+    fn refusal(&self) -> Option<OpErrorKind> {
+        match self {
+            Self::Inline(send) => send.refusal(),
+            Self::Copied(send) => send.refusal(),
+            Self::Done => None,
+        }
+    }
+
     pub(super) fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<(), OpErrorKind>> {
         let result = match self {
             Self::Inline(send) => Pin::new(send).poll(context).map_err(|error| error.kind()),
@@ -78,7 +86,12 @@ impl Core {
     /// Posts a frame of which there is nothing but its header. The caller has asked whether it may be sent.
     pub(super) fn send_bare(&mut self, kind: Kind) {
         let header = self.flow.send(kind);
-        self.sends.push_back(Sent::Inline(self.qp.send_inline_with_imm(&[], header.encode())));
+        self.add_sent(Sent::Inline(self.qp.send_inline_with_imm(&[], header.encode())));
+    }
+
+    fn add_sent(&mut self, sent: Sent) {
+        self.note_refusal(sent.refusal());
+        self.sends.push_back(sent);
     }
 
     /// Sends `message` if that is possible now and nobody is before it in line. It is the caller's to drop, without the lock:
@@ -145,7 +158,7 @@ impl Core {
         }
         if len <= self.limits.inline && len <= self.limits.eager {
             let header = self.flow.send(Kind::Data);
-            self.sends.push_back(Sent::Inline(self.qp.send_inline_with_imm(message, header.encode())));
+            self.add_sent(Sent::Inline(self.qp.send_inline_with_imm(message, header.encode())));
         } else if len <= self.limits.eager {
             self.reap();
             let buffer = match self.send_pool.copy_from(message) {
@@ -155,7 +168,7 @@ impl Core {
                 Err(PoolError::Register(error)) => return Err(MessageError::Register(error)),
             };
             let header = self.flow.send(Kind::Data);
-            self.sends.push_back(Sent::Copied(self.qp.send_with_imm(buffer, header.encode())));
+            self.add_sent(Sent::Copied(self.qp.send_with_imm(buffer, header.encode())));
         } else {
             let bytes = len as u64;
             if !self.offers.is_empty() && self.offered + bytes > self.limits.send_memory {
@@ -165,7 +178,7 @@ impl Core {
             let region = region.map_err(MessageError::Register)?;
             let header = self.flow.send(Kind::Offer);
             let grant = region.grant().to_bytes();
-            self.sends.push_back(Sent::Inline(self.qp.send_inline_with_imm(&grant, header.encode())));
+            self.add_sent(Sent::Inline(self.qp.send_inline_with_imm(&grant, header.encode())));
             self.offers.push_back(region);
             self.offered += bytes;
             self.counters.offered += 1;
