@@ -133,7 +133,7 @@ impl Drop for Endpoint {
     fn drop(&mut self) {
         if let Some(raw) = self.raw.take() {
             self.router.remove(raw.key());
-            self.router.dispose(raw);
+            self.router.dispose([raw]);
         }
     }
 }

@@ -9,7 +9,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Weak};
 
 use parking_lot::{Mutex, MutexGuard};
-use tokio::runtime::Handle;
+use tokio::runtime::{self, Handle};
 use tokio::sync::Notify;
 
 use crate::error::VerbError;
@@ -20,6 +20,7 @@ use crate::provider::dispatch::{Any, CmChannel, CmId};
 use crate::types::{QpAttr, QpState, RejectReason};
 use crate::verbs::Device;
 
+use super::disposer::Disposer;
 use super::listener::Incoming;
 use super::reactor::Reactors;
 
@@ -75,6 +76,8 @@ pub(super) struct Router {
     inboxes: Mutex<HashMap<u64, Arc<Inbox>>>,
     filing: Mutex<Filing>,
     reactors: Reactors,
+    /// Destroys ids that nobody wants.
+    disposer: Arc<Disposer<Arc<CmId>>>,
 }
 
 /// Whether somebody takes events: one at a time, so that those of one id stay in order.
@@ -105,6 +108,27 @@ impl Drop for Turn<'_> {
         self.0.lock().busy = false;
     }
 }
+
+/// The next turn, in a runtime that may shut down before.
+struct GoOn {
+    /// `None` once it came.
+    router: Option<Arc<Router>>,
+    runtime: runtime::Id,
+    gone: Vec<runtime::Id>,
+}
+
+impl Drop for GoOn {
+    fn drop(&mut self) {
+        if let Some(router) = self.router.take() {
+            let mut gone = std::mem::take(&mut self.gone);
+            gone.push(self.runtime);
+            router.go_on(gone);
+        }
+    }
+}
+
+/// Events that are filed before others get their turn.
+const QUOTA: usize = 64;
 
 /// The channel as something that a reactor can watch.
 pub(super) struct Watched(Arc<CmChannel>);
@@ -137,6 +161,7 @@ impl Router {
                     inboxes: Mutex::default(),
                     filing: Mutex::default(),
                     reactors: Reactors::new(),
+                    disposer: Arc::default(),
                 });
                 routers.push(Arc::downgrade(&router));
                 router
@@ -182,28 +207,36 @@ impl Router {
         self.channel.may_block()
     }
 
-    /// Drops an id where that holds up nobody.
-    pub(super) fn dispose(&self, id: impl Send + 'static) {
+    /// Drops ids where that holds up nobody.
+    pub(super) fn dispose(self: &Arc<Self>, ids: impl IntoIterator<Item = Arc<CmId>>) {
         if !self.may_block() {
-            return drop(id);
+            return ids.into_iter().for_each(drop);
         }
-        // Wakers of the reactor may run outside of the context of their runtime.
-        match Handle::try_current().ok().or_else(|| self.reactors.handle()) {
-            Some(runtime) => drop(runtime.spawn_blocking(move || drop(id))),
-            None => drop(id),
-        }
+        let Some(runtime) = self.runtime() else { return ids.into_iter().for_each(drop) };
+        let router = Arc::downgrade(self);
+        self.disposer.dispose(ids, &runtime, move || {
+            if let Some(router) = router.upgrade() {
+                router.go_on(Vec::new());
+            }
+        });
     }
 
-    /// Takes and files all events, unless somebody is at it, who goes on until there are none.
+    /// Wakers of the reactor may run outside of the context of their runtime.
+    fn runtime(&self) -> Option<Handle> {
+        Handle::try_current().ok().or_else(|| self.reactors.handle(&[]))
+    }
+
+    /// Takes and files events, unless somebody is at it, who goes on until there are none, or until others shall have their
+    /// turn: peers may raise as many as they like.
     pub(super) fn drain(self: &Arc<Self>) {
+        let (mut left, mut refused) = (QUOTA, Vec::new());
         loop {
-            let Some(turn) = Turn::begin(&self.filing) else { return };
-            loop {
+            let Some(turn) = Turn::begin(&self.filing) else { break };
+            while left > 0 && !self.disposer.stalls() {
                 match self.channel.take_event() {
                     Ok(Some(event)) => {
-                        if let Some(id) = self.file(event) {
-                            self.dispose(id);
-                        }
+                        left -= 1;
+                        refused.extend(self.file(event).map(Arc::new));
                     }
                     Ok(None) => break,
                     Err(error) => {
@@ -213,9 +246,28 @@ impl Router {
                 }
             }
             drop(turn);
-            if !std::mem::take(&mut self.filing.lock().again) {
-                return;
+            if left == 0 || !std::mem::take(&mut self.filing.lock().again) {
+                break;
             }
+        }
+        // All at once: it takes one thread, however many there are.
+        self.dispose(refused);
+        if left == 0 {
+            self.go_on(Vec::new());
+        }
+    }
+
+    /// Goes on to drain when others have had their turn, in a runtime other than those that have shut down.
+    fn go_on(self: &Arc<Self>, gone: Vec<runtime::Id>) {
+        let runtime = if gone.is_empty() { self.runtime() } else { self.reactors.handle(&gone) };
+        // Without one nobody waits; whoever comes watches the channel, which is readable.
+        if let Some(runtime) = runtime {
+            let mut next = GoOn { router: Some(Arc::clone(self)), runtime: runtime.id(), gone };
+            drop(runtime.spawn(async move {
+                if let Some(router) = next.router.take() {
+                    router.drain();
+                }
+            }));
         }
     }
 
@@ -372,6 +424,7 @@ mod tests {
     use std::pin::pin;
 
     use super::*;
+    use crate::provider::cm_contract::CmId as _;
 
     fn rejection() -> CmEventKind<Any> {
         CmEventKind::Rejected { reason: RejectReason::CONSUMER, private_data: vec![1] }
@@ -424,6 +477,37 @@ mod tests {
         assert_eq!((happened.address, happened.route), (Some(Ok(())), Some(Err(113))));
         assert_eq!((&happened.response, happened.established), (&Some(peer), true));
         assert_eq!((&happened.end, happened.exited), (&None, false));
+    }
+
+    #[test]
+    fn a_flood_of_events_lets_others_have_their_turn() {
+        const EVENTS: usize = 5 * QUOTA / 2;
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(async {
+            let device = Device::software_in(&crate::software::Network::new(), "flooded").unwrap();
+            let router = Router::of(&device).unwrap();
+            let ids: Vec<_> = (0..EVENTS)
+                .map(|_| {
+                    let (id, inbox) = (router.create_id().unwrap(), Inbox::new(None));
+                    router.add(id.key(), &inbox);
+                    let nobody = ([127, 0, 0, 1], 1).into();
+                    id.resolve_addr(None, nobody, std::time::Duration::from_secs(1)).unwrap();
+                    (id, inbox)
+                })
+                .collect();
+            let inboxes: Vec<_> = ids.iter().map(|(_, inbox)| inbox.clone()).collect();
+            let filed = move || inboxes.iter().filter(|inbox| inbox.happened().address.is_some()).count();
+            router.drain();
+            assert_eq!(filed(), QUOTA);
+            // A task that stands in line behind the next turn comes before the one after that.
+            let other = tokio::spawn({
+                let filed = filed.clone();
+                async move { filed() }
+            });
+            assert_eq!(other.await.unwrap(), 2 * QUOTA);
+            tokio::spawn(async {}).await.unwrap();
+            assert_eq!(filed(), EVENTS);
+        });
     }
 
     #[test]
