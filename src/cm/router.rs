@@ -305,7 +305,12 @@ impl Inbox {
         self.happened.lock()
     }
 
-    fn on_event(&self, kind: CmEventKind<Any>) {
+    pub(super) fn on_event(&self, kind: CmEventKind<Any>) {
+        if self.incoming.is_some() && matches!(kind, CmEventKind::AddressChange) {
+            // The manager goes on to take requests for it: it listens by address and device, not by network interface.
+            tracing::warn!("the address of a listener was moved to another network interface");
+            return;
+        }
         let ends = kind.is_end();
         if ends {
             // Before it is told: who sees the end finds the queue pair in the error state.
