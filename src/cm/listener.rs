@@ -67,7 +67,7 @@ impl Listener {
         address: impl ToSocketAddrs,
         options: &ListenOptions,
     ) -> Result<Self, ConnectError> {
-        let router = Router::of(device)?;
+        let router = Router::of(device).await?;
         let mut last = no_address();
         for address in lookup(address, &Options::default()).await? {
             match Self::bind_one(&router, address, options).await {

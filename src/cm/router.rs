@@ -21,6 +21,8 @@ use crate::types::{QpAttr, QpState, RejectReason};
 use crate::verbs::Device;
 
 use super::disposer::Disposer;
+use super::endpoint::where_it_may_block;
+use super::error::ConnectError;
 use super::listener::Incoming;
 use super::reactor::Reactors;
 
@@ -145,37 +147,55 @@ static ROUTERS: Mutex<Vec<Weak<Router>>> = Mutex::new(Vec::new());
 
 impl Router {
     /// That of an open device, made when first needed and gone with the last id.
-    pub(super) fn of(device: &Device) -> Result<Arc<Self>, VerbError> {
+    ///
+    /// To make one may take a while: the first time librdmacm reads from sysfs what devices there are.
+    pub(super) async fn of(device: &Device) -> Result<Arc<Self>, ConnectError> {
+        match Self::known(device, None) {
+            Some(router) => Ok(router),
+            None => {
+                let device = device.clone();
+                where_it_may_block(move || Ok(Self::make(&device)?)).await
+            }
+        }
+    }
+
+    fn make(device: &Device) -> Result<Arc<Self>, VerbError> {
+        let router = Arc::new(Self {
+            device: device.clone(),
+            // Without the lock for all routers.
+            channel: Arc::new(device.context().create_cm_channel()?),
+            inboxes: Mutex::default(),
+            filing: Mutex::default(),
+            reactors: Reactors::new(),
+            disposer: Arc::default(),
+        });
+        // Somebody else may have been faster.
+        let known = Self::known(device, Some(&router));
+        Ok(known.unwrap_or(router))
+    }
+
+    /// The router of a device, if there is one; if not, it is `new` from now on.
+    fn known(device: &Device, new: Option<&Arc<Self>>) -> Option<Arc<Self>> {
         // Dropped without the lock: one of them may be the last share of its router by then.
         let mut seen = Vec::new();
         let mut routers = ROUTERS.lock();
         routers.retain(|router| router.strong_count() > 0);
         seen.extend(routers.iter().filter_map(Weak::upgrade));
         let known = seen.iter().find(|router| router.device.same(device)).cloned();
-        let router = match known {
-            Some(router) => router,
-            None => {
-                let router = Arc::new(Self {
-                    device: device.clone(),
-                    channel: Arc::new(device.context().create_cm_channel()?),
-                    inboxes: Mutex::default(),
-                    filing: Mutex::default(),
-                    reactors: Reactors::new(),
-                    disposer: Arc::default(),
-                });
-                routers.push(Arc::downgrade(&router));
-                router
-            }
-        };
+        if known.is_none() {
+            routers.extend(new.map(Arc::downgrade));
+        }
         drop(routers);
         drop(seen);
-        Ok(router)
+        known
     }
 
     pub(super) fn device(&self) -> &Device {
         &self.device
     }
 
+    /// Waits for nobody, so it may be called anywhere: librdmacm writes one command to the channel's descriptor, for which the
+    /// kernel makes an entry in a list of that descriptor, under a lock that is held for as long as that takes only.
     pub(super) fn create_id(&self) -> Result<CmId, VerbError> {
         self.channel.create_id()
     }
@@ -490,7 +510,7 @@ mod tests {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         runtime.block_on(async {
             let device = Device::software_in(&crate::software::Network::new(), "flooded").unwrap();
-            let router = Router::of(&device).unwrap();
+            let router = Router::make(&device).unwrap();
             let ids: Vec<_> = (0..EVENTS)
                 .map(|_| {
                     let (id, inbox) = (router.create_id().unwrap(), Inbox::new(None));
@@ -529,9 +549,12 @@ mod tests {
         let network = crate::software::Network::new();
         let open = || Device::software_in(&network, "routed").unwrap();
         let (first, second) = (open(), open());
-        let router = Router::of(&first).unwrap();
-        assert!(Arc::ptr_eq(&router, &Router::of(&first.clone()).unwrap()));
-        assert!(!Arc::ptr_eq(&router, &Router::of(&second).unwrap()));
+        let router = Router::make(&first).unwrap();
+        // As those do who come at once.
+        assert!(Arc::ptr_eq(&router, &Router::make(&first.clone()).unwrap()));
+        assert!(Arc::ptr_eq(&router, &Router::known(&first, None).unwrap()));
+        assert!(Router::known(&second, None).is_none());
+        assert!(!Arc::ptr_eq(&router, &Router::make(&second).unwrap()));
         let gone = Arc::downgrade(&router);
         drop(router);
         assert!(gone.upgrade().is_none());
