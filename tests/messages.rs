@@ -16,8 +16,8 @@ use tokio::time::timeout;
 use tokio_rdma::software::{Faults, Network};
 use tokio_rdma::types::AckTimeout;
 use tokio_rdma::{
-    Access, Buf, CompletionMode, CompletionQueue, ConnectOptions, Connection, ConnectionConfig, MessageError,
-    RemoteRegion, SetupError,
+    Access, Buf, CompletionMode, CompletionQueue, ConnectOptions, Connection, ConnectionConfig, Hello, Listener,
+    MessageError, RemoteRegion, SetupError, cm,
 };
 use torture::{Flavour, LONG, Mode, Seed, bounded, device, eventually, scaled, soon, yields};
 
@@ -661,4 +661,99 @@ fn crowd_of_connections_talks_both_ways_with_slow_readers_among_them() {
         });
     });
     drop(seed);
+}
+
+/// A peer that asks `address` for a connection and does not go through with it, as long as this is kept.
+async fn silent(device: &tokio_rdma::Device, address: std::net::SocketAddr) -> impl Future {
+    let route = cm::resolve(device, address).await.unwrap();
+    let queue = CompletionQueue::new(device, CompletionMode::Event).unwrap();
+    let pd = device.protection_domain().unwrap();
+    let qp = route.prepare(tokio_rdma::QueuePair::builder(&pd, &queue)).build().unwrap();
+    let hello = Hello { buffer_size: 4096, receives: 68, max_message: 1 << 20 }.encode(b"silent").unwrap();
+    let mut connecting = Box::pin(async move { route.connect(&qp, &cm::Options::default().private_data(hello)).await });
+    // Once: the request is on its way, and whatever is answered to it, nobody confirms.
+    assert!(connecting.as_mut().now_or_never().is_none());
+    connecting
+}
+
+#[test]
+fn silent_peer_holds_up_nobody() {
+    run("silent", || async {
+        let (device, _) = device(&Network::new());
+        let config = config().connect_timeout(LONG).receive_buffers(4).send_buffers(4).spare_buffers(0);
+        let listener = Listener::bind_with(&device, connected::address(&device), &config).await.unwrap();
+        let address = listener.local_addr();
+        let _silent = silent(&device, address).await;
+        let (start, count) = (Instant::now(), scaled(100));
+        let connecting = async {
+            for number in 0..count {
+                let config = config.clone().user_data(number.to_be_bytes().to_vec());
+                let connection = Connection::connect_with(&device, address, &config).await.unwrap();
+                connection.send("hello").await.unwrap();
+                assert_eq!(connection.recv().await.unwrap(), None);
+                connection.close().await.unwrap();
+            }
+        };
+        let accepting = async {
+            for number in 0..count {
+                let connection = listener.accept().await.unwrap();
+                assert_eq!(connection.user_data()[..], number.to_be_bytes(), "the silent one is not among them");
+                assert_eq!(&recv(&connection).await[..], b"hello");
+                connection.close().await.unwrap();
+            }
+        };
+        soon("all others", async { tokio::join!(connecting, accepting) }).await;
+        // One that holds up the others does so for all of its time.
+        assert!(start.elapsed() < LONG / 4, "{:?}", start.elapsed());
+    });
+}
+
+#[test]
+fn silent_peers_beyond_the_bound_hold_up_others_until_their_deadline_and_not_longer() {
+    run("bounded", || async {
+        let (device, _) = device(&Network::new());
+        let config = config().connect_timeout(Duration::from_millis(300)).handshakes(1);
+        let listener = Listener::bind_with(&device, connected::address(&device), &config).await.unwrap();
+        let address = listener.local_addr();
+        let _silent = silent(&device, address).await;
+        // In the order of their requests: this one waits until the one before it is given up.
+        let patient = config.clone().connect_timeout(LONG);
+        let connecting = Connection::connect_with(&device, address, &patient);
+        let (ours, theirs) = soon("the next", async { tokio::join!(connecting, listener.accept()) }).await;
+        ours.unwrap().send("hello").await.unwrap();
+        assert_eq!(&recv(&theirs.unwrap()).await[..], b"hello");
+    });
+}
+
+#[test]
+fn accept_that_is_dropped_loses_no_connection() {
+    run("dropped accept", || async {
+        let (device, _) = device(&Network::new());
+        let config = config().receive_buffers(4).send_buffers(4).spare_buffers(0);
+        let listener = Listener::bind_with(&device, connected::address(&device), &config).await.unwrap();
+        let (address, count) = (listener.local_addr(), scaled(40));
+        let peers: Vec<_> = (0..count)
+            .map(|number| {
+                let (device, config) = (device.clone(), config.clone().user_data(number.to_be_bytes().to_vec()));
+                tokio::spawn(async move { Connection::connect_with(&device, address, &config).await.unwrap() })
+            })
+            .collect();
+        let mut accepted = Vec::new();
+        soon("all of them", async {
+            while accepted.len() < count as usize {
+                // Given up at once, whatever it has begun.
+                if let Some(connection) = listener.accept().now_or_never() {
+                    accepted.push(connection.unwrap());
+                }
+                tokio::task::yield_now().await;
+            }
+        })
+        .await;
+        let mut numbers: Vec<_> = accepted.iter().map(|one| one.user_data().to_vec()).collect();
+        numbers.sort();
+        assert!(numbers.into_iter().eq((0..count).map(|number| number.to_be_bytes().to_vec())));
+        for peer in peers {
+            assert_eq!(soon("peer", peer).await.unwrap().close_reason(), None);
+        }
+    });
 }
