@@ -151,6 +151,12 @@ impl CqShared {
         Ok(())
     }
 
+    /// The queue pair of a work queue, if it has one that lives.
+    pub(super) fn queue_pair_of(&self, owner: Owner) -> Option<Arc<QueuePairCore>> {
+        let state = lock(&self.state);
+        state.queues.get(owner.0 as usize)?.as_ref()?.core.upgrade()
+    }
+
     /// Notes that `core` draws from the shared receive queue `queue`, whose buffers are free only after it is gone; not
     /// if this completion queue has failed.
     pub(super) fn draw(&self, queue: &WorkQueue, core: &Arc<QueuePairCore>) -> Result<(), VerbError> {

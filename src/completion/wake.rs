@@ -9,9 +9,10 @@ use std::task::Waker;
 
 use smallvec::SmallVec;
 
+use super::drain::CqShared;
 use super::slot::Held;
 use super::teardown::QueuePairCore;
-use super::work_queue::WorkQueue;
+use super::work_queue::{Owner, WorkQueue};
 use crate::error::OpErrorKind;
 
 /// Tasks to wake, and what abandoned operations owned to drop: both can run code of users, which no lock may be held for.
@@ -24,6 +25,7 @@ pub(super) struct WakeList {
     spent: SmallVec<[Waker; 1]>,
     ends: SmallVec<[(Arc<QueuePairCore>, OpErrorKind); 1]>,
     abandons: SmallVec<[(Arc<WorkQueue>, OpErrorKind); 1]>,
+    doomed: SmallVec<[(Arc<CqShared>, Owner, OpErrorKind); 1]>,
 }
 
 impl WakeList {
@@ -44,8 +46,11 @@ impl WakeList {
 
     /// The one task to wake, if that is all that is left to do, as it is most of the time: spares moving the list.
     pub(super) fn only(&mut self) -> Option<Waker> {
-        let else_nothing =
-            self.held.is_empty() && self.spent.is_empty() && self.ends.is_empty() && self.abandons.is_empty();
+        let else_nothing = self.held.is_empty()
+            && self.spent.is_empty()
+            && self.ends.is_empty()
+            && self.abandons.is_empty()
+            && self.doomed.is_empty();
         if self.wakers.len() != 1 || !else_nothing {
             return None;
         }
@@ -71,6 +76,12 @@ impl WakeList {
         self.abandons.push((queue, kind));
     }
 
+    /// As [`end`](Self::end), of the queue pair of a send queue.
+    pub(super) fn end_queue_pair_of(&mut self, cq: Arc<CqShared>, owner: Owner, kind: OpErrorKind) {
+        self.any = true;
+        self.doomed.push((cq, owner, kind));
+    }
+
     #[inline]
     pub(super) fn finish(self) {
         if !self.is_empty() {
@@ -88,6 +99,11 @@ impl WakeList {
         for (core, kind) in self.ends {
             core.shut_down(kind);
         }
+        for (cq, owner, kind) in self.doomed {
+            if let Some(core) = cq.queue_pair_of(owner) {
+                core.shut_down(kind);
+            }
+        }
         for (queue, kind) in self.abandons {
             drop(queue.close());
             queue.cq().abandon(&queue, kind, false);
@@ -101,6 +117,7 @@ impl WakeList {
         self.spent.extend(more.spent);
         self.ends.extend(more.ends);
         self.abandons.extend(more.abandons);
+        self.doomed.extend(more.doomed);
     }
 }
 
