@@ -61,6 +61,7 @@ pub struct Listener {
 }
 
 /// What an acceptor waits for.
+#[allow(clippy::large_enum_variant, reason = "it is taken apart where it is made")]
 enum Next {
     Asked(Result<ConnectionRequest, EstablishError>),
     Made(Result<Result<Connection, EstablishError>, JoinError>),
