@@ -141,7 +141,7 @@ impl Listener {
         }
     }
 
-    #[cfg(test)]
+    #[cfg(all(test, not(loom)))]
     pub(super) fn inbox(&self) -> &Inbox {
         self.endpoint.inbox()
     }
