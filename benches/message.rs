@@ -1,12 +1,13 @@
-//! Messages beside Tokio's TCP over loopback: `cargo bench --bench message [rounds of 64 B] [event|hybrid|busy_poll]`.
+//! Messages beside Tokio's TCP: `cargo bench --bench message [rounds of 64 B] [event|hybrid|busy_poll]`.
 //!
 //! Both ends are tasks of this process, on one thread, with TCP as with RDMA; the device is the one that
-//! `TOKIO_RDMA_DEVICE` names, or the software device. TCP carries messages as a service would: a length of four bytes, then
-//! the bytes, without delay, read into a buffer that is made for each.
+//! `TOKIO_RDMA_DEVICE` names, or the software device, and TCP goes to the same address. TCP carries messages as a service
+//! would: a length of four bytes, then the bytes, without delay, read into a buffer that is made for each.
 //!
 //! Ping-pong: half of a round trip, p50 and p99. Stream: messages one way, the last one answered. CPU is that of all threads
 //! of the process for one message, both ends together.
 
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -63,14 +64,18 @@ impl End for Tcp {
 
 async fn rdma(device: &Device, mode: &CompletionMode) -> (Rdma, Rdma) {
     let config = ConnectionConfig::default().mode(mode.clone());
-    let listener = Listener::bind_with(device, "127.0.0.1:0", &config).await.expect("listens");
+    let listener = Listener::bind_with(device, address(device), &config).await.expect("listens");
     let connecting = Connection::connect_with(device, listener.local_addr(), &config);
     let (a, b) = tokio::try_join!(connecting, listener.accept()).expect("connects");
     (Rdma(a), Rdma(b))
 }
 
-async fn tcp() -> (Tcp, Tcp) {
-    let listener = TcpListener::bind("127.0.0.1:0").await.expect("listens");
+fn address(device: &Device) -> SocketAddr {
+    SocketAddr::new(device.default_path().expect("an active port").1.gid.to_ip(), 0)
+}
+
+async fn tcp(address: SocketAddr) -> (Tcp, Tcp) {
+    let listener = TcpListener::bind(address).await.expect("listens");
     let connecting = TcpStream::connect(listener.local_addr().expect("an address"));
     let (a, b) = tokio::try_join!(connecting, listener.accept()).expect("connects");
     let end = |stream: TcpStream| {
@@ -163,13 +168,13 @@ fn main() {
     let local = tokio::task::LocalSet::new();
     local.block_on(&runtime, async {
         let device = Device::open_default().expect("a device");
-        println!("{} ({mode:?}) beside TCP over loopback", device.name());
+        println!("{} ({mode:?}) beside TCP to {}", device.name(), address(&device).ip());
         for (size, fewer) in SIZES {
             let rounds = (rounds / fewer).max(10);
             let (a, b) = rdma(&device, &mode).await;
             let (a, b) = ping_pong(a, b, size, rounds).await;
             stream(a, b, size, rounds * 2).await;
-            let (a, b) = tcp().await;
+            let (a, b) = tcp(address(&device)).await;
             let (a, b) = ping_pong(a, b, size, rounds).await;
             stream(a, b, size, rounds * 2).await;
         }
