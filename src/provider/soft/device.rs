@@ -18,7 +18,7 @@ use crate::error::VerbError;
 use crate::provider::contract::{self, DmaBufRange, QpInit};
 use crate::types::{
     Access, AddressVector, AsyncEvent, AtomicCapability, DeviceAttr, Gid, GidEntry, GidKind, Lkey, PortAttr, PortNum,
-    PortState, Qpn, Rkey, SrqCaps,
+    PortState, Psn, Qpn, Rkey, SrqCaps,
 };
 
 use super::channel::{Channel, Mailbox, os_error};
@@ -51,6 +51,7 @@ pub(super) struct DeviceInner {
     contexts: Mutex<Vec<Weak<ContextInner>>>,
     next_id: AtomicU64,
     next_pd: AtomicU32,
+    management_psn: AtomicU32,
     dead: AtomicBool,
     port_up: AtomicBool,
     /// Packets pass: neither dead nor down. One word for the hot path.
@@ -115,6 +116,7 @@ impl DeviceInner {
             contexts: Mutex::default(),
             next_id: AtomicU64::new(1),
             next_pd: AtomicU32::new(1),
+            management_psn: AtomicU32::new((seed >> 32) as u32),
             dead: AtomicBool::new(false),
             port_up: AtomicBool::new(true),
             linked: AtomicBool::new(true),
@@ -173,6 +175,11 @@ impl DeviceInner {
 
     fn id(&self) -> u64 {
         self.next_id.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Of the next management datagram.
+    pub(super) fn next_management_psn(&self) -> Psn {
+        Psn::new(self.management_psn.fetch_add(1, Ordering::Relaxed))
     }
 
     pub(super) fn queue_pair(&self, qpn: Qpn) -> Option<Arc<QpInner>> {

@@ -10,14 +10,20 @@ use parking_lot::{Mutex, RwLock};
 use std::time::Duration;
 
 use crate::error::VerbError;
-use crate::types::{AsyncEvent, Gid, Qpn};
+use crate::types::{AsyncEvent, Gid, Qkey, Qpn, Transport};
 
-use super::cm::Ports;
+use super::cm::{Manager, Ports};
 use super::device::{Context, DeviceInner};
 use super::faults::{Faults, Link, LinkCounters};
 use super::qp::QpInner;
 use super::scheduler::{Job, Scheduler};
-use super::wire::{Packet, WireError};
+use super::wire::{Body, Packet, WireError};
+
+/// The queue pair of management on every port, and its queue key (IBTA 3.5.10 and 10.2.5).
+const MANAGEMENT: Qpn = Qpn(1);
+const MANAGEMENT_QKEY: Qkey = Qkey(0x8001_0000);
+/// Bytes of a management datagram (IBTA 13.4.2).
+pub(super) const MAD: usize = 256;
 
 /// Network of software devices, all within this process.
 ///
@@ -230,6 +236,37 @@ impl NetworkInner {
 }
 
 impl NetworkInner {
+    /// Sends a management datagram (MAD) from the connection manager of `device` to that at `to`: from queue pair 1 to
+    /// queue pair 1 (IBTA 13.5.1). May be lost on the way, as any packet.
+    #[allow(dead_code, reason = "until the connection manager writes MADs")]
+    pub(super) fn transmit_management(self: &Arc<Self>, device: &DeviceInner, to: Gid, mad: &[u8; MAD]) {
+        if !device.is_linked() {
+            return;
+        }
+        let packet = Packet {
+            transport: Transport::Ud,
+            dest: MANAGEMENT,
+            psn: device.next_management_psn(),
+            solicited: false,
+            ack_request: false,
+            body: Body::Datagram { qkey: MANAGEMENT_QKEY, source: MANAGEMENT, imm: None },
+        };
+        let mut image = Vec::with_capacity(64 + MAD);
+        packet.emit(MAD, &mut image, |image| image.extend_from_slice(mad));
+        self.transmit((device.gid, to), image);
+    }
+
+    /// A packet with a valid check arrived at `device`. What is for nobody here is dropped.
+    pub(super) fn on_packet(device: &Arc<DeviceInner>, source: Gid, packet: &Packet, payload: &[u8]) {
+        if packet.dest != MANAGEMENT {
+            if let Some(qp) = device.queue_pair(packet.dest) {
+                qp.on_packet(packet, source, payload);
+            }
+        } else if let Body::Datagram { qkey: MANAGEMENT_QKEY, imm: None, .. } = packet.body {
+            Manager::on_datagram(device, source, payload);
+        }
+    }
+
     /// When a packet arrives that is not encoded, and whether it is undamaged; twice if it is repeated.
     pub(super) fn carry(&self, now: u64, route: (Gid, Gid)) -> impl Iterator<Item = (u64, bool)> {
         let mut image = [0];
@@ -265,9 +302,7 @@ impl Delivery {
             }
         };
         tracing::trace!(%source, ?packet, "packet arrived");
-        if let Some(qp) = device.queue_pair(packet.dest) {
-            qp.on_packet(&packet, source, payload);
-        }
+        NetworkInner::on_packet(&device, source, &packet, payload);
     }
 }
 

@@ -88,6 +88,11 @@ impl Manager {
         Self::with(device, |state, now| state.machine.on_message(now, from, mad, psn));
     }
 
+    /// A management datagram arrived from `from`. Nothing of it has been looked at.
+    pub(in super::super) fn on_datagram(device: &Arc<DeviceInner>, from: Gid, mad: &[u8]) {
+        tracing::debug!(device = device.attr().name, %from, len = mad.len(), "management datagram dropped: no manager yet");
+    }
+
     /// The device is lost: every id is told, and nothing more happens.
     pub(in super::super) fn kill(device: &Arc<DeviceInner>) {
         let _held: Vec<_> = {
