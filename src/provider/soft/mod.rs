@@ -42,6 +42,7 @@ mod responder;
 mod ring;
 mod scheduler;
 mod srq;
+mod udp;
 mod windows;
 mod wire;
 

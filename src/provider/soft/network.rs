@@ -17,7 +17,7 @@ use super::device::{Context, DeviceInner};
 use super::faults::{Faults, Link, LinkCounters};
 use super::qp::QpInner;
 use super::scheduler::{Job, Scheduler};
-use super::wire::{Body, Packet, WireError};
+use super::wire::{self, Body, Packet, WireError};
 
 /// The queue pair of management on every port, and its queue key (IBTA 3.5.10 and 10.2.5).
 const MANAGEMENT: Qpn = Qpn(1);
@@ -222,6 +222,7 @@ impl NetworkInner {
 
     /// Puts an encoded packet on the way.
     pub(super) fn transmit(self: &Arc<Self>, route: (Gid, Gid), mut image: Vec<u8>) {
+        wire::seal(&mut image);
         let now = self.scheduler.now();
         let [first, second] = self.link.lock().send(now, route, &mut image);
         if let Some(at) = second {
@@ -291,7 +292,7 @@ impl Delivery {
         let Some(network) = self.network.upgrade() else { return };
         let (source, destination) = self.route;
         let Some(device) = network.device(destination).filter(|device| device.is_linked()) else { return };
-        let (packet, payload) = match Packet::parse(&self.image) {
+        let (packet, payload) = match wire::unseal(&self.image).and_then(Packet::parse) {
             Ok(parsed) => parsed,
             Err(error) => {
                 tracing::trace!(?error, %source, "packet dropped");

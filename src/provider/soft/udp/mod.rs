@@ -1,0 +1,6 @@
+//! The link of RoCE v2: packets in datagrams of UDP, on port 4791, between processes and hosts.
+
+mod icrc;
+
+#[cfg(test)]
+mod tests;
