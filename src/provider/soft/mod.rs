@@ -60,6 +60,7 @@ pub(crate) use qp::Qp;
 pub use requester::SendCounters;
 pub use responder::ReceiveCounters;
 pub(crate) use srq::Srq;
+pub use udp::{UdpConfig, UdpError};
 
 use super::contract;
 

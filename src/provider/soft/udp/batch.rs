@@ -62,6 +62,13 @@ impl Batch {
         &self.bytes[group.bytes.clone()]
     }
 
+    /// Adds a packet with its check, by itself.
+    pub(super) fn push_sealed(&mut self, image: &[u8], to: SocketAddr) {
+        let start = self.bytes.len();
+        self.bytes.extend_from_slice(image);
+        self.groups.push(Group { to, bytes: start..self.bytes.len(), segment: image.len(), count: 1 });
+    }
+
     /// Adds a packet that `write` appends, without its check; `join`: the kernel may be asked to cut messages.
     pub(super) fn push(&mut self, header: &Header, to: SocketAddr, join: bool, write: impl FnOnce(&mut Vec<u8>)) {
         let start = self.bytes.len();
