@@ -17,8 +17,8 @@ use parking_lot::{Mutex, RwLock};
 use crate::error::VerbError;
 use crate::provider::contract::{self, DmaBufRange, QpInit};
 use crate::types::{
-    Access, AddressVector, AsyncEvent, AtomicCapability, DeviceAttr, Gid, GidEntry, GidKind, Lkey, PortAttr, PortNum,
-    PortState, Psn, Qpn, Rkey, SrqCaps,
+    Access, AddressVector, AsyncEvent, AtomicCapability, DeviceAttr, Gid, GidEntry, GidKind, Lkey, Mtu, PortAttr,
+    PortNum, PortState, Psn, Qpn, Rkey, SrqCaps,
 };
 
 use super::channel::{Channel, Mailbox, os_error};
@@ -108,7 +108,7 @@ impl DeviceInner {
         Ok(Arc::new(Self {
             gid,
             keys: Keys::new(seed as u32),
-            cm: Manager::new(gid, attr.guid, network.random()?),
+            cm: Manager::new(gid, attr.guid, Mtu::Mtu4096, network.random()?),
             network,
             attr,
             queue_pairs: RwLock::default(),

@@ -247,7 +247,7 @@ impl cm_contract::CmId for CmId {
         };
         let psn = Psn::new(self.device.network.random()? as u32);
         let connection = Manager::with(&self.device, |state, now| {
-            let to = Destination { gid, local, peer };
+            let to = Destination { gid, local, peer, mtu: Mtu::Mtu4096 };
             let connection = state.machine.connect(now, to, params, psn)?;
             state.add(connection, self.key);
             Ok(connection)
@@ -258,6 +258,10 @@ impl cm_contract::CmId for CmId {
 
     fn accept(&self, params: &CmParams<'_>) -> Result<(), VerbError> {
         let connection = self.connection("rdma_accept")?;
+        if let Some(qp) = self.device.queue_pair(params.qpn) {
+            // Before the answer leaves, so before anything comes of it.
+            qp.receiver.lock().unconfirmed = Some(connection);
+        }
         Manager::with(&self.device, |state, now| state.machine.accept(now, connection, params))?;
         self.known.lock().agreed = true;
         Ok(())
