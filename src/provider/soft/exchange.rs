@@ -14,6 +14,7 @@ use super::dma::{Gather, Payload};
 use super::qp::{QpInner, ReceiveSide, ReceiverHalf, SendSide, Sender};
 use super::requester::{Destination, Outgoing, Requester, Source};
 use super::scheduler::Job;
+use super::udp::Outbox;
 use super::wire::Packet;
 
 /// What one slice may move.
@@ -232,12 +233,13 @@ impl QpInner {
     fn pump_queued(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) -> bool {
         let here = self.device();
         let mut out = SendSide { qp: self, deferred };
+        let mut outbox = Outbox::new(here);
         let mut budget = Budget::slice();
         let mut gather = Gather::new();
         while let Some(outgoing) = sender.machine.next_packet(&here.keys, &mut gather, &mut out) {
             let payload = payload_of(&sender.machine, &outgoing, &gather);
             let to = if self.transport() == Transport::Ud { outgoing.to.gid } else { sender.peer_at.gid };
-            self.transmit(&outgoing.packet, to, &payload);
+            outbox.push(&outgoing.packet, to, &payload);
             budget.spend(payload.len());
             gather.clear();
             sender.machine.on_sent(&mut out);
@@ -246,17 +248,6 @@ impl QpInner {
             }
         }
         false
-    }
-
-    fn transmit(&self, packet: &Packet, to: Gid, payload: &Payload<'_, '_>) {
-        let device = self.device();
-        if !device.is_linked() {
-            return;
-        }
-        tracing::trace!(qpn = %self.qpn(), %to, ?packet, "packet leaves");
-        let mut image = Vec::with_capacity(64 + payload.len());
-        packet.emit(payload.len(), &mut image, |image| payload.append_to(image));
-        device.network.transmit((device.gid, to), image);
     }
 
     /// A packet arrived from the network.
@@ -295,11 +286,12 @@ impl QpInner {
         }
         let to = receiver.machine.config.peer_gid;
         let mut out = ReceiveSide { qp: self, deferred };
+        let mut outbox = Outbox::new(self.device());
         let mut budget = Budget::slice();
         let mut gather = Gather::new();
         while let Some(reply) = receiver.machine.next_reply(&self.device().keys, &mut gather, &mut out) {
             let payload = Payload::Segments(&gather);
-            self.transmit(&reply, to, &payload);
+            outbox.push(&reply, to, &payload);
             budget.spend(payload.len());
             gather.clear();
             if budget.is_spent() && receiver.machine.has_replies() {

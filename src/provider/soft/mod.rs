@@ -42,6 +42,7 @@ mod responder;
 mod ring;
 mod scheduler;
 mod srq;
+mod udp;
 mod windows;
 mod wire;
 
@@ -61,6 +62,7 @@ pub(crate) use qp::Qp;
 pub use requester::SendCounters;
 pub use responder::ReceiveCounters;
 pub(crate) use srq::Srq;
+pub use udp::{UdpConfig, UdpError};
 
 use super::contract;
 

@@ -165,14 +165,15 @@ impl State {
                     held.push(channel);
                 }
                 Output::Request { listener, connection, peer } => {
-                    let known = self.machine.connection(connection).map(|known| (known.addresses, known.peer));
-                    let (Some((addresses, gid)), Some(channel)) = (known, self.owner(listener)) else {
+                    let known = self.machine.connection(connection);
+                    let known = known.map(|known| (known.addresses, (known.peer, known.mtu)));
+                    let (Some((addresses, path)), Some(channel)) = (known, self.owner(listener)) else {
                         self.machine.release(now, connection);
                         continue;
                     };
                     let key = self.new_key(&channel);
                     self.add(connection, key);
-                    let id = CmId::of_request(device, &channel, key, connection, addresses, gid);
+                    let id = CmId::of_request(device, &channel, key, connection, addresses, path);
                     channel.events.push(CmEvent { key: listener, kind: CmEventKind::ConnectRequest { id, peer } });
                     held.push(channel);
                 }
