@@ -20,7 +20,7 @@ use super::Soft;
 use super::cq::{CqInner, Frees, Polled};
 use super::deferred::Deferred;
 use super::device::{ContextInner, DeviceInner, PORT};
-use super::requester::{Destination, Requester, SendCompletions, SendConfig, SendCounters};
+use super::requester::{Destination, Flow, Requester, SendCompletions, SendConfig, SendCounters};
 use super::responder::{ReceiveConfig, ReceiveCounters, ReceiveWqe, Receiver, Responder};
 use super::srq::SrqInner;
 
@@ -169,6 +169,7 @@ pub(super) fn create(context: &Arc<ContextInner>, pd: u32, init: &QpInit<'_, Sof
             rnr_retry: 0,
             max_rd_atomic: 0,
             qkey: Qkey(0),
+            flow: Flow::MEMORY,
         };
         let receive = ReceiveConfig {
             transport: init.transport,
@@ -530,6 +531,7 @@ impl QpInner {
         sender.peer = None;
         if let Some(mtu) = attr.path_mtu {
             (send.mtu, receive.mtu) = (mtu, mtu);
+            send.flow = if self.device().network.is_udp() { Flow::over_udp(mtu) } else { Flow::MEMORY };
         }
         if let Some(qkey) = attr.qkey {
             (send.qkey, receive.qkey) = (qkey, qkey);

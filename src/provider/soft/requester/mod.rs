@@ -36,10 +36,27 @@ use crate::provider::soft::wire::{Packet, Part};
 /// MTU, well below the 2^23 at which sequence numbers become ambiguous.
 pub(in crate::provider::soft) const MAX_MESSAGE: u32 = 1 << 30;
 
-/// Request packets in flight. Bounds what a network with delays has to hold; as rxe.
-const WINDOW: i32 = 64;
-/// A long message asks for an acknowledgement this often, so that the window never starves.
-const ACK_EVERY: u32 = 32;
+/// How much of a reliable connection is underway.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::provider::soft) struct Flow {
+    /// Packets in flight. Bounds what a network with delays has to hold.
+    window: i32,
+    /// A long message asks for an acknowledgement this often, so that the window never starves.
+    ack_every: u32,
+    /// Packets that one READ request asks for: a longer one is asked for piece by piece, as nothing else paces the answers.
+    read_packets: u32,
+}
+
+impl Flow {
+    /// Within the process, where nothing overflows; the window is that of rxe.
+    pub(in crate::provider::soft) const MEMORY: Self = Self { window: 64, ack_every: 32, read_packets: u32::MAX };
+
+    /// Over UDP, where a burst must find room in the peer's socket: 64 KiB, of 208 that Linux has by default.
+    pub(in crate::provider::soft) fn over_udp(mtu: Mtu) -> Self {
+        let window = ((64 << 10) / mtu.bytes() as u32).min(64);
+        Self { window: window as i32, ack_every: window / 4, read_packets: window / 2 }
+    }
+}
 
 /// Who takes the requester's completions.
 pub(in crate::provider::soft) trait SendCompletions {
@@ -60,6 +77,7 @@ pub(in crate::provider::soft) struct SendConfig {
     pub(in crate::provider::soft) rnr_retry: u8,
     pub(in crate::provider::soft) max_rd_atomic: u8,
     pub(in crate::provider::soft) qkey: Qkey,
+    pub(in crate::provider::soft) flow: Flow,
 }
 
 /// What a requester has been through.
@@ -266,6 +284,9 @@ impl Requester {
         while self.queue.get(self.cursor)?.op.is_local() {
             self.run_local(keys, out)?;
         }
+        if self.too_many_reads() {
+            return None;
+        }
         let index = self.cursor;
         let wqe = self.queue.get_mut(index)?;
         let reliable = self.config.transport == Transport::Rc;
@@ -306,7 +327,7 @@ impl Requester {
         }
         let number = self.cursor_packet;
         let psn = wqe.first_psn.add(number);
-        if reliable && psn.distance_from(self.unacked) >= WINDOW {
+        if reliable && psn.distance_from(self.unacked) >= self.config.flow.window {
             return None;
         }
         let offset = number * mtu;
@@ -325,14 +346,15 @@ impl Requester {
             Source::Gathered
         };
         let part = Part::of(number, wqe.packets);
-        let (body, end) = body_of(wqe, part, offset, psn, &self.config);
+        let (body, end) = body_of(wqe, part, number, psn, &self.config);
         if !wqe.started {
             wqe.started = true;
             self.next_psn = wqe.end_psn();
             self.reads += u8::from(wqe.op.reads_back());
         }
         let whole = end == wqe.end_psn();
-        let ack_request = reliable && !wqe.op.reads_back() && (whole || self.since_ack_request >= ACK_EVERY);
+        let ack_request =
+            reliable && !wqe.op.reads_back() && (whole || self.since_ack_request >= self.config.flow.ack_every);
         let packet = Packet {
             transport: self.config.transport,
             dest: if self.config.transport == Transport::Ud { wqe.to.qpn } else { self.config.dest },
@@ -347,7 +369,7 @@ impl Requester {
             self.cursor += 1;
             self.cursor_packet = 0;
         } else {
-            self.cursor_packet += 1;
+            self.cursor_packet += end.distance_from(psn) as u32;
         }
         self.counters.packets += 1;
         if end.distance_from(self.sent_end) > 0 {
@@ -356,6 +378,29 @@ impl Requester {
             self.counters.retransmitted += 1;
         }
         Some(Outgoing { packet, source, to })
+    }
+
+    /// True if the work request at the cursor is a READ or atomic and as many of their requests as the peer takes have no
+    /// answer, where a READ may be several.
+    #[inline]
+    fn too_many_reads(&self) -> bool {
+        self.config.flow.read_packets != u32::MAX
+            && self.config.max_rd_atomic > 0
+            && self.queue.get(self.cursor).is_some_and(|wqe| wqe.op.reads_back())
+            && self.read_requests() >= u32::from(self.config.max_rd_atomic)
+    }
+
+    /// READ and atomic requests between the oldest packet without answer and the cursor.
+    fn read_requests(&self) -> u32 {
+        let each = self.config.flow.read_packets;
+        let sent = (0..=self.cursor).filter_map(|index| Some((index, self.queue.get(index)?)));
+        let reads = sent.filter(|(_, wqe)| wqe.started && wqe.op.reads_back());
+        let requests = reads.map(|(index, wqe)| {
+            let from = if index == 0 { self.unacked.distance_from(wqe.first_psn).max(0) as u32 } else { 0 };
+            let to = if index == self.cursor { self.cursor_packet } else { wqe.packets };
+            if to > from { (to - 1) / each - from / each + 1 } else { 0 }
+        });
+        requests.sum()
     }
 
     /// Inline payload of a packet just made.

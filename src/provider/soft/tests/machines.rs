@@ -5,7 +5,7 @@ use crate::types::{Gid, Imm, WcStatus, WindowBind};
 
 use super::super::dma::{Gather, Memory, Payload};
 use super::super::keys::Keys;
-use super::super::requester::{Requester, SendCompletions, SendConfig};
+use super::super::requester::{Flow, Requester, SendCompletions, SendConfig};
 use super::super::responder::{ReceiveConfig, ReceiveWqe, Receiver, Responder};
 use super::super::wire::{Aeth, AtomicOp, Body, Nak, Packet, Part, Reth, Syndrome, Tail};
 
@@ -398,6 +398,7 @@ impl Requesting {
             rnr_retry: 1,
             max_rd_atomic,
             qkey: Qkey(0),
+            flow: Flow::MEMORY,
         });
         let mut log = Log::default();
         machine.start(PSN);
