@@ -236,7 +236,9 @@ async fn compare() -> Result<()> {
             }
         }
     }
-    println!("| Work, two processes over loopback | µs each | processor µs each | MB/s | of TCP (time) |\n|---|---|---|---|---|");
+    println!(
+        "| Work, two processes over loopback | µs each | processor µs each | MB/s | of TCP (time) |\n|---|---|---|---|---|"
+    );
     for line in &lines {
         let (time, processor) = line.median();
         let base = lines.iter().find(|other| other.name == line.of).map_or(time, |other| other.median().0);
@@ -247,7 +249,10 @@ async fn compare() -> Result<()> {
     for line in &lines {
         if let Some((end, _)) = &line.end {
             let counters = end.qp.software_counters().ok_or("no counters")?.0;
-            println!("{}: {} packets, {} again, {} timeouts", line.name, counters.packets, counters.retransmitted, counters.timeouts);
+            println!(
+                "{}: {} packets, {} again, {} timeouts",
+                line.name, counters.packets, counters.retransmitted, counters.timeouts
+            );
         }
     }
     Ok(())

@@ -23,7 +23,7 @@ use tokio_rdma::{
 use torture::{Flavour, LONG, bounded, eventually, soon};
 
 /// Set in the other process.
-const ROLE: &str = "TOKIO_RDMA_TWO_PROCESSES";
+const ROLE: &str = "TOKIO_RDMA_CONNECTIONS_UDP";
 
 /// 33 ms, seven times: a machine with other things to do is no peer that is gone, and one that is gone is found out in a
 /// second or so.
