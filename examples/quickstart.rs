@@ -37,10 +37,10 @@ use hdrhistogram::Histogram;
 use tokio::sync::mpsc;
 use tokio_rdma::cm::{self, Link};
 use tokio_rdma::software::{Network, UdpConfig, UdpError};
-use tokio_rdma::types::{Rkey, WcStatus};
+use tokio_rdma::types::{AckTimeout, Rkey, WcStatus};
 use tokio_rdma::{
-    Access, Buf, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Imm, Pool, ProtectionDomain,
-    QueuePair, QueuePairEndpoint, Recv, RemoteRegion,
+    Access, Buf, BufMut, CompletionMode, CompletionQueue, ConnectOptions, Device, ExposedRegion, Imm, Pool,
+    ProtectionDomain, QueuePair, QueuePairEndpoint, Recv, RemoteRegion,
 };
 
 type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
@@ -139,7 +139,11 @@ async fn answer_message(peer: &Peer, qp: &QueuePair, region: &ExposedRegion) -> 
     check("message", &message.buffer[..], b"ping")?;
     check("counter", region.load(COUNTER.start as usize)?, 42)?;
     let next = qp.recv(peer.pool.try_alloc(64)?);
-    qp.send(peer.pool.copy_from(b"pong")?).await?;
+    let answer = qp.send(peer.pool.copy_from(b"pong")?).await;
+    // The client ends the connection once it has the answer: what it does for that may overtake its acknowledgement.
+    if let Err(error) = answer {
+        check("status of the answer", error.status(), Some(WcStatus::WR_FLUSH_ERR))?;
+    }
     peer.did("received a message and answered it");
     Ok(next)
 }
@@ -322,6 +326,13 @@ struct Peer {
     link: Option<Link>,
 }
 
+/// What is not acknowledged is repeated after half a second, and given up after seven times that: the other end may be a
+/// process that has to wait for a processor, as those who poll take them all.
+fn patient() -> cm::Options {
+    let transport = ConnectOptions { timeout: AckTimeout::from_code(17), ..ConnectOptions::default() };
+    cm::Options::default().transport(transport)
+}
+
 /// How it finds the other end.
 enum Meeting {
     /// Stands for whatever brings services together: TCP, gRPC, a database.
@@ -352,13 +363,13 @@ impl Peer {
             Meeting::Listener(listener) => {
                 let request = listener.accept().await?;
                 let qp = request.prepare(builder).build()?;
-                self.link = Some(request.accept(&qp, &cm::Options::default()).await?);
+                self.link = Some(request.accept(&qp, &patient()).await?);
                 Ok(qp)
             }
             Meeting::Address(address) => {
                 let route = cm::resolve(&self.device, *address).await?;
                 let qp = route.prepare(builder).build()?;
-                self.link = Some(route.connect(&qp, &cm::Options::default()).await?);
+                self.link = Some(route.connect(&qp, &patient()).await?);
                 Ok(qp)
             }
         }

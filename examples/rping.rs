@@ -29,10 +29,10 @@ use std::time::{Duration, Instant};
 
 use tokio_rdma::cm::{self, Link, Listener, Options as CmOptions};
 use tokio_rdma::software::{Network, UdpConfig};
-use tokio_rdma::types::Rkey;
+use tokio_rdma::types::{AckTimeout, Rkey};
 use tokio_rdma::{
-    Access, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, ProtectionDomain, QueuePair,
-    QueuePairBuilder, Recv, RemoteRegion,
+    Access, BufMut, CompletionMode, CompletionQueue, ConnectOptions, Device, ExposedRegion, Pool, ProtectionDomain,
+    QueuePair, QueuePairBuilder, Recv, RemoteRegion,
 };
 
 type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
@@ -106,7 +106,7 @@ async fn serve(listener: &Listener, side: Side, options: &Options) -> Result<()>
     let qp = request.prepare(side.builder()).build()?;
     // Posted before we accept, since the client may send at once.
     let mut news = side.receive(&qp).await?;
-    let link = request.accept(&qp, &CmOptions::default()).await?;
+    let link = request.accept(&qp, &patient()).await?;
     let start = Instant::now();
     let mut rounds = 0;
     // Where the client's goodbye stands instead of a source, it is over.
@@ -158,8 +158,8 @@ async fn ping(side: Side, address: SocketAddr, options: &Options) -> Result<()> 
     let source = ExposedRegion::new(&side.pd, vec![0; options.size], Access::REMOTE_READ)?;
     let sink = ExposedRegion::new(&side.pd, vec![0; options.size], Access::REMOTE_WRITE)?;
     let connecting = match options.source {
-        Some(source) => CmOptions::default().source(source),
-        None => CmOptions::default(),
+        Some(source) => patient().source(source),
+        None => patient(),
     };
     let route = cm::resolve_with(&side.device, address, &connecting).await?;
     let qp = route.prepare(side.builder()).build()?;
@@ -197,6 +197,12 @@ fn pattern(round: u32, size: usize) -> Vec<u8> {
 }
 
 // Either side.
+
+/// What is not acknowledged is repeated after half a second, and given up after seven times that: the other end may be a
+/// process that has to wait for a processor.
+fn patient() -> CmOptions {
+    CmOptions::default().transport(ConnectOptions { timeout: AckTimeout::from_code(17), ..ConnectOptions::default() })
+}
 
 /// What queue pairs are made of.
 struct Side {
