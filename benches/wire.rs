@@ -87,7 +87,7 @@ impl End {
         // Not before both are connected.
         stream.write_u8(0).await?;
         stream.read_u8().await?;
-        Ok(RemoteRegion::from_bytes(&region)?)
+        RemoteRegion::from_bytes(&region).ok_or_else(|| "not a region".into())
     }
 }
 

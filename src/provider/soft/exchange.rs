@@ -41,6 +41,13 @@ impl Budget {
     }
 }
 
+/// Which half of a queue pair.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Half {
+    Sender,
+    Receiver,
+}
+
 impl QpInner {
     /// Sends what there is to send, up to a slice, and sees to what comes of it.
     #[inline]
@@ -232,6 +239,7 @@ impl QpInner {
     /// Encoded onto the network.
     fn pump_queued(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) -> bool {
         let here = self.device();
+        sender.share_link();
         let mut out = SendSide { qp: self, deferred };
         let mut outbox = Outbox::new(here);
         let mut budget = Budget::slice();
@@ -250,17 +258,18 @@ impl QpInner {
         false
     }
 
-    /// A packet arrived from the network.
-    pub(super) fn on_packet(self: &Arc<Self>, packet: &Packet, source: Gid, payload: &[u8]) {
+    /// A packet arrived from the network. What it leads to is sent by [`answer`](Self::answer) of the half that is
+    /// returned, which must follow: at once, or after more packets for it.
+    pub(super) fn on_packet(self: &Arc<Self>, packet: &Packet, source: Gid, payload: &[u8]) -> Half {
         let deferred = Deferred::new();
         let payload = Payload::Bytes(payload);
         let keys = &self.device().keys;
-        if packet.body.is_response() {
+        let half = if packet.body.is_response() {
             let mut sender = self.sender.lock();
             if source == sender.peer_at.gid {
                 sender.machine.on_response(packet, &payload, keys, &mut SendSide { qp: self, deferred: &deferred });
-                self.pump(&mut sender, &deferred);
             }
+            Half::Sender
         } else {
             let mut receiver = self.receiver.lock();
             if !self.is_destroyed() {
@@ -273,7 +282,27 @@ impl QpInner {
                 {
                     deferred.heard(self, connection);
                 }
-                self.reply(&mut receiver, &deferred);
+            }
+            Half::Receiver
+        };
+        deferred.run();
+        half
+    }
+
+    /// Sends what packets led to.
+    pub(super) fn answer(self: &Arc<Self>, half: Half) {
+        let deferred = Deferred::new();
+        match half {
+            Half::Sender => {
+                let mut sender = self.sender.lock();
+                self.pump(&mut sender, &deferred);
+                sender.rest();
+            }
+            Half::Receiver => {
+                let mut receiver = self.receiver.lock();
+                if !self.is_destroyed() {
+                    self.reply(&mut receiver, &deferred);
+                }
             }
         }
         deferred.run();
@@ -334,6 +363,7 @@ impl QpInner {
             let now = self.device().network.scheduler.now();
             sender.machine.on_timer(now, &mut SendSide { qp: self, deferred: &deferred });
             self.pump(&mut sender, &deferred);
+            sender.rest();
         }
         deferred.run();
     }

@@ -18,7 +18,7 @@ use super::dma::Payload;
 use super::faults::{Faults, Link, LinkCounters};
 use super::qp::QpInner;
 use super::scheduler::{Job, Scheduler};
-use super::udp::{Endpoint, Outbox, UdpConfig, UdpError};
+use super::udp::{Endpoint, Outbox, Turn, UdpConfig, UdpError};
 use super::wire::{self, Body, Packet, WireError};
 
 /// The queue pair of management on every port, and its queue key (IBTA 3.5.10 and 10.2.5).
@@ -325,11 +325,19 @@ impl NetworkInner {
         Outbox::new(device).push(&packet, to, &Payload::Bytes(mad));
     }
 
-    /// A packet with a valid check arrived at `device`; false if it is for nobody here.
-    pub(super) fn on_packet(device: &Arc<DeviceInner>, source: Gid, packet: &Packet, payload: &[u8]) -> bool {
+    /// A packet with a valid check arrived at `device`; false if it is for nobody here. It is answered at the end of its
+    /// `turn`.
+    pub(super) fn on_packet(
+        device: &Arc<DeviceInner>,
+        source: Gid,
+        packet: &Packet,
+        payload: &[u8],
+        turn: &mut Turn,
+    ) -> bool {
         if packet.dest != MANAGEMENT {
             let Some(qp) = device.queue_pair(packet.dest) else { return false };
-            qp.on_packet(packet, source, payload);
+            let half = qp.on_packet(packet, source, payload);
+            turn.next(qp, half);
         } else if let Body::Datagram { qkey: MANAGEMENT_QKEY, imm: None, .. } = packet.body {
             Manager::on_datagram(device, source, payload);
         } else {
@@ -373,7 +381,9 @@ impl Delivery {
             }
         };
         tracing::trace!(%source, ?packet, "packet arrived");
-        NetworkInner::on_packet(&device, source, &packet, payload);
+        let mut turn = Turn::default();
+        NetworkInner::on_packet(&device, source, &packet, payload, &mut turn);
+        turn.end();
     }
 }
 

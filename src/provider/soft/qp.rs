@@ -23,6 +23,7 @@ use super::device::{ContextInner, DeviceInner, PORT};
 use super::requester::{Destination, Flow, Requester, SendCompletions, SendConfig, SendCounters};
 use super::responder::{ReceiveConfig, ReceiveCounters, ReceiveWqe, Receiver, Responder};
 use super::srq::SrqInner;
+use super::udp::{Busy, PeerLink};
 
 /// Retry counters have three bits.
 const MAX_RETRY: u8 = 7;
@@ -73,6 +74,27 @@ pub(super) struct Sender {
     notify_drained: bool,
     /// Failure was noticed and passed on to the other half.
     failed: bool,
+    /// The way to the peer, over UDP.
+    link: Option<Arc<PeerLink>>,
+    /// Something is on that way.
+    busy: Option<Busy>,
+}
+
+impl Sender {
+    /// Over UDP: takes part in the use of the way to the peer, and keeps to its share of it.
+    pub(super) fn share_link(&mut self) {
+        if let Some(link) = &self.link {
+            self.busy.get_or_insert_with(|| link.enter());
+            self.machine.config.flow = link.share(self.machine.config.mtu);
+        }
+    }
+
+    /// After something was acknowledged, or given up: leaves the way to others if nothing is on it.
+    pub(super) fn rest(&mut self) {
+        if !self.machine.is_underway() {
+            self.busy = None;
+        }
+    }
 }
 
 /// Responder half.
@@ -208,6 +230,8 @@ pub(super) fn create(context: &Arc<ContextInner>, pd: u32, init: &QpInit<'_, Sof
                 continuing: false,
                 notify_drained: false,
                 failed: false,
+                link: None,
+                busy: None,
             }),
             receiver: Mutex::new(ReceiverHalf { machine: Responder::new(receive), replying: false, unconfirmed: None }),
         })
@@ -259,6 +283,7 @@ impl QpInner {
 
     fn flush_both(self: &Arc<Self>, sender: &mut Sender, receiver: &mut ReceiverHalf, deferred: &Deferred) {
         sender.failed = true;
+        sender.busy = None;
         if sender.machine.state() != QpState::Err {
             tracing::debug!(qpn = %self.qpn, from = ?sender.machine.state(), "queue pair enters ERR");
             sender.machine.set_state(QpState::Err, &mut SendSide { qp: self, deferred });
@@ -527,11 +552,13 @@ impl QpInner {
         if let Some(address) = attr.address {
             receive.peer_gid = address.dgid;
             sender.peer_at.gid = address.dgid;
+            sender.busy = None;
+            let reliable = self.transport == Transport::Rc;
+            sender.link = self.device().endpoint().filter(|_| reliable).map(|endpoint| endpoint.link_to(address.dgid));
         }
         sender.peer = None;
         if let Some(mtu) = attr.path_mtu {
             (send.mtu, receive.mtu) = (mtu, mtu);
-            send.flow = if self.device().network.is_udp() { Flow::over_udp(mtu) } else { Flow::MEMORY };
         }
         if let Some(qkey) = attr.qkey {
             (send.qkey, receive.qkey) = (qkey, qkey);
@@ -553,6 +580,7 @@ impl QpInner {
         sender.machine.set_state(QpState::Reset, &mut SendSide { qp: self, deferred });
         receiver.machine.set_state(QpState::Reset, &mut ReceiveSide { qp: self, deferred });
         sender.attr = QpAttr::default();
+        (sender.busy, sender.link) = (None, None);
         sender.peer = None;
         sender.failed = false;
         sender.notify_drained = false;

@@ -51,12 +51,16 @@ impl Flow {
     /// Within the process, where nothing overflows; the window is that of rxe.
     pub(in crate::provider::soft) const MEMORY: Self = Self { window: 64, ack_every: 32, read_packets: u32::MAX };
 
-    /// Over UDP, where a burst must find room in the peer's socket: 64 KiB, of 208 that Linux has by default.
-    pub(in crate::provider::soft) fn over_udp(mtu: Mtu) -> Self {
-        let window = ((64 << 10) / mtu.bytes() as u32).min(64);
-        Self { window: window as i32, ack_every: window / 4, read_packets: window / 2 }
+    /// Of `window` packets in flight, where answers must be paced too.
+    pub(in crate::provider::soft) const fn of(window: u32) -> Self {
+        // An acknowledgement for each quarter; of a READ, two halves are on the way.
+        Self { window: window as i32, ack_every: window / 4, read_packets: READ_PACKETS }
     }
 }
+
+/// Packets of one READ request where answers must be paced; the same for the life of a connection, since it is told from
+/// the answers which request they end. 32 KiB of the largest MTU.
+const READ_PACKETS: u32 = 8;
 
 /// Who takes the requester's completions.
 pub(in crate::provider::soft) trait SendCompletions {
@@ -196,6 +200,11 @@ impl Requester {
         !self.queue.is_empty()
     }
 
+    /// True if something was sent that is not acknowledged.
+    pub(in crate::provider::soft) fn is_underway(&self) -> bool {
+        self.unacked != self.sent_end
+    }
+
     /// First sequence number, given on the way to RTS.
     pub(in crate::provider::soft) fn start(&mut self, psn: Psn) {
         (self.unacked, self.sent_end, self.next_psn) = (psn, psn, psn);
@@ -327,7 +336,11 @@ impl Requester {
         }
         let number = self.cursor_packet;
         let psn = wqe.first_psn.add(number);
-        if reliable && psn.distance_from(self.unacked) >= self.config.flow.window {
+        let underway = psn.distance_from(self.unacked);
+        let blocked = reliable && underway >= self.config.flow.window;
+        // If no acknowledgement is to come, for the window was larger before, one more packet asks for it.
+        let unasked = blocked && self.since_ack_request as i32 >= underway;
+        if blocked && !unasked {
             return None;
         }
         let offset = number * mtu;
@@ -353,8 +366,9 @@ impl Requester {
             self.reads += u8::from(wqe.op.reads_back());
         }
         let whole = end == wqe.end_psn();
-        let ack_request =
-            reliable && !wqe.op.reads_back() && (whole || self.since_ack_request >= self.config.flow.ack_every);
+        let ack_request = reliable
+            && !wqe.op.reads_back()
+            && (whole || unasked || self.since_ack_request >= self.config.flow.ack_every);
         let packet = Packet {
             transport: self.config.transport,
             dest: if self.config.transport == Transport::Ud { wqe.to.qpn } else { self.config.dest },
@@ -364,7 +378,9 @@ impl Requester {
             body,
         };
         let to = wqe.to;
-        self.since_ack_request = if ack_request { 0 } else { self.since_ack_request + 1 };
+        // An answer acknowledges all before it.
+        let asks = ack_request || wqe.op.reads_back();
+        self.since_ack_request = if asks { 0 } else { self.since_ack_request + 1 };
         if whole {
             self.cursor += 1;
             self.cursor_packet = 0;

@@ -1,5 +1,6 @@
 //! A device's place on the network: its socket, the thread that receives there, what it counts.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -13,14 +14,17 @@ use parking_lot::{Mutex, RwLock};
 
 use crate::error::VerbError;
 use crate::provider::soft::device::DeviceInner;
+use crate::provider::soft::exchange::Half;
 use crate::provider::soft::faults::LinkCounters;
 use crate::provider::soft::network::NetworkInner;
+use crate::provider::soft::qp::QpInner;
 use crate::provider::soft::wire::Packet;
 use crate::types::{Gid, Mtu};
 
 use super::batch::Batch;
 use super::config::{UdpConfig, UdpError};
 use super::icrc::{CHECK, Header};
+use super::peer_link::PeerLink;
 use super::socket::{Inbox, Socket};
 
 /// Bytes of a packet of RoCE v2 besides its payload, IPv6 header and all extensions included: what SoftRoCE leaves too.
@@ -39,6 +43,8 @@ pub(in crate::provider::soft) struct Endpoint {
     /// Who it is for, while somebody has it open.
     device: RwLock<Weak<DeviceInner>>,
     spare: Mutex<Vec<Box<Batch>>>,
+    /// Ways to peers, as long as a queue pair has one.
+    links: Mutex<HashMap<Gid, Weak<PeerLink>>>,
     /// The kernel cuts messages into datagrams.
     cuts: AtomicBool,
     closed: AtomicBool,
@@ -87,6 +93,7 @@ impl Endpoint {
             config: Arc::clone(config),
             device: RwLock::default(),
             spare: Mutex::default(),
+            links: Mutex::default(),
             cuts: AtomicBool::new(true),
             closed: AtomicBool::new(false),
             thread: Mutex::default(),
@@ -117,6 +124,20 @@ impl Endpoint {
         {
             tracing::error!(endpoint = ?self, "the receiving thread panicked");
         }
+    }
+
+    /// The way to `peer`, the same for all who ask.
+    pub(in crate::provider::soft) fn link_to(&self, peer: Gid) -> Arc<PeerLink> {
+        let mut links = self.links.lock();
+        if let Some(link) = links.get(&peer).and_then(Weak::upgrade) {
+            return link;
+        }
+        if links.len() == links.capacity() {
+            links.retain(|_, link| link.strong_count() > 0);
+        }
+        let link = Arc::new(PeerLink::default());
+        links.insert(peer, Arc::downgrade(&link));
+        link
     }
 
     /// Path MTU of the route to `peer`; fails if there is none.
@@ -215,9 +236,11 @@ impl Endpoint {
             match self.socket.receive(&mut inbox) {
                 Ok(()) => {
                     let device = self.device.read().upgrade();
+                    let mut turn = Turn::default();
                     for (source, datagram) in inbox.datagrams() {
-                        self.on_datagram(device.as_ref(), source, datagram);
+                        self.on_datagram(device.as_ref(), source, datagram, &mut turn);
                     }
+                    turn.end();
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => {
@@ -228,7 +251,7 @@ impl Endpoint {
         }
     }
 
-    fn on_datagram(&self, device: Option<&Arc<DeviceInner>>, source: SocketAddr, datagram: &[u8]) {
+    fn on_datagram(&self, device: Option<&Arc<DeviceInner>>, source: SocketAddr, datagram: &[u8], turn: &mut Turn) {
         add(&self.counters.received, 1);
         let ip = source.ip().to_canonical();
         let (Some((covered, check)), true) = (datagram.split_last_chunk::<CHECK>(), self.config.allows(ip)) else {
@@ -250,8 +273,28 @@ impl Endpoint {
             return;
         };
         tracing::trace!(%source, ?packet, "packet arrived");
-        if !NetworkInner::on_packet(device, Gid::from(ip), &packet, payload) {
+        if !NetworkInner::on_packet(device, Gid::from(ip), &packet, payload, turn) {
             add(&self.counters.unwanted, 1);
+        }
+    }
+}
+
+/// Half of a queue pair whose packets arrive one after the other: it answers once, after the last.
+#[derive(Debug, Default)]
+pub(in crate::provider::soft) struct Turn(Option<(Arc<QpInner>, Half)>);
+
+impl Turn {
+    /// A packet for `qp` was accepted.
+    pub(in crate::provider::soft) fn next(&mut self, qp: Arc<QpInner>, half: Half) {
+        if self.0.as_ref().is_some_and(|(before, of)| *of != half || !Arc::ptr_eq(before, &qp)) {
+            self.end();
+        }
+        self.0 = Some((qp, half));
+    }
+
+    pub(in crate::provider::soft) fn end(&mut self) {
+        if let Some((qp, half)) = self.0.take() {
+            qp.answer(half);
         }
     }
 }

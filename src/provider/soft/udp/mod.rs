@@ -12,11 +12,13 @@ mod config;
 mod endpoint;
 mod icrc;
 mod outbox;
+mod peer_link;
 mod socket;
 
 #[cfg(test)]
 mod tests;
 
 pub use config::{UdpConfig, UdpError};
-pub(super) use endpoint::Endpoint;
+pub(super) use endpoint::{Endpoint, Turn};
 pub(super) use outbox::Outbox;
+pub(super) use peer_link::{Busy, PeerLink};
