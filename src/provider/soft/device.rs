@@ -121,7 +121,7 @@ impl DeviceInner {
             mtu,
             endpoint,
             keys: Keys::new(seed as u32),
-            cm: Manager::new(gid, attr.guid, network.random()?),
+            cm: Manager::new(gid, attr.guid, mtu, network.random()?),
             network,
             attr,
             queue_pairs: RwLock::default(),
@@ -148,10 +148,10 @@ impl DeviceInner {
         self.endpoint.as_ref()
     }
 
-    /// Largest MTU on the way to `peer`.
-    #[allow(dead_code, reason = "until the connection manager asks")]
-    pub(super) fn path_mtu(&self, peer: Gid) -> Mtu {
-        self.endpoint.as_ref().map_or(Mtu::Mtu4096, |endpoint| endpoint.path_mtu(peer))
+    /// Largest MTU on the way to `peer`; fails if the system knows no way.
+    pub(super) fn path_mtu(&self, peer: Gid) -> Result<Mtu, VerbError> {
+        let route = self.endpoint.as_ref().map(|endpoint| endpoint.path_mtu(peer)).transpose()?;
+        Ok(route.map_or(self.mtu, |route| route.min(self.mtu)))
     }
 
     pub(super) const fn attr(&self) -> &DeviceAttr {

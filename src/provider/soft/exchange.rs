@@ -274,7 +274,14 @@ impl QpInner {
             let mut receiver = self.receiver.lock();
             if !self.is_destroyed() {
                 let mut out = ReceiveSide { qp: self, deferred: &deferred };
+                let dropped = receiver.machine.counters.dropped;
                 receiver.machine.on_request(packet, source, &payload, keys, &mut out);
+                if receiver.unconfirmed.is_some()
+                    && receiver.machine.counters.dropped == dropped
+                    && let Some(connection) = receiver.unconfirmed.take()
+                {
+                    deferred.heard(self, connection);
+                }
             }
             Half::Receiver
         };

@@ -51,6 +51,8 @@ mod wire;
 mod tests;
 
 pub(crate) use channel::Channel;
+#[cfg(fuzzing)]
+pub use cm::fuzzing;
 pub(crate) use cq::Cq;
 pub use cq::CqCounters;
 pub(crate) use device::{Ah, Context, Mr, Mw, Pd};

@@ -313,7 +313,6 @@ impl NetworkInner {
 impl NetworkInner {
     /// Sends a management datagram (MAD) from the connection manager of `device` to that at `to`: from queue pair 1 to
     /// queue pair 1 (IBTA 13.5.1). May be lost on the way, as any packet.
-    #[allow(dead_code, reason = "until the connection manager writes MADs")]
     pub(super) fn transmit_management(&self, device: &Arc<DeviceInner>, to: Gid, mad: &[u8; MAD]) {
         let packet = Packet {
             transport: Transport::Ud,
@@ -345,13 +344,6 @@ impl NetworkInner {
             return false;
         }
         true
-    }
-
-    /// When a packet arrives that is not encoded, and whether it is undamaged; twice if it is repeated.
-    pub(super) fn carry(&self, now: u64, route: (Gid, Gid)) -> impl Iterator<Item = (u64, bool)> {
-        let mut image = [0];
-        let arrivals = self.link.lock().send(now, route, &mut image);
-        arrivals.into_iter().flatten().map(move |at| (at, image == [0]))
     }
 
     /// A damaged packet was found out.

@@ -103,6 +103,8 @@ pub(super) struct ReceiverHalf {
     pub(super) machine: Responder,
     /// The scheduler goes on with its replies.
     pub(super) replying: bool,
+    /// Number of a connection whose peer is to confirm it, if that has not been heard yet.
+    pub(super) unconfirmed: Option<u32>,
 }
 
 /// Where completions of sends go.
@@ -231,7 +233,7 @@ pub(super) fn create(context: &Arc<ContextInner>, pd: u32, init: &QpInit<'_, Sof
                 link: None,
                 busy: None,
             }),
-            receiver: Mutex::new(ReceiverHalf { machine: Responder::new(receive), replying: false }),
+            receiver: Mutex::new(ReceiverHalf { machine: Responder::new(receive), replying: false, unconfirmed: None }),
         })
     })?;
     Ok(Qp(inner))

@@ -140,14 +140,12 @@ impl Endpoint {
         link
     }
 
-    /// Path MTU of the route to `peer`.
-    pub(in crate::provider::soft) fn path_mtu(&self, peer: Gid) -> Mtu {
+    /// Path MTU of the route to `peer`; fails if there is none.
+    pub(in crate::provider::soft) fn path_mtu(&self, peer: Gid) -> Result<Mtu, VerbError> {
         let peer = SocketAddr::new(peer.to_ip(), self.config.port);
-        let route = self.socket.route_mtu(peer).unwrap_or_else(|error| {
-            tracing::debug!(%peer, %error, "no route");
-            SMALLEST_ROUTE
-        });
-        fitting(route)
+        let route = self.socket.route_mtu(peer);
+        let errno = |error: io::Error| VerbError::new("connect", error.raw_os_error().unwrap_or(VerbError::EIO));
+        route.map(fitting).map_err(errno)
     }
 
     /// The MTU of packets that pass everywhere that the address of this device leads: its own interface's.
