@@ -133,10 +133,7 @@ async fn every_operation(end: &End, meeting: &mut Meeting, role: Role, lengths: 
                 qp.write_with_imm(end.buffer(&bytes[..len / 2]), end.remote, Imm(!0)).await.unwrap();
                 meeting.meet().await;
                 if transport == Transport::Rc {
-                    let back = qp
-                        .read(end.room(len), end.remote.slice(..len as u64).unwrap())
-                        .await
-                        .unwrap_or_else(|e| panic!("{e} {len} {:?}", qp.software_counters()));
+                    let back = qp.read(end.room(len), end.remote.slice(..len as u64).unwrap()).await.unwrap();
                     assert_eq!(&back[..], bytes, "READ of {len}");
                     let word = end.remote.slice(LARGEST as u64..LARGEST as u64 + 8).unwrap();
                     let before = qp.fetch_add(word, 3).await.unwrap();

@@ -34,6 +34,9 @@ mod dma;
 mod dma_buf;
 mod exchange;
 mod faults;
+#[cfg(any(fuzzing, test))]
+#[allow(unreachable_pub, reason = "reachable for a fuzzer only")]
+mod hostile;
 mod keys;
 mod network;
 mod qp;
@@ -51,8 +54,6 @@ mod wire;
 mod tests;
 
 pub(crate) use channel::Channel;
-#[cfg(fuzzing)]
-pub use cm::fuzzing;
 pub(crate) use cq::Cq;
 pub use cq::CqCounters;
 pub(crate) use device::{Ah, Context, Mr, Mw, Pd};
@@ -65,6 +66,13 @@ pub(crate) use srq::Srq;
 pub use udp::{UdpConfig, UdpError};
 
 use super::contract;
+
+/// What a fuzzer feeds.
+#[cfg(fuzzing)]
+pub mod fuzzing {
+    pub use super::cm::fuzzing::*;
+    pub use super::hostile::*;
+}
 
 /// The provider.
 #[derive(Debug, Clone, Copy)]

@@ -83,6 +83,7 @@ impl Requester {
 
     pub(super) fn on_progress(&mut self) {
         self.progressed = true;
+        self.silences = 0;
         self.gap_seen = false;
         self.reset_retries();
     }

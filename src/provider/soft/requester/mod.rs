@@ -45,16 +45,20 @@ pub(in crate::provider::soft) struct Flow {
     ack_every: u32,
     /// Packets that one READ request asks for: a longer one is asked for piece by piece, as nothing else paces the answers.
     read_packets: u32,
+    /// How often the timeout doubles while nothing is heard: between processes silence may mean that the other one does not
+    /// run. 4 times the timeout is what IBTA 9.7.6.1.3 lets it take.
+    doublings: u32,
 }
 
 impl Flow {
     /// Within the process, where nothing overflows; the window is that of rxe.
-    pub(in crate::provider::soft) const MEMORY: Self = Self { window: 64, ack_every: 32, read_packets: u32::MAX };
+    pub(in crate::provider::soft) const MEMORY: Self =
+        Self { window: 64, ack_every: 32, read_packets: u32::MAX, doublings: 0 };
 
     /// Of `window` packets in flight, where answers must be paced too.
     pub(in crate::provider::soft) const fn of(window: u32) -> Self {
         // An acknowledgement for each quarter; of a READ, two halves are on the way.
-        Self { window: window as i32, ack_every: window / 4, read_packets: READ_PACKETS }
+        Self { window: window as i32, ack_every: window / 4, read_packets: READ_PACKETS, doublings: 2 }
     }
 }
 
@@ -154,6 +158,8 @@ pub(in crate::provider::soft) struct Requester {
     deadline: Option<u64>,
     /// The deadline counts from now, not from when it was set.
     progressed: bool,
+    /// Timeouts since the last progress.
+    silences: u32,
     /// Went back because of a gap in the responses, and no progress since: late ones change nothing.
     gap_seen: bool,
     drained_reported: bool,
@@ -179,6 +185,7 @@ impl Requester {
             wait: Wait::None,
             deadline: None,
             progressed: false,
+            silences: 0,
             gap_seen: false,
             drained_reported: true,
             position: 0,
@@ -450,6 +457,7 @@ impl Requester {
             Wait::Rnr(_) => self.go_back(),
             Wait::None => {
                 self.counters.timeouts += 1;
+                self.silences += 1;
                 self.gap_seen = false;
                 self.retry(out);
             }
@@ -474,7 +482,10 @@ impl Requester {
         } else if std::mem::take(&mut self.progressed) || self.deadline.is_none() {
             let duration = match self.wait {
                 Wait::Rnr(timer) => Some(timer.nanoseconds()),
-                Wait::None => self.config.timeout.nanoseconds(),
+                Wait::None => {
+                    let times = 1 << self.silences.min(self.config.flow.doublings);
+                    self.config.timeout.nanoseconds().map(|duration| duration.saturating_mul(times))
+                }
             };
             self.deadline = duration.map(|duration| now.saturating_add(duration));
         }

@@ -42,7 +42,7 @@ pub(in crate::provider::soft) struct Endpoint {
     config: Arc<UdpConfig>,
     /// Who it is for, while somebody has it open.
     device: RwLock<Weak<DeviceInner>>,
-    spare: Mutex<Vec<Box<Batch>>>,
+    spare: Mutex<Vec<Batch>>,
     /// Ways to peers, as long as a queue pair has one.
     links: Mutex<HashMap<Gid, Weak<PeerLink>>>,
     /// The kernel cuts messages into datagrams.
@@ -161,11 +161,11 @@ impl Endpoint {
     }
 
     /// Room for packets to be sent together.
-    pub(super) fn batch(&self) -> Box<Batch> {
-        self.spare.lock().pop().unwrap_or_else(|| Box::new(Batch::new()))
+    pub(super) fn batch(&self) -> Batch {
+        self.spare.lock().pop().unwrap_or_else(Batch::new)
     }
 
-    pub(super) fn keep(&self, mut batch: Box<Batch>) {
+    pub(super) fn keep(&self, mut batch: Batch) {
         batch.clear();
         let mut spare = self.spare.lock();
         if spare.len() < SPARE {

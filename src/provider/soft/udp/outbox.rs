@@ -13,7 +13,7 @@ use super::batch::Batch;
 /// those of another thread overtake them.
 pub(in crate::provider::soft) struct Outbox<'a> {
     device: &'a Arc<DeviceInner>,
-    batch: Option<Box<Batch>>,
+    batch: Option<Batch>,
 }
 
 impl<'a> Outbox<'a> {
