@@ -1,12 +1,10 @@
 //! Two processes on one machine that meet by address and talk RoCE v2 over UDP: the whole stack, from the connection manager's
 //! messages to those of a service. No root, no RDMA. The other process is this test binary again, see `the_peer`.
 
-#[allow(dead_code, unreachable_pub, reason = "it uses a part of it")]
 mod connected;
 #[path = "common/udp.rs"]
 mod udp;
 
-#[allow(dead_code, unreachable_pub, reason = "it uses a part of it")]
 mod torture;
 
 use std::io::{BufRead, BufReader, Read, Write};

@@ -15,8 +15,8 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
-use tokio_rdma::software::{Faults, Network};
-use tokio_rdma::types::{AckTimeout, AddressVector, Mtu, PortNum, Qkey, QpState, RnrTimer, Transport, WcStatus};
+use tokio_rdma::software::{Faults, Network, UdpConfig};
+use tokio_rdma::types::{AckTimeout, AddressVector, Gid, Mtu, PortNum, Qkey, QpState, RnrTimer, Transport, WcStatus};
 use tokio_rdma::{
     Access, BufMut, CompletionMode, CompletionQueue, ConnectOptions, Device, ExposedRegion, HostMemory, Imm,
     OpErrorKind, Pool, ProtectionDomain, QueuePair, QueuePairEndpoint, RemoteRegion,
@@ -36,8 +36,8 @@ enum Role {
     Server,
 }
 
-/// The way to the other process.
-struct Meeting(TcpStream);
+/// The way to the other process, and its GID where the choice of ours depends on it.
+struct Meeting(TcpStream, Option<Gid>);
 
 impl Meeting {
     /// Gives `bytes` to the other side and takes what it gives; neither goes on without the other.
@@ -79,6 +79,7 @@ impl End {
         let pd = device.protection_domain().unwrap();
         let queue = CompletionQueue::new(device, CompletionMode::Event).unwrap();
         let builder = QueuePair::builder(&pd, &queue).transport(transport);
+        let builder = if let Some(peer) = meeting.1 { builder.peer(peer) } else { builder };
         let builder = if transport == Transport::Ud { builder.qkey(QKEY) } else { builder };
         let qp = builder.build().unwrap();
         let pool = Pool::builder(&pd).buffer_size(LARGEST).buffers(4).growing(true).build().unwrap();
@@ -377,7 +378,7 @@ fn between_processes(name: &str) {
             .spawn()
             .unwrap();
         let accepted = tokio::time::timeout(HANG, listener.accept()).await.expect("the other process does not start");
-        let mut meeting = Meeting(accepted.unwrap().0);
+        let mut meeting = Meeting(accepted.unwrap().0, None);
         meeting.0.set_nodelay(true).unwrap();
         scenario(name, &mut meeting, Role::Client, Some(&mut child)).await;
         if name != "killed" {
@@ -395,8 +396,69 @@ fn the_peer() {
     runtime().block_on(async {
         let stream = TcpStream::connect(address).await.unwrap();
         stream.set_nodelay(true).unwrap();
-        scenario(name, &mut Meeting(stream), Role::Server, None).await;
+        scenario(name, &mut Meeting(stream, None), Role::Server, None).await;
     });
+}
+
+/// One end between the software device and another, of no use alone: scripts/wire-interop runs both. `TOKIO_RDMA_WIRE` says
+/// `listen` or `connect`, the address of the meeting, that of a software device, or `real` for the one that
+/// `TOKIO_RDMA_DEVICE` names, and whether the wire loses packets.
+#[test]
+fn one_end_of_a_wire() {
+    let Ok(said) = std::env::var("TOKIO_RDMA_WIRE") else { return };
+    let [role, address, device, wire] = said.split(' ').collect::<Vec<_>>()[..] else { panic!("{said}") };
+    let address: SocketAddr = address.parse().unwrap();
+    let device = match device.parse() {
+        Ok(ip) => {
+            let network = Network::udp(&UdpConfig::new().device("one", ip).expose()).unwrap();
+            Device::software_in(&network, "one").unwrap()
+        }
+        Err(_) => Device::open_default().unwrap(),
+    };
+    runtime().block_on(async {
+        let (stream, role) = match role {
+            "listen" => {
+                let listener = TcpListener::bind(address).await.unwrap();
+                println!("listening");
+                (tokio::time::timeout(HANG, listener.accept()).await.unwrap().unwrap().0, Role::Server)
+            }
+            _ => (TcpStream::connect(address).await.unwrap(), Role::Client),
+        };
+        stream.set_nodelay(true).unwrap();
+        let peer = stream.peer_addr().unwrap().ip();
+        let mut meeting = Meeting(stream, Some(Gid::from(peer)));
+        let run = wired(&device, &mut meeting, role, wire == "lossy", peer.is_ipv4());
+        tokio::time::timeout(4 * HANG, run).await.expect("hangs");
+    });
+}
+
+/// Every operation, with the patience that an emulated machine needs.
+async fn wired(device: &Device, meeting: &mut Meeting, role: Role, lossy: bool, v4: bool) {
+    let timeout = AckTimeout::from_code(if lossy { 15 } else { 17 });
+    let options = ConnectOptions { timeout, retry_count: 7, ..Default::default() };
+    if lossy {
+        let end = End::new(device, meeting, Transport::Rc, Mtu::Mtu1024, &options).await;
+        return every_operation(&end, meeting, role, &LENGTHS[..14]).await;
+    }
+    for (transport, mtu, lengths) in [
+        (Transport::Rc, Mtu::Mtu1024, &LENGTHS[..]),
+        (Transport::Rc, Mtu::Mtu4096, &LENGTHS[..]),
+        (Transport::Rc, Mtu::Mtu256, &LENGTHS[..13]),
+        (Transport::Uc, Mtu::Mtu1024, &LENGTHS[..13]),
+    ] {
+        let end = End::new(device, meeting, transport, mtu, &options).await;
+        every_operation(&end, meeting, role, lengths).await;
+        meeting.meet().await;
+        println!("{transport:?}, {mtu:?}: every operation, both ways, up to {} bytes", lengths[lengths.len() - 1]);
+    }
+    if v4 {
+        let end = End::new(device, meeting, Transport::Ud, Mtu::Mtu4096, &options).await;
+        datagrams(&end, meeting, role).await;
+        meeting.meet().await;
+        println!("datagrams, both ways");
+    }
+    load(device, meeting, &options, 5).await;
+    println!("8 connections with work of all kinds at once");
 }
 
 #[test]
