@@ -4,9 +4,20 @@
 //! everything that the crate can do with a reliable connection, three times: with completions found by events,
 //! by a busy-polling thread, and by both. Each step checks what it did. At the end come the latencies.
 //!
+//! The same between two processes, or two hosts, which meet by address:
+//!
+//! ```text
+//! quickstart --listen 127.0.0.1:7471
+//! quickstart --connect 127.0.0.1:7471 [--from ADDRESS]
+//! ```
+//!
+//! Either has a software device that speaks RoCE v2 over UDP: at the address that it listens at, or that leads to the
+//! other (for one on loopback, the first that is free from 127.0.0.2 on; port 4791 has room for one program at each
+//! address), unless `TOKIO_RDMA_DEVICE` names a real one.
+//!
 //! ```text
 //!   client                                     server
-//!     │ ◀────── endpoints, any channel ───────▶ │      QueuePair::endpoint, connect
+//!     │ ◀────── endpoints, any channel ───────▶ │      QueuePair::endpoint, connect; or cm::resolve, cm::Listener
 //!     │ ◀────── SEND: key of its memory ─────── │      ExposedRegion::grant
 //!     │ ─────── WRITE, READ ──────────────────▶ │      (the server does nothing)
 //!     │ ─────── WRITE_WITH_IMM ───────────────▶ │      and is told
@@ -18,14 +29,18 @@
 
 use std::error::Error;
 use std::fmt::Debug;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use hdrhistogram::Histogram;
 use tokio::sync::mpsc;
-use tokio_rdma::types::{Rkey, WcStatus};
+use tokio_rdma::cm::{self, Link};
+use tokio_rdma::software::{Network, UdpConfig, UdpError};
+use tokio_rdma::types::{AckTimeout, Rkey, WcStatus};
 use tokio_rdma::{
-    Access, Buf, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Imm, Pool, ProtectionDomain,
-    QueuePair, QueuePairEndpoint, Recv, RemoteRegion,
+    Access, Buf, BufMut, CompletionMode, CompletionQueue, ConnectOptions, Device, ExposedRegion, Imm, Pool,
+    ProtectionDomain, QueuePair, QueuePairEndpoint, Recv, RemoteRegion,
 };
 
 type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
@@ -37,6 +52,8 @@ const ROUNDS: u32 = 5_000;
 const ENOUGH: Duration = Duration::from_secs(2);
 /// A mode that has not finished by then never will.
 const DEADLINE: Duration = Duration::from_secs(30);
+/// How long a server waits for its client.
+const PATIENCE: Duration = Duration::from_secs(300);
 
 /// What is where in the server's memory.
 const TEXT: std::ops::Range<u64> = 0..13;
@@ -50,27 +67,32 @@ async fn main() -> Result<()> {
         ("busy-poll", CompletionMode::busy_poll()?),
         ("hybrid", CompletionMode::Hybrid),
     ];
+    let place = Place::find().await?;
     let mut latencies = Vec::new();
     for (name, mode) in modes {
         println!("{name}");
-        latencies.push((name, tokio::time::timeout(DEADLINE, tour(mode)).await??));
+        let limit = if matches!(place, Place::Server(..)) { PATIENCE } else { DEADLINE };
+        latencies.extend(tokio::time::timeout(limit, tour(&place, mode)).await??.map(|measured| (name, measured)));
         println!();
     }
     print_table(&latencies);
     Ok(())
 }
 
-/// Everything once, and the latencies that the client saw.
-async fn tour(mode: CompletionMode) -> Result<Vec<Latency>> {
-    let (to_client, from_server) = mpsc::channel(1);
-    let (to_server, from_client) = mpsc::channel(1);
-    let server = Peer::open("server", &mode, to_client, from_client)?;
-    let client = Peer::open("client", &mode, to_server, from_server)?;
-
-    let server = task(serve(server));
-    let client = task(request(client));
-    let (latencies, ()) = tokio::try_join!(client, server)?;
+/// Everything once, and the latencies that the client saw, if it is here.
+async fn tour(place: &Place, mode: CompletionMode) -> Result<Option<Vec<Latency>>> {
+    let [server, client] = place.peers(&mode)?;
+    let server = server.map(|peer| task(serve(peer)));
+    let client = client.map(|peer| task(request(peer)));
+    let (latencies, _) = tokio::try_join!(optional(client), optional(server))?;
     Ok(latencies)
+}
+
+async fn optional<T>(work: Option<impl Future<Output = Result<T>>>) -> Result<Option<T>> {
+    match work {
+        Some(work) => work.await.map(Some),
+        None => Ok(None),
+    }
 }
 
 async fn task<T: Send + 'static>(work: impl Future<Output = Result<T>> + Send + 'static) -> Result<T> {
@@ -117,7 +139,11 @@ async fn answer_message(peer: &Peer, qp: &QueuePair, region: &ExposedRegion) -> 
     check("message", &message.buffer[..], b"ping")?;
     check("counter", region.load(COUNTER.start as usize)?, 42)?;
     let next = qp.recv(peer.pool.try_alloc(64)?);
-    qp.send(peer.pool.copy_from(b"pong")?).await?;
+    let answer = qp.send(peer.pool.copy_from(b"pong")?).await;
+    // The client ends the connection once it has the answer: what it does for that may overtake its acknowledgement.
+    if let Err(error) = answer {
+        check("status of the answer", error.status(), Some(WcStatus::WR_FLUSH_ERR))?;
+    }
     peer.did("received a message and answered it");
     Ok(next)
 }
@@ -272,10 +298,10 @@ async fn asked(peer: &Peer, qp: &QueuePair, payload: &Buf) -> Result<()> {
 }
 
 fn print_table(modes: &[(&str, Vec<Latency>)]) {
+    let Some((_, operations)) = modes.first() else { return };
     print!("{:<24}", "latency in µs");
     modes.iter().for_each(|(mode, _)| print!("{mode:>10} p50     p99"));
     println!();
-    let Some((_, operations)) = modes.first() else { return };
     for (row, (operation, _)) in operations.iter().enumerate() {
         print!("{operation:<24}");
         for (_, latencies) in modes {
@@ -291,35 +317,62 @@ fn print_table(modes: &[(&str, Vec<Latency>)]) {
 /// One end: an open device, and what is made once and used for ever.
 struct Peer {
     name: &'static str,
+    device: Device,
     pd: ProtectionDomain,
     queue: CompletionQueue,
     pool: Pool,
+    meeting: Meeting,
+    /// Of a connection made by address: it lasts as long as this.
+    link: Option<Link>,
+}
+
+/// What is not acknowledged is repeated after half a second, and given up after seven times that: the other end may be a
+/// process that has to wait for a processor, as those who poll take them all.
+fn patient() -> cm::Options {
+    let transport = ConnectOptions { timeout: AckTimeout::from_code(17), ..ConnectOptions::default() };
+    cm::Options::default().transport(transport)
+}
+
+/// How it finds the other end.
+enum Meeting {
     /// Stands for whatever brings services together: TCP, gRPC, a database.
-    to_peer: mpsc::Sender<QueuePairEndpoint>,
-    from_peer: mpsc::Receiver<QueuePairEndpoint>,
+    Channel(mpsc::Sender<QueuePairEndpoint>, mpsc::Receiver<QueuePairEndpoint>),
+    Listener(Arc<cm::Listener>),
+    Address(SocketAddr),
 }
 
 impl Peer {
-    fn open(
-        name: &'static str,
-        mode: &CompletionMode,
-        to_peer: mpsc::Sender<QueuePairEndpoint>,
-        from_peer: mpsc::Receiver<QueuePairEndpoint>,
-    ) -> Result<Self> {
-        let device = Device::open_default()?;
+    fn new(name: &'static str, device: Device, mode: &CompletionMode, meeting: Meeting) -> Result<Self> {
         let pd = device.protection_domain()?;
         let queue = CompletionQueue::new(&device, mode.clone())?;
         let pool = Pool::new(&pd, 64, 16)?;
-        Ok(Self { name, pd, queue, pool, to_peer, from_peer })
+        Ok(Self { name, device, pd, queue, pool, meeting, link: None })
     }
 
     /// A new connection: each end tells the other what it needs to know.
     async fn connect(&mut self) -> Result<QueuePair> {
-        let qp = QueuePair::new(&self.pd, &self.queue)?;
-        self.to_peer.send(qp.endpoint()).await?;
-        let theirs = self.from_peer.recv().await.ok_or("the peer is gone")?;
-        qp.connect(&theirs)?;
-        Ok(qp)
+        let builder = QueuePair::builder(&self.pd, &self.queue);
+        match &mut self.meeting {
+            Meeting::Channel(to_peer, from_peer) => {
+                let qp = builder.build()?;
+                to_peer.send(qp.endpoint()).await?;
+                let theirs = from_peer.recv().await.ok_or("the peer is gone")?;
+                qp.connect(&theirs)?;
+                Ok(qp)
+            }
+            Meeting::Listener(listener) => {
+                let request = listener.accept().await?;
+                let qp = request.prepare(builder).build()?;
+                self.link = Some(request.accept(&qp, &patient()).await?);
+                Ok(qp)
+            }
+            Meeting::Address(address) => {
+                let route = cm::resolve(&self.device, *address).await?;
+                let qp = route.prepare(builder).build()?;
+                self.link = Some(route.connect(&qp, &patient()).await?);
+                Ok(qp)
+            }
+        }
     }
 
     fn did(&self, what: &str) {
@@ -329,4 +382,99 @@ impl Peer {
 
 fn check<T: Debug + PartialEq>(what: &str, is: T, expected: T) -> Result<()> {
     if is == expected { Ok(()) } else { Err(format!("{what}: {is:?} instead of {expected:?}").into()) }
+}
+
+// Where the two ends are.
+
+enum Place {
+    /// Both here.
+    Here,
+    Server(Device, Arc<cm::Listener>),
+    Client(Device, SocketAddr),
+}
+
+impl Place {
+    /// By the arguments.
+    async fn find() -> Result<Self> {
+        use lexopt::prelude::{Long, ValueExt};
+        let (mut listen, mut connect, mut from) = (None, None, None);
+        let mut arguments = lexopt::Parser::from_env();
+        while let Some(argument) = arguments.next()? {
+            match argument {
+                Long("listen") => listen = Some(arguments.value()?.parse()?),
+                Long("connect") => connect = Some(arguments.value()?.parse()?),
+                Long("from") => from = Some(arguments.value()?.parse()?),
+                other => return Err(other.unexpected().into()),
+            }
+        }
+        match (listen, connect, from) {
+            (None, None, None) => Ok(Self::Here),
+            (Some(address), None, None) => {
+                let device = device_at([SocketAddr::ip(&address)])?;
+                let listener = cm::Listener::bind(&device, address).await?;
+                println!("listening on {} of {}", listener.local_addr(), device.name());
+                Ok(Self::Server(device, Arc::new(listener)))
+            }
+            (None, Some(address), from) => {
+                let device = match from {
+                    Some(from) => device_at([from])?,
+                    None => device_at(sources(address)?)?,
+                };
+                println!("connecting from {} to {address}", device.name());
+                Ok(Self::Client(device, address))
+            }
+            _ => Err("usage: quickstart [--listen ADDRESS:PORT | --connect ADDRESS:PORT [--from ADDRESS]]".into()),
+        }
+    }
+
+    /// Server and client, those of them that are here.
+    fn peers(&self, mode: &CompletionMode) -> Result<[Option<Peer>; 2]> {
+        match self {
+            Self::Here => {
+                let (to_client, from_server) = mpsc::channel(1);
+                let (to_server, from_client) = mpsc::channel(1);
+                let server = Meeting::Channel(to_client, from_client);
+                let client = Meeting::Channel(to_server, from_server);
+                Ok([
+                    Some(Peer::new("server", Device::open_default()?, mode, server)?),
+                    Some(Peer::new("client", Device::open_default()?, mode, client)?),
+                ])
+            }
+            Self::Server(device, listener) => {
+                let meeting = Meeting::Listener(Arc::clone(listener));
+                Ok([Some(Peer::new("server", device.clone(), mode, meeting)?), None])
+            }
+            Self::Client(device, address) => {
+                Ok([None, Some(Peer::new("client", device.clone(), mode, Meeting::Address(*address))?)])
+            }
+        }
+    }
+}
+
+/// The real device that is named, or a software device at the first of the addresses that is free.
+fn device_at(addresses: impl IntoIterator<Item = IpAddr>) -> Result<Device> {
+    if std::env::var("TOKIO_RDMA_DEVICE").is_ok_and(|name| name != Device::SOFTWARE) {
+        return Ok(Device::open_default()?);
+    }
+    let mut last = "no address".into();
+    for address in addresses {
+        // Whoever names an address wants it to be reached.
+        match Network::udp(&UdpConfig::new().address(address).expose()) {
+            Ok(network) => return Ok(Device::software_in(&network, &address.to_string())?),
+            Err(error @ UdpError::PortTaken { soft_roce: false, .. }) => last = error.into(),
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Err(last)
+}
+
+/// Addresses from which to reach `peer`, best first.
+fn sources(peer: SocketAddr) -> Result<Vec<IpAddr>> {
+    let unspecified = if peer.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" };
+    let socket = UdpSocket::bind(unspecified)?;
+    socket.connect(peer)?;
+    Ok(match socket.local_addr()?.ip() {
+        IpAddr::V4(ip) if ip.is_loopback() => (2..=254).map(|host| Ipv4Addr::new(127, 0, 0, host).into()).collect(),
+        ip => vec![ip],
+    })
 }

@@ -1,8 +1,8 @@
 //! `rping(1)` of rdmacm-utils, in Rust: talks to the one in C as client and as server.
 //!
 //! ```text
-//! rping -s [-a ADDRESS] [-p PORT] [-C COUNT] [-S SIZE] [-v] [-V]    serves one client
-//! rping -c -a ADDRESS [-I ADDRESS] [-p PORT] [-C COUNT] [-S SIZE] [-v] [-V]
+//! rping -s [--udp ADDRESS] [-a ADDRESS] [-p PORT] [-C COUNT] [-S SIZE] [-v] [-V]    serves one client
+//! rping -c [--udp ADDRESS] -a ADDRESS [-I ADDRESS] [-p PORT] [-C COUNT] [-S SIZE] [-v] [-V]
 //! rping                                                             both, in this process
 //! ```
 //!
@@ -18,7 +18,8 @@
 //!
 //! That is a round, COUNT of them are made (1,000 unless set; the client says when it is over). With -V the client
 //! compares what came back with what it had exposed, and, which the one in C does not, the server what it read with what
-//! rping always sends. The device is that of `TOKIO_RDMA_DEVICE`, or the first there is. Exits with 0 if all went well.
+//! rping always sends. The device is a software device that speaks RoCE v2 over UDP from the address that --udp names, or
+//! else that of `TOKIO_RDMA_DEVICE`, or the first there is. Exits with 0 if all went well.
 
 use std::error::Error;
 use std::fmt::Debug;
@@ -27,10 +28,11 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use tokio_rdma::cm::{self, Link, Listener, Options as CmOptions};
-use tokio_rdma::types::Rkey;
+use tokio_rdma::software::{Network, UdpConfig};
+use tokio_rdma::types::{AckTimeout, Rkey};
 use tokio_rdma::{
-    Access, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, ProtectionDomain, QueuePair,
-    QueuePairBuilder, Recv, RemoteRegion,
+    Access, BufMut, CompletionMode, CompletionQueue, ConnectOptions, Device, ExposedRegion, Pool, ProtectionDomain,
+    QueuePair, QueuePairBuilder, Recv, RemoteRegion,
 };
 
 type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
@@ -48,7 +50,8 @@ async fn main() -> ExitCode {
         Ok(options) => options,
         Err(error) => {
             eprintln!(
-                "{error}\nusage: rping [-s | -c] [-a ADDRESS] [-I ADDRESS] [-p PORT] [-C COUNT] [-S SIZE] [-v] [-V]"
+                "{error}\nusage: rping [-s | -c] [--udp ADDRESS] [-a ADDRESS] [-I ADDRESS] [-p PORT] [-C COUNT] [-S SIZE] \
+                 [-v] [-V]"
             );
             return ExitCode::from(2);
         }
@@ -63,7 +66,13 @@ async fn main() -> ExitCode {
 }
 
 async fn run(options: &Options) -> Result<()> {
-    let device = Device::open_default()?;
+    let device = match options.udp {
+        Some(address) => {
+            let network = Network::udp(&UdpConfig::new().address(address).expose())?;
+            Device::software_in(&network, &address.to_string())?
+        }
+        None => Device::open_default()?,
+    };
     let address = match options.address {
         Some(address) => address,
         // The first of the device.
@@ -97,7 +106,7 @@ async fn serve(listener: &Listener, side: Side, options: &Options) -> Result<()>
     let qp = request.prepare(side.builder()).build()?;
     // Posted before we accept, since the client may send at once.
     let mut news = side.receive(&qp).await?;
-    let link = request.accept(&qp, &CmOptions::default()).await?;
+    let link = request.accept(&qp, &patient()).await?;
     let start = Instant::now();
     let mut rounds = 0;
     // Where the client's goodbye stands instead of a source, it is over.
@@ -149,8 +158,8 @@ async fn ping(side: Side, address: SocketAddr, options: &Options) -> Result<()> 
     let source = ExposedRegion::new(&side.pd, vec![0; options.size], Access::REMOTE_READ)?;
     let sink = ExposedRegion::new(&side.pd, vec![0; options.size], Access::REMOTE_WRITE)?;
     let connecting = match options.source {
-        Some(source) => CmOptions::default().source(source),
-        None => CmOptions::default(),
+        Some(source) => patient().source(source),
+        None => patient(),
     };
     let route = cm::resolve_with(&side.device, address, &connecting).await?;
     let qp = route.prepare(side.builder()).build()?;
@@ -188,6 +197,12 @@ fn pattern(round: u32, size: usize) -> Vec<u8> {
 }
 
 // Either side.
+
+/// What is not acknowledged is repeated after half a second, and given up after seven times that: the other end may be a
+/// process that has to wait for a processor.
+fn patient() -> CmOptions {
+    CmOptions::default().transport(ConnectOptions { timeout: AckTimeout::from_code(17), ..ConnectOptions::default() })
+}
 
 /// What queue pairs are made of.
 struct Side {
@@ -291,6 +306,7 @@ struct Options {
     role: Role,
     address: Option<IpAddr>,
     source: Option<IpAddr>,
+    udp: Option<IpAddr>,
     port: u16,
     count: u32,
     size: usize,
@@ -300,11 +316,12 @@ struct Options {
 
 impl Options {
     fn from_arguments() -> std::result::Result<Self, lexopt::Error> {
-        use lexopt::prelude::{Short, ValueExt};
+        use lexopt::prelude::{Long, Short, ValueExt};
         let mut options = Self {
             role: Role::Both,
             address: None,
             source: None,
+            udp: None,
             // Those of rping.
             port: 7174,
             count: 1000,
@@ -318,6 +335,7 @@ impl Options {
                 Short('s') => options.role = Role::Server,
                 Short('c') => options.role = Role::Client,
                 Short('a') => options.address = Some(arguments.value()?.parse()?),
+                Long("udp") => options.udp = Some(arguments.value()?.parse()?),
                 Short('I') => options.source = Some(arguments.value()?.parse()?),
                 Short('p') => options.port = arguments.value()?.parse()?,
                 Short('C') => options.count = arguments.value()?.parse()?,

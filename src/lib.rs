@@ -89,11 +89,14 @@ pub use verbs::{
 /// The parsers of what a peer sends, for `fuzz/`.
 #[cfg(fuzzing)]
 #[doc(hidden)]
-pub use transport::fuzzing;
+pub mod fuzzing {
+    pub use crate::provider::soft::fuzzing::*;
+    pub use crate::transport::fuzzing::*;
+}
 
-/// The software device's own interface: networks within this process, their faults and their clock.
+/// The software device's own interface: networks within this process and over UDP, their faults and their clock.
 pub mod software {
     pub use crate::provider::soft::{
-        CqCounters, DeviceControl, Faults, LinkCounters, Network, ReceiveCounters, SendCounters,
+        CqCounters, DeviceControl, Faults, LinkCounters, Network, ReceiveCounters, SendCounters, UdpConfig, UdpError,
     };
 }

@@ -42,10 +42,34 @@ reasons! {
     STALE_CONNECTION = 10, "stale connection: the queue pair was part of one";
     /// The peer does not have this GID.
     INVALID_GID = 12, "invalid primary remote port GID";
+    /// The peer does not have this LID.
+    INVALID_LID = 13, "invalid primary remote port LID";
+    /// The peer cannot use this service level.
+    INVALID_SERVICE_LEVEL = 14, "invalid primary service level";
+    /// The peer cannot use this traffic class.
+    INVALID_TRAFFIC_CLASS = 15, "invalid primary traffic class";
+    /// The peer cannot use this hop limit.
+    INVALID_HOP_LIMIT = 16, "invalid primary hop limit";
+    /// The peer cannot send, or receive, at this rate.
+    INVALID_PACKET_RATE = 17, "invalid primary packet rate";
+    /// The peer's manager is to be asked at another port.
+    MANAGER_REDIRECT = 24, "manager is at another port";
+    /// The peer is to be asked at another port.
+    PORT_REDIRECT = 25, "service is at another port";
     /// The peer cannot use this path MTU.
     INVALID_MTU = 26, "invalid path MTU";
+    /// The peer cannot serve as many READs and atomics as were asked for.
+    INSUFFICIENT_RESPONDER_RESOURCES = 27, "insufficient responder resources";
     /// The program at the other end said no.
     CONSUMER = 28, "refused by the peer's program";
+    /// The peer cannot repeat so often what finds no receive.
+    INVALID_RNR_RETRY = 29, "invalid count of RNR retries";
+    /// The peer knows another connection of ours by this number.
+    DUPLICATE_COMM_ID = 30, "duplicate local communication ID";
+    /// The peer's manager speaks another version.
+    INVALID_CLASS_VERSION = 31, "invalid class version";
+    /// The peer cannot use this flow label.
+    INVALID_FLOW_LABEL = 32, "invalid primary flow label";
 }
 
 impl fmt::Debug for RejectReason {

@@ -42,11 +42,12 @@ impl Device {
 
     /// Opens the software device `name` of a network of your own, made on first use.
     ///
-    /// Devices of one network reach each other, and no others.
+    /// Devices of one network within the process reach each other, and no others. A network over UDP has the devices of its
+    /// configuration.
     ///
     /// # Errors
     ///
-    /// As [`software`](Self::software).
+    /// As [`software`](Self::software); [`OpenError::NotFound`] if a network over UDP has no device of this name.
     pub fn software_in(network: &soft::Network, name: &str) -> Result<Self, OpenError> {
         let context = network.open(name)?;
         Ok(Self::new(Context::Soft(context)))

@@ -6,6 +6,8 @@
 pub(crate) mod pair;
 pub(crate) mod raw;
 pub(crate) mod rxe;
+#[allow(dead_code, reason = "each test binary has one wire")]
+pub(crate) mod udp;
 
 use std::future::Future;
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -56,8 +58,16 @@ impl Setup {
                 let open = || Device::open(&name).unwrap_or_else(|error| panic!("{name}: {error}"));
                 Self { a: open(), b: open(), network: None }
             }
+            None if crate::WIRE == Wire::Udp => Self::apart(),
             None => Self::in_network(&network()),
         }
+    }
+
+    /// Each end on a software device of a network of its own.
+    fn apart() -> Self {
+        let (here, there) = (network(), network());
+        let open = |network: &Network| Device::software_in(network, "both").unwrap();
+        Self { a: open(&here), b: open(&there), network: Some(here) }
     }
 
     /// Both ends on the software device `both` of `network`.
@@ -99,6 +109,8 @@ pub(crate) enum Wire {
     Memory,
     /// As encoded packets.
     Packets,
+    /// As encoded packets through sockets.
+    Udp,
     /// As encoded packets that are lost, repeated, overtaken and damaged.
     Faults,
 }
@@ -112,6 +124,7 @@ pub(crate) fn network() -> Network {
             network.set_faults(Faults::none());
             network
         }
+        Wire::Udp => udp::network(&["both", "a", "b", "x"]),
         Wire::Faults => {
             let seed = match std::env::var("TOKIO_RDMA_SEED") {
                 Ok(seed) => seed.parse().unwrap(),

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use crate::types::AsyncEvent;
 
+use super::cm::Manager;
 use super::cq::CqInner;
 use super::qp::QpInner;
 
@@ -14,6 +15,8 @@ enum Work {
     Fail { qp: Arc<QpInner>, generation: u64, event: Option<AsyncEvent> },
     /// A completion queue was overrun.
     Overrun(Arc<CqInner>),
+    /// The peer of a connection that waits for its confirmation has sent something.
+    Heard { qp: Arc<QpInner>, connection: u32 },
 }
 
 /// List of such work. Empty, and then free of cost, unless something fails.
@@ -36,10 +39,18 @@ impl Deferred {
         self.0.borrow_mut().push(Work::Overrun(Arc::clone(cq)));
     }
 
+    #[cold]
+    pub(super) fn heard(&self, qp: &Arc<QpInner>, connection: u32) {
+        self.0.borrow_mut().push(Work::Heard { qp: Arc::clone(qp), connection });
+    }
+
     /// Does the work, and what follows from it. The caller holds no lock of the device.
     #[inline]
     pub(super) fn run(mut self) {
-        if !self.0.get_mut().is_empty() {
+        if self.0.get_mut().is_empty() {
+            // What never held anything has nothing to free, and looking for that is a call.
+            std::mem::forget(self);
+        } else {
             self.run_slow();
         }
     }
@@ -54,6 +65,7 @@ impl Deferred {
             for item in work {
                 match item {
                     Work::Fail { qp, generation, event } => qp.fail(Some(generation), event, &self),
+                    Work::Heard { qp, connection } => Manager::on_traffic(qp.device(), connection, qp.qpn()),
                     Work::Overrun(cq) => {
                         let event = cq.error_event();
                         tracing::error!(?event, "completion queue overrun: completions are lost");

@@ -17,8 +17,8 @@ use parking_lot::{Mutex, RwLock};
 use crate::error::VerbError;
 use crate::provider::contract::{self, DmaBufRange, QpInit};
 use crate::types::{
-    Access, AddressVector, AsyncEvent, AtomicCapability, DeviceAttr, Gid, GidEntry, GidKind, Lkey, PortAttr, PortNum,
-    PortState, Qpn, Rkey, SrqCaps,
+    Access, AddressVector, AsyncEvent, AtomicCapability, DeviceAttr, Gid, GidEntry, GidKind, Lkey, Mtu, PortAttr,
+    PortNum, PortState, Psn, Qpn, Rkey, SrqCaps,
 };
 
 use super::channel::{Channel, Mailbox, os_error};
@@ -31,6 +31,7 @@ use super::network::NetworkInner;
 use super::qp::{Qp, QpInner};
 use super::requester::MAX_MESSAGE;
 use super::srq::Srq;
+use super::udp::Endpoint;
 use super::{Soft, dma_buf, qp};
 
 /// The only port.
@@ -43,6 +44,9 @@ const MAX_MR_SIZE: u64 = 1 << 47;
 pub(super) struct DeviceInner {
     pub(super) gid: Gid,
     pub(super) network: Arc<NetworkInner>,
+    /// Of its port.
+    mtu: Mtu,
+    endpoint: Option<Arc<Endpoint>>,
     pub(super) keys: Keys,
     pub(super) cm: Manager,
     attr: DeviceAttr,
@@ -51,6 +55,7 @@ pub(super) struct DeviceInner {
     contexts: Mutex<Vec<Weak<ContextInner>>>,
     next_id: AtomicU64,
     next_pd: AtomicU32,
+    management_psn: AtomicU32,
     dead: AtomicBool,
     port_up: AtomicBool,
     /// Packets pass: neither dead nor down. One word for the hot path.
@@ -74,7 +79,13 @@ impl fmt::Debug for DeviceInner {
 }
 
 impl DeviceInner {
-    pub(super) fn new(name: &str, gid: Gid, network: Arc<NetworkInner>) -> Result<Arc<Self>, VerbError> {
+    /// A device; `endpoint`: its place on a network over UDP.
+    pub(super) fn new(
+        name: &str,
+        gid: Gid,
+        network: Arc<NetworkInner>,
+        endpoint: Option<Arc<Endpoint>>,
+    ) -> Result<Arc<Self>, VerbError> {
         let seed = network.random()?;
         let attr = DeviceAttr {
             // Locally administered, from the address.
@@ -104,10 +115,13 @@ impl DeviceInner {
             dc: Some(false),
             ..DeviceAttr::named(name)
         };
-        Ok(Arc::new(Self {
+        let mtu = endpoint.as_ref().map_or(Mtu::Mtu4096, |endpoint| endpoint.own_mtu());
+        let device = Arc::new(Self {
             gid,
+            mtu,
+            endpoint,
             keys: Keys::new(seed as u32),
-            cm: Manager::new(gid, attr.guid, network.random()?),
+            cm: Manager::new(gid, attr.guid, mtu, network.random()?),
             network,
             attr,
             queue_pairs: RwLock::default(),
@@ -115,12 +129,29 @@ impl DeviceInner {
             contexts: Mutex::default(),
             next_id: AtomicU64::new(1),
             next_pd: AtomicU32::new(1),
+            management_psn: AtomicU32::new((seed >> 32) as u32),
             dead: AtomicBool::new(false),
             port_up: AtomicBool::new(true),
             linked: AtomicBool::new(true),
             refusal: AtomicU32::new(NO_REFUSAL),
             stuck: AtomicBool::new(false),
-        }))
+        });
+        if let Some(endpoint) = &device.endpoint {
+            endpoint.attach(&device);
+        }
+        Ok(device)
+    }
+
+    /// Where it sends and receives, on a network over UDP.
+    #[inline]
+    pub(super) const fn endpoint(&self) -> Option<&Arc<Endpoint>> {
+        self.endpoint.as_ref()
+    }
+
+    /// Largest MTU on the way to `peer`; fails if the system knows no way.
+    pub(super) fn path_mtu(&self, peer: Gid) -> Result<Mtu, VerbError> {
+        let route = self.endpoint.as_ref().map(|endpoint| endpoint.path_mtu(peer)).transpose()?;
+        Ok(route.map_or(self.mtu, |route| route.min(self.mtu)))
     }
 
     pub(super) const fn attr(&self) -> &DeviceAttr {
@@ -173,6 +204,11 @@ impl DeviceInner {
 
     fn id(&self) -> u64 {
         self.next_id.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Of the next management datagram.
+    pub(super) fn next_management_psn(&self) -> Psn {
+        Psn::new(self.management_psn.fetch_add(1, Ordering::Relaxed))
     }
 
     pub(super) fn queue_pair(&self, qpn: Qpn) -> Option<Arc<QpInner>> {
@@ -303,6 +339,7 @@ impl contract::Context<Soft> for Context {
         }
         let mut attr = PortAttr::ethernet(PORT, vec![GidEntry::new(0, self.0.device.gid, GidKind::RoceV2)]);
         attr.state = self.0.device.port_state();
+        attr.active_mtu = self.0.device.mtu;
         attr.max_msg_size = MAX_MESSAGE;
         Ok(attr)
     }

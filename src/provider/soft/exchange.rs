@@ -14,6 +14,7 @@ use super::dma::{Gather, Payload};
 use super::qp::{QpInner, ReceiveSide, ReceiverHalf, SendSide, Sender};
 use super::requester::{Destination, Outgoing, Requester, Source};
 use super::scheduler::Job;
+use super::udp::Outbox;
 use super::wire::Packet;
 
 /// What one slice may move.
@@ -38,6 +39,13 @@ impl Budget {
     const fn is_spent(&self) -> bool {
         self.packets == 0 || self.bytes == 0
     }
+}
+
+/// Which half of a queue pair.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Half {
+    Sender,
+    Receiver,
 }
 
 impl QpInner {
@@ -231,13 +239,15 @@ impl QpInner {
     /// Encoded onto the network.
     fn pump_queued(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) -> bool {
         let here = self.device();
+        sender.share_link();
         let mut out = SendSide { qp: self, deferred };
+        let mut outbox = Outbox::new(here);
         let mut budget = Budget::slice();
         let mut gather = Gather::new();
         while let Some(outgoing) = sender.machine.next_packet(&here.keys, &mut gather, &mut out) {
             let payload = payload_of(&sender.machine, &outgoing, &gather);
             let to = if self.transport() == Transport::Ud { outgoing.to.gid } else { sender.peer_at.gid };
-            self.transmit(&outgoing.packet, to, &payload);
+            outbox.push(&outgoing.packet, to, &payload);
             budget.spend(payload.len());
             gather.clear();
             sender.machine.on_sent(&mut out);
@@ -248,34 +258,51 @@ impl QpInner {
         false
     }
 
-    fn transmit(&self, packet: &Packet, to: Gid, payload: &Payload<'_, '_>) {
-        let device = self.device();
-        if !device.is_linked() {
-            return;
-        }
-        tracing::trace!(qpn = %self.qpn(), %to, ?packet, "packet leaves");
-        let mut image = Vec::with_capacity(64 + payload.len());
-        packet.emit(payload.len(), &mut image, |image| payload.append_to(image));
-        device.network.transmit((device.gid, to), image);
-    }
-
-    /// A packet arrived from the network.
-    pub(super) fn on_packet(self: &Arc<Self>, packet: &Packet, source: Gid, payload: &[u8]) {
+    /// A packet arrived from the network. What it leads to is sent by [`answer`](Self::answer) of the half that is
+    /// returned, which must follow: at once, or after more packets for it.
+    pub(super) fn on_packet(self: &Arc<Self>, packet: &Packet, source: Gid, payload: &[u8]) -> Half {
         let deferred = Deferred::new();
         let payload = Payload::Bytes(payload);
         let keys = &self.device().keys;
-        if packet.body.is_response() {
+        let half = if packet.body.is_response() {
             let mut sender = self.sender.lock();
             if source == sender.peer_at.gid {
                 sender.machine.on_response(packet, &payload, keys, &mut SendSide { qp: self, deferred: &deferred });
-                self.pump(&mut sender, &deferred);
             }
+            Half::Sender
         } else {
             let mut receiver = self.receiver.lock();
             if !self.is_destroyed() {
                 let mut out = ReceiveSide { qp: self, deferred: &deferred };
+                let dropped = receiver.machine.counters.dropped;
                 receiver.machine.on_request(packet, source, &payload, keys, &mut out);
-                self.reply(&mut receiver, &deferred);
+                if receiver.unconfirmed.is_some()
+                    && receiver.machine.counters.dropped == dropped
+                    && let Some(connection) = receiver.unconfirmed.take()
+                {
+                    deferred.heard(self, connection);
+                }
+            }
+            Half::Receiver
+        };
+        deferred.run();
+        half
+    }
+
+    /// Sends what packets led to.
+    pub(super) fn answer(self: &Arc<Self>, half: Half) {
+        let deferred = Deferred::new();
+        match half {
+            Half::Sender => {
+                let mut sender = self.sender.lock();
+                self.pump(&mut sender, &deferred);
+                sender.rest();
+            }
+            Half::Receiver => {
+                let mut receiver = self.receiver.lock();
+                if !self.is_destroyed() {
+                    self.reply(&mut receiver, &deferred);
+                }
             }
         }
         deferred.run();
@@ -288,11 +315,12 @@ impl QpInner {
         }
         let to = receiver.machine.config.peer_gid;
         let mut out = ReceiveSide { qp: self, deferred };
+        let mut outbox = Outbox::new(self.device());
         let mut budget = Budget::slice();
         let mut gather = Gather::new();
         while let Some(reply) = receiver.machine.next_reply(&self.device().keys, &mut gather, &mut out) {
             let payload = Payload::Segments(&gather);
-            self.transmit(&reply, to, &payload);
+            outbox.push(&reply, to, &payload);
             budget.spend(payload.len());
             gather.clear();
             if budget.is_spent() && receiver.machine.has_replies() {
@@ -335,6 +363,7 @@ impl QpInner {
             let now = self.device().network.scheduler.now();
             sender.machine.on_timer(now, &mut SendSide { qp: self, deferred: &deferred });
             self.pump(&mut sender, &deferred);
+            sender.rest();
         }
         deferred.run();
     }

@@ -74,13 +74,14 @@ impl Faults {
     }
 }
 
-/// What a network with faults has done to its packets.
+/// What a network with faults has done to its packets, and what one over UDP has sent and received.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LinkCounters {
-    /// Packets handed to the network.
+    /// Packets handed to the network. Over UDP with faults, those that passed the fault model are counted once more as they
+    /// leave.
     pub sent: u64,
-    /// Packets lost.
+    /// Packets lost, over UDP also those that the kernel did not take.
     pub lost: u64,
     /// Packets that arrived twice.
     pub duplicated: u64,
@@ -90,6 +91,10 @@ pub struct LinkCounters {
     pub corrupted: u64,
     /// Packets that reached a device and were found damaged there.
     pub rejected: u64,
+    /// Packets received by UDP, whatever they were.
+    pub received: u64,
+    /// Of them, those from peers that are not allowed, for nobody, or of a kind that is not spoken here.
+    pub unwanted: u64,
 }
 
 /// The wire between all devices of a network.

@@ -34,6 +34,9 @@ mod dma;
 mod dma_buf;
 mod exchange;
 mod faults;
+#[cfg(any(fuzzing, test))]
+#[allow(unreachable_pub, reason = "reachable for a fuzzer only")]
+mod hostile;
 mod keys;
 mod network;
 mod qp;
@@ -42,6 +45,7 @@ mod responder;
 mod ring;
 mod scheduler;
 mod srq;
+mod udp;
 mod windows;
 mod wire;
 
@@ -59,8 +63,16 @@ pub(crate) use qp::Qp;
 pub use requester::SendCounters;
 pub use responder::ReceiveCounters;
 pub(crate) use srq::Srq;
+pub use udp::{UdpConfig, UdpError};
 
 use super::contract;
+
+/// What a fuzzer feeds.
+#[cfg(fuzzing)]
+pub mod fuzzing {
+    pub use super::cm::fuzzing::*;
+    pub use super::hostile::*;
+}
 
 /// The provider.
 #[derive(Debug, Clone, Copy)]

@@ -1,4 +1,4 @@
-//! The network inside this process: its devices, its clock, its faults.
+//! A network: its devices, its clock, its faults; within this process, or over UDP.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -9,20 +9,28 @@ use std::sync::{Arc, OnceLock, Weak};
 use parking_lot::{Mutex, RwLock};
 use std::time::Duration;
 
-use crate::error::VerbError;
-use crate::types::{AsyncEvent, Gid, Qpn};
+use crate::error::{OpenError, VerbError};
+use crate::types::{AsyncEvent, Gid, Qkey, Qpn, Transport};
 
-use super::cm::Ports;
+use super::cm::{Manager, Ports};
 use super::device::{Context, DeviceInner};
+use super::dma::Payload;
 use super::faults::{Faults, Link, LinkCounters};
 use super::qp::QpInner;
 use super::scheduler::{Job, Scheduler};
-use super::wire::{Packet, WireError};
+use super::udp::{Endpoint, Outbox, Turn, UdpConfig, UdpError};
+use super::wire::{self, Body, Packet, WireError};
 
-/// Network of software devices, all within this process.
+/// The queue pair of management on every port, and its queue key (IBTA 3.5.10 and 10.2.5).
+const MANAGEMENT: Qpn = Qpn(1);
+const MANAGEMENT_QKEY: Qkey = Qkey(0x8001_0000);
+/// Bytes of a management datagram (IBTA 13.4.2).
+pub(super) const MAD: usize = 256;
+
+/// Network of software devices: within this process, or by [`udp`](Self::udp) with other processes, hosts and adapters.
 ///
-/// Devices of one network reach each other, those of different networks do not. On a network without
-/// faults, packets are never built: the posting thread moves the data itself.
+/// Devices of one network within the process reach each other, those of different networks do not. On such a network
+/// without faults, packets are never built: the posting thread moves the data itself.
 ///
 /// Cloning gives another handle to the same network.
 #[derive(Clone)]
@@ -40,6 +48,9 @@ pub(super) struct NetworkInner {
     pub(super) scheduler: Arc<Scheduler>,
     /// Seeded numbers of a simulated network; `None`: the system's.
     random: Option<Mutex<fastrand::Rng>>,
+    /// Where its devices are, on a network over UDP; the fault model then stands between them and their sockets.
+    endpoints: HashMap<Gid, Arc<Endpoint>>,
+    faulty: AtomicBool,
 }
 
 /// Device of a name. The address stays with the name; the device goes when nobody has it open.
@@ -54,6 +65,7 @@ struct Known {
 pub(super) struct Delivery {
     network: Weak<NetworkInner>,
     route: (Gid, Gid),
+    /// With its check.
     image: Vec<u8>,
 }
 
@@ -87,6 +99,31 @@ impl Network {
         GLOBAL.get_or_init(Self::new)
     }
 
+    /// A network that speaks RoCE v2 over UDP, with the devices of `config`. Their sockets are bound and receive from now on,
+    /// until the network and all that was opened in it is gone.
+    ///
+    /// Whoever speaks RoCE v2 can be the peer: another process with this crate, a kernel with SoftRoCE, an adapter. It
+    /// takes no privilege, and Linux; docs/software-device.md says what it is for, what it costs, and what it exposes.
+    ///
+    /// # Errors
+    ///
+    /// [`UdpError`]: the configuration cannot work, a port is taken, an address is not of this host.
+    pub fn udp(config: &UdpConfig) -> Result<Self, UdpError> {
+        config.check()?;
+        let config = Arc::new(config.clone());
+        let mut network = Self::inner(Scheduler::real(), None, 0, Faults::none(), true);
+        for (name, address) in config.devices() {
+            let gid = Gid::from(address);
+            match Endpoint::open(&config, address) {
+                Ok(endpoint) => network.endpoints.insert(gid, endpoint),
+                // Those that are open close as the network is dropped.
+                Err(error) => return Err(error),
+            };
+            network.names.get_mut().insert(name.to_owned(), Known { gid, device: Weak::new() });
+        }
+        Ok(Self(Arc::new(network)))
+    }
+
     fn with(
         scheduler: Arc<Scheduler>,
         random: Option<Mutex<fastrand::Rng>>,
@@ -94,7 +131,17 @@ impl Network {
         faults: Faults,
         queued: bool,
     ) -> Self {
-        Self(Arc::new(NetworkInner {
+        Self(Arc::new(Self::inner(scheduler, random, seed, faults, queued)))
+    }
+
+    fn inner(
+        scheduler: Arc<Scheduler>,
+        random: Option<Mutex<fastrand::Rng>>,
+        seed: u64,
+        faults: Faults,
+        queued: bool,
+    ) -> NetworkInner {
+        NetworkInner {
             names: Mutex::default(),
             by_gid: RwLock::default(),
             queued: AtomicBool::new(queued),
@@ -102,18 +149,26 @@ impl Network {
             ports: Mutex::default(),
             scheduler,
             random,
-        }))
+            endpoints: HashMap::new(),
+            faulty: AtomicBool::new(false),
+        }
     }
 
-    /// Opens the device `name`, and makes it if it does not exist.
-    pub(crate) fn open(&self, name: &str) -> Result<Context, VerbError> {
+    /// Opens the device `name`, and makes it if it does not exist; over UDP there are those of the configuration.
+    pub(crate) fn open(&self, name: &str) -> Result<Context, OpenError> {
         let mut names = self.0.names.lock();
         let next = names.len();
+        if self.0.is_udp() && !names.contains_key(name) {
+            let available = names.keys().cloned().collect();
+            let reason = Some("a network over UDP has the devices of its configuration");
+            return Err(OpenError::NotFound { name: name.to_owned(), available, reason });
+        }
         let known = names.entry(name.to_owned()).or_insert_with(|| Known { gid: address(next), device: Weak::new() });
         let device = match known.device.upgrade() {
             Some(device) => device,
             None => {
-                let device = DeviceInner::new(name, known.gid, Arc::clone(&self.0))?;
+                let endpoint = self.0.endpoints.get(&known.gid).cloned();
+                let device = DeviceInner::new(name, known.gid, Arc::clone(&self.0), endpoint)?;
                 known.device = Arc::downgrade(&device);
                 let mut by_gid = self.0.by_gid.write();
                 by_gid.insert(known.gid, Arc::downgrade(&device));
@@ -121,7 +176,7 @@ impl Network {
             }
         };
         drop(names);
-        Context::open(device)
+        Ok(Context::open(device)?)
     }
 
     /// Control over the device `name`; `None` if nobody has it open.
@@ -131,22 +186,27 @@ impl Network {
     }
 
     /// Changes the fault model. From then on packets are encoded, also where the network was made
-    /// without faults.
+    /// without faults. Over UDP it stands between the devices of this network and their sockets: what they receive
+    /// suffers nothing.
     pub fn set_faults(&self, faults: Faults) {
         self.0.link.lock().faults = faults;
-        self.0.queued.store(true, Ordering::Release);
+        self.0.encode();
     }
 
     /// Changes the probability of loss only; see [`set_faults`](Self::set_faults).
     pub fn set_loss(&self, probability: f64) {
         self.0.link.lock().faults.loss = probability;
-        self.0.queued.store(true, Ordering::Release);
+        self.0.encode();
     }
 
-    /// What has happened to packets. A network without faults has none.
+    /// What has happened to packets. A network within the process and without faults has none.
     #[must_use]
     pub fn counters(&self) -> LinkCounters {
-        self.0.link.lock().counters
+        let mut counters = self.0.link.lock().counters;
+        for endpoint in self.0.endpoints.values() {
+            endpoint.count_into(&mut counters);
+        }
+        counters
     }
 
     /// Time since the network was made; virtual where that is simulated.
@@ -186,12 +246,29 @@ impl fmt::Debug for NetworkInner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Network")
             .field("queued", &self.is_queued())
+            .field("udp", &self.endpoints)
             .field("simulated", &self.scheduler.is_virtual())
             .finish_non_exhaustive()
     }
 }
 
 impl NetworkInner {
+    /// Packets are encoded from now on, and pass the fault model.
+    fn encode(&self) {
+        self.queued.store(true, Ordering::Release);
+        self.faulty.store(true, Ordering::Release);
+    }
+
+    /// Packets leave by UDP.
+    pub(super) fn is_udp(&self) -> bool {
+        !self.endpoints.is_empty()
+    }
+
+    /// Packets pass the fault model before they leave.
+    pub(super) fn is_faulty(&self) -> bool {
+        self.faulty.load(Ordering::Acquire)
+    }
+
     #[inline]
     pub(super) fn is_queued(&self) -> bool {
         self.queued.load(Ordering::Acquire)
@@ -214,8 +291,12 @@ impl NetworkInner {
         }
     }
 
-    /// Puts an encoded packet on the way.
+    /// Puts an encoded packet on the way, through the fault model.
     pub(super) fn transmit(self: &Arc<Self>, route: (Gid, Gid), mut image: Vec<u8>) {
+        match self.endpoints.get(&route.0) {
+            Some(endpoint) => endpoint.seal(&mut image, route.1),
+            None => wire::seal(&mut image),
+        }
         let now = self.scheduler.now();
         let [first, second] = self.link.lock().send(now, route, &mut image);
         if let Some(at) = second {
@@ -230,11 +311,39 @@ impl NetworkInner {
 }
 
 impl NetworkInner {
-    /// When a packet arrives that is not encoded, and whether it is undamaged; twice if it is repeated.
-    pub(super) fn carry(&self, now: u64, route: (Gid, Gid)) -> impl Iterator<Item = (u64, bool)> {
-        let mut image = [0];
-        let arrivals = self.link.lock().send(now, route, &mut image);
-        arrivals.into_iter().flatten().map(move |at| (at, image == [0]))
+    /// Sends a management datagram (MAD) from the connection manager of `device` to that at `to`: from queue pair 1 to
+    /// queue pair 1 (IBTA 13.5.1). May be lost on the way, as any packet.
+    pub(super) fn transmit_management(&self, device: &Arc<DeviceInner>, to: Gid, mad: &[u8; MAD]) {
+        let packet = Packet {
+            transport: Transport::Ud,
+            dest: MANAGEMENT,
+            psn: device.next_management_psn(),
+            solicited: false,
+            ack_request: false,
+            body: Body::Datagram { qkey: MANAGEMENT_QKEY, source: MANAGEMENT, imm: None },
+        };
+        Outbox::new(device).push(&packet, to, &Payload::Bytes(mad));
+    }
+
+    /// A packet with a valid check arrived at `device`; false if it is for nobody here. It is answered at the end of its
+    /// `turn`.
+    pub(super) fn on_packet(
+        device: &Arc<DeviceInner>,
+        source: Gid,
+        packet: &Packet,
+        payload: &[u8],
+        turn: &mut Turn,
+    ) -> bool {
+        if packet.dest != MANAGEMENT {
+            let Some(qp) = device.queue_pair(packet.dest) else { return false };
+            let half = qp.on_packet(packet, source, payload);
+            turn.next(qp, half);
+        } else if let Body::Datagram { qkey: MANAGEMENT_QKEY, imm: None, .. } = packet.body {
+            Manager::on_datagram(device, source, payload);
+        } else {
+            return false;
+        }
+        true
     }
 
     /// A damaged packet was found out.
@@ -246,6 +355,9 @@ impl NetworkInner {
 impl Drop for NetworkInner {
     fn drop(&mut self) {
         self.scheduler.stop();
+        for endpoint in self.endpoints.values() {
+            endpoint.close();
+        }
     }
 }
 
@@ -253,8 +365,12 @@ impl Delivery {
     pub(super) fn run(self) {
         let Some(network) = self.network.upgrade() else { return };
         let (source, destination) = self.route;
+        if let Some(endpoint) = network.endpoints.get(&source) {
+            endpoint.send_sealed(&self.image, destination);
+            return;
+        }
         let Some(device) = network.device(destination).filter(|device| device.is_linked()) else { return };
-        let (packet, payload) = match Packet::parse(&self.image) {
+        let (packet, payload) = match wire::unseal(&self.image).and_then(Packet::parse) {
             Ok(parsed) => parsed,
             Err(error) => {
                 tracing::trace!(?error, %source, "packet dropped");
@@ -265,9 +381,9 @@ impl Delivery {
             }
         };
         tracing::trace!(%source, ?packet, "packet arrived");
-        if let Some(qp) = device.queue_pair(packet.dest) {
-            qp.on_packet(&packet, source, payload);
-        }
+        let mut turn = Turn::default();
+        NetworkInner::on_packet(&device, source, &packet, payload, &mut turn);
+        turn.end();
     }
 }
 

@@ -20,9 +20,10 @@ use super::Soft;
 use super::cq::{CqInner, Frees, Polled};
 use super::deferred::Deferred;
 use super::device::{ContextInner, DeviceInner, PORT};
-use super::requester::{Destination, Requester, SendCompletions, SendConfig, SendCounters};
+use super::requester::{Destination, Flow, Requester, SendCompletions, SendConfig, SendCounters};
 use super::responder::{ReceiveConfig, ReceiveCounters, ReceiveWqe, Receiver, Responder};
 use super::srq::SrqInner;
+use super::udp::{Busy, PeerLink};
 
 /// Retry counters have three bits.
 const MAX_RETRY: u8 = 7;
@@ -73,6 +74,27 @@ pub(super) struct Sender {
     notify_drained: bool,
     /// Failure was noticed and passed on to the other half.
     failed: bool,
+    /// The way to the peer, over UDP.
+    link: Option<Arc<PeerLink>>,
+    /// Something is on that way.
+    busy: Option<Busy>,
+}
+
+impl Sender {
+    /// Over UDP: takes part in the use of the way to the peer, and keeps to its share of it.
+    pub(super) fn share_link(&mut self) {
+        if let Some(link) = &self.link {
+            self.busy.get_or_insert_with(|| link.enter());
+            self.machine.config.flow = link.share(self.machine.config.mtu);
+        }
+    }
+
+    /// After something was acknowledged, or given up: leaves the way to others if nothing is on it.
+    pub(super) fn rest(&mut self) {
+        if !self.machine.is_underway() {
+            self.busy = None;
+        }
+    }
 }
 
 /// Responder half.
@@ -81,6 +103,8 @@ pub(super) struct ReceiverHalf {
     pub(super) machine: Responder,
     /// The scheduler goes on with its replies.
     pub(super) replying: bool,
+    /// Number of a connection whose peer is to confirm it, if that has not been heard yet.
+    pub(super) unconfirmed: Option<u32>,
 }
 
 /// Where completions of sends go.
@@ -167,6 +191,7 @@ pub(super) fn create(context: &Arc<ContextInner>, pd: u32, init: &QpInit<'_, Sof
             rnr_retry: 0,
             max_rd_atomic: 0,
             qkey: Qkey(0),
+            flow: Flow::MEMORY,
         };
         let receive = ReceiveConfig {
             transport: init.transport,
@@ -205,8 +230,10 @@ pub(super) fn create(context: &Arc<ContextInner>, pd: u32, init: &QpInit<'_, Sof
                 continuing: false,
                 notify_drained: false,
                 failed: false,
+                link: None,
+                busy: None,
             }),
-            receiver: Mutex::new(ReceiverHalf { machine: Responder::new(receive), replying: false }),
+            receiver: Mutex::new(ReceiverHalf { machine: Responder::new(receive), replying: false, unconfirmed: None }),
         })
     })?;
     Ok(Qp(inner))
@@ -256,6 +283,7 @@ impl QpInner {
 
     fn flush_both(self: &Arc<Self>, sender: &mut Sender, receiver: &mut ReceiverHalf, deferred: &Deferred) {
         sender.failed = true;
+        sender.busy = None;
         if sender.machine.state() != QpState::Err {
             tracing::debug!(qpn = %self.qpn, from = ?sender.machine.state(), "queue pair enters ERR");
             sender.machine.set_state(QpState::Err, &mut SendSide { qp: self, deferred });
@@ -524,6 +552,9 @@ impl QpInner {
         if let Some(address) = attr.address {
             receive.peer_gid = address.dgid;
             sender.peer_at.gid = address.dgid;
+            sender.busy = None;
+            let reliable = self.transport == Transport::Rc;
+            sender.link = self.device().endpoint().filter(|_| reliable).map(|endpoint| endpoint.link_to(address.dgid));
         }
         sender.peer = None;
         if let Some(mtu) = attr.path_mtu {
@@ -549,6 +580,7 @@ impl QpInner {
         sender.machine.set_state(QpState::Reset, &mut SendSide { qp: self, deferred });
         receiver.machine.set_state(QpState::Reset, &mut ReceiveSide { qp: self, deferred });
         sender.attr = QpAttr::default();
+        (sender.busy, sender.link) = (None, None);
         sender.peer = None;
         sender.failed = false;
         sender.notify_drained = false;

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use super::cm::{Letter, Manager};
+use super::cm::Manager;
 use super::device::DeviceInner;
 use super::network::Delivery;
 use super::qp::QpInner;
@@ -28,8 +28,6 @@ pub(super) enum Job {
     Reply(Weak<QpInner>),
     /// A packet arrives.
     Deliver(Box<Delivery>),
-    /// A message of the connection manager arrives.
-    Message(Box<Letter>),
     /// A deadline of the connection manager has come.
     ConnectionTimer(Weak<DeviceInner>),
 }
@@ -53,7 +51,6 @@ impl Job {
                 }
             }
             Self::Deliver(delivery) => delivery.run(),
-            Self::Message(letter) => letter.run(),
             Self::ConnectionTimer(device) => {
                 if let Some(device) = device.upgrade() {
                     Manager::on_timer(&device);

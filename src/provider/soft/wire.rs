@@ -1,8 +1,9 @@
 //! Packets: the transport headers of RoCE v2 as values, and their image in bytes.
 //!
 //! [`Packet`] holds only what the wire can say; [`Packet::parse`] is total: whatever a peer sends is
-//! either a packet or a [`WireError`], never a panic. Layouts: IBTA chapter 9. IP and UDP are not part
-//! of the image; the check at its end stands where RoCE v2 has the ICRC and covers all before it.
+//! either a packet or a [`WireError`], never a panic. Layouts: IBTA chapter 9. IP, UDP and the check at the
+//! end are not part of the image: the link adds them. That of UDP has the ICRC, as [`icrc`](super::udp) says;
+//! within the process [`seal`] and [`unseal`] put a check in its place that covers the image alone.
 
 use crate::types::{Imm, Psn, Qkey, Qpn, RemoteAddr, Rkey, Transport};
 
@@ -177,8 +178,22 @@ pub(super) enum WireError {
 
 /// Bytes of the check at the end.
 const CHECK: usize = 4;
-/// The default partition, the only one.
+/// The default partition, the only one, as a full member of it.
 const PKEY: u16 = 0xffff;
+/// What two members of a partition have in common; a full one may talk to any (IBTA 10.9.3).
+const MEMBERS: u16 = 0x7fff;
+
+/// Appends the check of an image that stays in the process.
+pub(super) fn seal(image: &mut Vec<u8>) {
+    let check = crc32fast::hash(image);
+    image.extend_from_slice(&check.to_le_bytes());
+}
+
+/// The image without its check.
+pub(super) fn unseal(sealed: &[u8]) -> Result<&[u8], WireError> {
+    let (image, check) = sealed.split_last_chunk::<CHECK>().ok_or(WireError::Truncated)?;
+    if crc32fast::hash(image) == u32::from_le_bytes(*check) { Ok(image) } else { Err(WireError::Checksum) }
+}
 
 mod opcode {
     //! Low five bits of the BTH opcode, IBTA table 38.
@@ -247,7 +262,6 @@ impl Packet {
 
     /// Appends the image to `out`; `payload` appends the payload.
     pub(super) fn emit(&self, payload_len: usize, out: &mut Vec<u8>, payload: impl FnOnce(&mut Vec<u8>)) {
-        let start = out.len();
         let class = match self.transport {
             Transport::Rc => 0x00,
             Transport::Uc => 0x20,
@@ -301,23 +315,19 @@ impl Packet {
         let before = out.len();
         payload(out);
         debug_assert_eq!(out.len() - before, payload_len, "payload as long as announced");
-        out.extend(std::iter::repeat_n(0, pad));
-        let check = crc32(&out[start..]);
-        out.extend_from_slice(&check.to_le_bytes());
+        out.extend_from_slice(&[0; 3][..pad]);
     }
 
     /// The packet and its payload.
+    ///
+    /// Congestion bits, the migration request and reserved bits are passed over: they ask for nothing here (IBTA 9.2).
     pub(super) fn parse(image: &[u8]) -> Result<(Self, &[u8]), WireError> {
-        let (covered, check) = image.split_last_chunk::<CHECK>().ok_or(WireError::Truncated)?;
-        if crc32(covered) != u32::from_le_bytes(*check) {
-            return Err(WireError::Checksum);
-        }
-        let mut reader = Reader(covered);
+        let mut reader = Reader(image);
         let [code, flags] = reader.take()?;
         let pkey = u16::from_be_bytes(reader.take()?);
         let dest = Qpn(u32::from_be_bytes(reader.take()?) & Qpn::MAX.0);
         let sequence = u32::from_be_bytes(reader.take()?);
-        if flags & 15 != 0 || pkey != PKEY {
+        if flags & 15 != 0 || pkey & MEMBERS != PKEY & MEMBERS {
             return Err(WireError::Unsupported);
         }
         let transport = match code >> 5 {
@@ -442,29 +452,6 @@ impl Reader<'_> {
     }
 }
 
-/// CRC-32 of IEEE 802.3, the polynomial of the ICRC.
-///
-/// Byte-wise by table: it runs only on networks with faults, where the copies cost more.
-fn crc32(bytes: &[u8]) -> u32 {
-    !bytes.iter().fold(!0, |crc: u32, byte| crc >> 8 ^ CRC_TABLE[usize::from(crc as u8 ^ byte)])
-}
-
-const CRC_TABLE: [u32; 256] = {
-    let mut table = [0; 256];
-    let mut index = 0;
-    while index < 256 {
-        let mut crc = index as u32;
-        let mut bit = 0;
-        while bit < 8 {
-            crc = if crc & 1 != 0 { crc >> 1 ^ 0xedb8_8320 } else { crc >> 1 };
-            bit += 1;
-        }
-        table[index] = crc;
-        index += 1;
-    }
-    table
-};
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -499,16 +486,9 @@ mod tests {
         ];
         for (packet, payload, expected) in cases {
             let image = emitted(&packet, payload);
-            assert_eq!(image[..image.len() - CHECK], hex(expected));
+            assert_eq!(image, hex(expected));
             assert_eq!(Packet::parse(&image), Ok((packet, payload)));
         }
-    }
-
-    /// The check is the zlib CRC-32.
-    #[test]
-    fn crc_matches_its_known_values() {
-        assert_eq!(crc32(b"123456789"), 0xcbf4_3926);
-        assert_eq!(crc32(&[0xff; 8]), 0x2144_df1c);
     }
 
     fn every_kind() -> Vec<Packet> {
@@ -565,24 +545,47 @@ mod tests {
         let mut random = fastrand::Rng::with_seed(1);
         for packet in every_kind() {
             let image = emitted(&packet, &[1, 2, 3]);
-            // Every flipped bit is noticed.
-            for bit in 0..image.len() * 8 {
-                let mut damaged = image.clone();
-                damaged[bit / 8] ^= 1 << (bit % 8);
-                assert_eq!(Packet::parse(&damaged), Err(WireError::Checksum));
-            }
-            // With a valid check, anything may be said, and cut anywhere.
-            for len in 0..image.len() - CHECK {
+            // Anything may be said, and cut anywhere.
+            for len in 0..=image.len() {
                 let mut cut = image[..len].to_vec();
                 if let Some(byte) = cut.get_mut(random.usize(..len.max(1))) {
                     *byte = random.u8(..);
                 }
-                let check = crc32(&cut);
-                cut.extend_from_slice(&check.to_le_bytes());
                 if let Ok((parsed, payload)) = Packet::parse(&cut) {
                     assert_eq!(Packet::parse(&emitted(&parsed, payload)), Ok((parsed, payload)));
                 }
             }
         }
+    }
+
+    #[test]
+    fn damage_within_the_process_is_found() {
+        let mut sealed = emitted(&every_kind()[0], &[1, 2, 3]);
+        let image = sealed.clone();
+        seal(&mut sealed);
+        assert_eq!(unseal(&sealed), Ok(&image[..]));
+        for bit in 0..sealed.len() * 8 {
+            let mut damaged = sealed.clone();
+            damaged[bit / 8] ^= 1 << (bit % 8);
+            assert_eq!(unseal(&damaged), Err(WireError::Checksum));
+        }
+        assert_eq!(unseal(&sealed[..3]), Err(WireError::Truncated));
+    }
+
+    #[test]
+    fn what_asks_for_nothing_is_passed_over() {
+        let packet = every_kind()[0];
+        let mut image = emitted(&packet, &[1, 2, 3]);
+        // Migration request, congestion both ways, reserved bits beside the sequence number, a limited member.
+        image[1] |= 0x40;
+        image[2] = 0x7f;
+        image[4] = 0xff;
+        image[8] |= 0x7f;
+        assert_eq!(Packet::parse(&image), Ok((packet, &[1, 2, 3][..])));
+        image[3] = 0xfe;
+        assert_eq!(Packet::parse(&image), Err(WireError::Unsupported), "another partition");
+        image[3] = 0xff;
+        image[1] |= 1;
+        assert_eq!(Packet::parse(&image), Err(WireError::Unsupported), "another version");
     }
 }

@@ -1,18 +1,52 @@
 //! What a message does to a connection, or to a listener; the other half of the [`Machine`].
 //!
 //! A message for a connection that is not known changes nothing, and is answered with one at most: who waits for an answer
-//! need not wait in vain.
+//! need not wait in vain. How many answers there are is [limited](super::limits).
 
-use crate::types::{Gid, Psn, Qpn, RejectReason};
+use crate::types::{Gid, Psn, Qkey, Qpn, RejectReason};
 
 use super::connection::{Connection, State};
 use super::machine::{BUSY_TIMEOUT, Event, Machine, Output, bounded};
-use super::message::{About, CommId, Drep, Dreq, Mad, Message, Mra, Private, Rej, Rep, Req};
+use super::message::{About, CommId, Drep, Dreq, Mad, Message, Mra, Private, Rej, Rep, Req, SidrRep, SidrStatus};
 use super::ports::covers;
 
 impl Machine {
     /// A message from the device `from` arrives.
     pub(super) fn on_message(&mut self, now: u64, from: Gid, mad: Mad, psn: impl FnOnce() -> Option<Psn>) {
+        self.limited(now, from, |machine| machine.take_message(now, from, mad, psn));
+    }
+
+    /// A request from the device `from` arrives that nobody here could accept, whoever listens.
+    pub(super) fn refuse_unseen(
+        &mut self,
+        now: u64,
+        from: Gid,
+        transaction: u64,
+        remote_id: CommId,
+        reason: RejectReason,
+    ) {
+        if remote_id != 0 {
+            let rej = Rej { local_id: 0, remote_id, about: About::Req, reason, private_data: Private::empty() };
+            let answer = Output::Send { to: from, mad: Mad { transaction, message: Message::Rej(Box::new(rej)) } };
+            self.limited(now, from, |machine| machine.out.push_back(answer));
+        }
+    }
+
+    /// Does what follows from a message. What would be answered beyond the limit is not sent: as if it was lost.
+    fn limited(&mut self, now: u64, from: Gid, act: impl FnOnce(&mut Self)) {
+        let before = self.out.len();
+        act(self);
+        let answers = |output: &Output| matches!(output, Output::Send { .. });
+        if self.out.iter().skip(before).any(answers) && !self.answers.take(now, from) {
+            let mut at = 0;
+            self.out.retain(|output| {
+                at += 1;
+                at <= before || !answers(output)
+            });
+        }
+    }
+
+    fn take_message(&mut self, now: u64, from: Gid, mad: Mad, psn: impl FnOnce() -> Option<Psn>) {
         let Mad { transaction, message } = mad;
         match message {
             Message::Req(req) => self.on_request(now, from, transaction, *req, psn),
@@ -30,6 +64,21 @@ impl Machine {
                     self.disconnected(now, drep.remote_id);
                 }
             }
+            Message::SidrReq(req) => {
+                // No program here serves datagrams by service.
+                let rep = SidrRep {
+                    request_id: req.request_id,
+                    status: SidrStatus::UNSUPPORTED,
+                    qpn: Qpn(0),
+                    service: req.service,
+                    qkey: Qkey(0),
+                    private_data: Private::empty(),
+                };
+                let mad = Mad { transaction, message: Message::SidrRep(Box::new(rep)) };
+                self.out.push_back(Output::Send { to: from, mad });
+            }
+            // Nobody here has asked.
+            Message::SidrRep(_) => {}
         }
     }
 
@@ -55,6 +104,10 @@ impl Machine {
         let Some((&key, listener)) = listener else {
             return self.out.push_back(refuse(RejectReason::INVALID_SERVICE_ID));
         };
+        if req.mtu > self.mtu {
+            // Its packets would not get through, nor ours be as long as they have to be.
+            return self.out.push_back(refuse(RejectReason::INVALID_MTU));
+        }
         if let Some(&id) = self.queue_pairs.get(&(from, req.qpn)) {
             // The peer has begun anew with this queue pair, so it has forgotten the connection that we know: 12.9.8.3.1.
             self.out.push_back(refuse(RejectReason::STALE_CONNECTION));
@@ -64,14 +117,14 @@ impl Machine {
             }
             return;
         }
-        if listener.waiting >= listener.backlog {
+        if listener.waiting >= listener.backlog || !self.half_open.open(from) {
             // Nothing is remembered of it: the peer repeats it, and there may be room then.
             let mra = Mra { local_id: 0, remote_id: req.local_id, about: About::Req, service_timeout: BUSY_TIMEOUT };
             let mad = Mad { transaction, message: Message::Mra(mra) };
             return self.out.push_back(Output::Send { to: from, mad });
         }
         // Without a number that nobody can guess: as if the request was lost.
-        let Some(rq_psn) = psn() else { return };
+        let Some(rq_psn) = psn() else { return self.half_open.close(from) };
         listener.waiting += 1;
         let id = self.new_id();
         let timeout = bounded(req.local_timeout);

@@ -74,6 +74,8 @@ struct Known {
     local: Option<SocketAddr>,
     peer: Option<SocketAddr>,
     destination: Option<Gid>,
+    /// Of the route to it.
+    mtu: Option<Mtu>,
     /// Port and number of what it has bound to.
     claim: Option<(u16, u64)>,
     /// The program went so far that it may say goodbye.
@@ -105,13 +107,14 @@ impl CmId {
         key: u64,
         connection: CommId,
         (local, peer): (SocketAddr, SocketAddr),
-        destination: Gid,
+        (destination, mtu): (Gid, Mtu),
     ) -> Self {
         let known = Known {
             role: Role::Connection(connection),
             local: Some(local),
             peer: Some(peer),
             destination: Some(destination),
+            mtu: Some(mtu),
             ..Known::default()
         };
         Self::new(device, channel, key, known)
@@ -134,7 +137,7 @@ impl CmId {
 
     fn claim(&self, known: &mut Known, address: SocketAddr) -> Result<(), VerbError> {
         let ip = address.ip();
-        if !ip.is_unspecified() && !is_loopback(ip) && Gid::from(ip) != self.device.gid {
+        if !ip.is_unspecified() && !self.is_shared(ip) && Gid::from(ip) != self.device.gid {
             return Err(VerbError::new("rdma_bind_addr", VerbError::EADDRNOTAVAIL));
         }
         let claim = self.device.network.ports.lock().claim(address, self.device.gid)?;
@@ -143,15 +146,28 @@ impl CmId {
         Ok(())
     }
 
-    /// The device that `address` leads to, if there is one.
-    fn locate(&self, address: SocketAddr) -> Option<Gid> {
+    /// True for the addresses that all devices of a network within a process share: nothing else would reach the others by
+    /// an address that each machine has. Over UDP an address is one device's.
+    fn is_shared(&self, ip: IpAddr) -> bool {
+        !self.device.network.is_udp() && is_loopback(ip)
+    }
+
+    /// The device that `address` leads to, and the path MTU; or the reason, as in `errno(3)`, for which there is none.
+    fn locate(&self, address: SocketAddr) -> Result<(Gid, Mtu), i32> {
+        /// `EHOSTUNREACH` of `errno(3)`.
+        const UNREACHABLE: i32 = 113;
         let (network, own) = (&self.device.network, self.device.gid);
-        if is_loopback(address.ip()) {
+        let gid = if self.is_shared(address.ip()) {
             // That of the whole network: whoever listens there. Our own device says that nobody does.
-            return Some(network.ports.lock().listener(address).unwrap_or(own));
+            network.ports.lock().listener(address).unwrap_or(own)
+        } else {
+            Gid::from(address.ip())
+        };
+        // Over UDP whether somebody is there nobody knows before they answer.
+        if !network.is_udp() && gid != own && network.device(gid).is_none() {
+            return Err(UNREACHABLE);
         }
-        let gid = Gid::from(address.ip());
-        (gid == own || network.device(gid).is_some()).then_some(gid)
+        Ok((gid, self.device.path_mtu(gid).map_err(|error| error.errno)?))
     }
 }
 
@@ -185,24 +201,34 @@ impl cm_contract::CmId for CmId {
 
     fn resolve_addr(&self, source: Option<SocketAddr>, destination: SocketAddr, _: Duration) -> Result<(), VerbError> {
         const VERB: &str = "rdma_resolve_addr";
-        /// `EHOSTUNREACH` of `errno(3)`.
-        const UNREACHABLE: i32 = 113;
+        /// `EAFNOSUPPORT` of `errno(3)`.
+        const OTHER_FAMILY: i32 = 97;
         self.device.alive(VERB)?;
         let mut known = self.known.lock();
         let bound = known.claim.is_some();
         if !matches!(known.role, Role::New) || (bound && source.is_some()) {
             return Err(invalid(VERB));
         }
+        let (own, udp) = (self.device.gid.to_ip(), self.device.network.is_udp());
         let destination = normal(destination);
         let destination = match destination.ip() {
+            // This host: over UDP, this device.
+            ip if ip.is_unspecified() && udp => SocketAddr::new(own, destination.port()),
             IpAddr::V4(Ipv4Addr::UNSPECIFIED) => SocketAddr::new(Ipv4Addr::LOCALHOST.into(), destination.port()),
             IpAddr::V6(Ipv6Addr::UNSPECIFIED) => SocketAddr::new(Ipv6Addr::LOCALHOST.into(), destination.port()),
             _ => destination,
         };
-        let nearest = if is_loopback(destination.ip()) { destination.ip() } else { self.device.gid.to_ip() };
-        let source = source.map(normal).or(known.local).unwrap_or(SocketAddr::new(nearest, 0));
+        let nearest = if self.is_shared(destination.ip()) { destination.ip() } else { own };
+        let wish = source.map(normal).or(known.local);
+        let source = wish.unwrap_or(SocketAddr::new(nearest, 0));
         let from = if source.ip().is_unspecified() { nearest } else { source.ip() };
         if from.is_ipv4() != destination.is_ipv4() {
+            if wish.is_none() && udp {
+                // The device has one address. Another of the host's addresses may do.
+                drop(known);
+                self.raise(CmEventKind::AddressError(OTHER_FAMILY));
+                return Ok(());
+            }
             return Err(invalid(VERB));
         }
         if bound {
@@ -211,12 +237,16 @@ impl cm_contract::CmId for CmId {
             self.claim(&mut known, SocketAddr::new(from, source.port()))?;
         }
         known.peer = Some(destination);
-        let Some(gid) = self.locate(destination) else {
-            drop(known);
-            self.raise(CmEventKind::AddressError(UNREACHABLE));
-            return Ok(());
+        let (gid, mtu) = match self.locate(destination) {
+            Ok(found) => found,
+            Err(errno) => {
+                drop(known);
+                self.raise(CmEventKind::AddressError(errno));
+                return Ok(());
+            }
         };
         known.destination = Some(gid);
+        known.mtu = Some(mtu);
         known.role = Role::Resolved;
         drop(known);
         self.raise(CmEventKind::AddressResolved);
@@ -240,14 +270,14 @@ impl cm_contract::CmId for CmId {
         const VERB: &str = "rdma_connect";
         self.device.alive(VERB)?;
         let mut known = self.known.lock();
-        let (Role::Routed, Some(gid), Some(local), Some(peer)) =
-            (known.role, known.destination, known.local, known.peer)
+        let (Role::Routed, Some(gid), Some(mtu), Some(local), Some(peer)) =
+            (known.role, known.destination, known.mtu, known.local, known.peer)
         else {
             return Err(invalid(VERB));
         };
         let psn = Psn::new(self.device.network.random()? as u32);
         let connection = Manager::with(&self.device, |state, now| {
-            let to = Destination { gid, local, peer };
+            let to = Destination { gid, local, peer, mtu };
             let connection = state.machine.connect(now, to, params, psn)?;
             state.add(connection, self.key);
             Ok(connection)
@@ -258,6 +288,10 @@ impl cm_contract::CmId for CmId {
 
     fn accept(&self, params: &CmParams<'_>) -> Result<(), VerbError> {
         let connection = self.connection("rdma_accept")?;
+        if let Some(qp) = self.device.queue_pair(params.qpn) {
+            // Before the answer leaves, so before anything comes of it.
+            qp.receiver.lock().unconfirmed = Some(connection);
+        }
         Manager::with(&self.device, |state, now| state.machine.accept(now, connection, params))?;
         self.known.lock().agreed = true;
         Ok(())
@@ -312,12 +346,13 @@ impl cm_contract::CmId for CmId {
     }
 
     fn route(&self) -> Option<CmRoute> {
+        let known = self.known.lock();
         Some(CmRoute {
             device: self.device.attr().name.clone(),
             port: PORT,
             source: self.device.gid,
-            destination: self.known.lock().destination?,
-            mtu: Some(Mtu::Mtu4096),
+            destination: known.destination?,
+            mtu: known.mtu,
         })
     }
 }
@@ -338,8 +373,6 @@ impl Drop for CmId {
     }
 }
 
-/// The addresses that all devices of a network share: nothing else would reach the others by an address that each
-/// machine has.
 fn is_loopback(ip: IpAddr) -> bool {
     ip == IpAddr::V4(Ipv4Addr::LOCALHOST) || ip == IpAddr::V6(Ipv6Addr::LOCALHOST)
 }

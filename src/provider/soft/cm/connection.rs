@@ -6,7 +6,7 @@ use crate::provider::cm_contract::CmPeer;
 use crate::types::{AckTimeout, AddressVector, Gid, Mtu, Psn, QpAttr, QpState, Qpn, RnrTimer};
 
 use super::super::device::PORT;
-use super::message::{CommId, Message, Rep, Req};
+use super::message::{CommId, Message, Rep, Req, Traffic};
 
 /// Where it is in the handshake (IBTA 12.9.5, without the states of messages that RoCE and rdma_cm do not use).
 ///
@@ -60,6 +60,8 @@ pub(super) struct Connection {
     pub(super) owned: bool,
     /// A request that counts against the backlog of this listener.
     pub(super) waiting_at: Option<u64>,
+    /// It counts among those that its peer has begun and not completed.
+    pub(super) half_open: bool,
     pub(super) transaction: u64,
     pub(super) peer: Gid,
     /// 0 as long as it is not known; nobody gives that number.
@@ -76,6 +78,8 @@ pub(super) struct Connection {
     /// Of our queue pair.
     pub(super) rnr_retry: u8,
     pub(super) mtu: Mtu,
+    /// What our packets carry.
+    pub(super) traffic: Traffic,
     pub(super) ack_timeout: AckTimeout,
     /// Time to wait before a message is repeated.
     pub(super) response_timeout: u64,
@@ -97,6 +101,7 @@ impl Connection {
             state: State::ReqRcvd,
             owned: true,
             waiting_at: None,
+            half_open: true,
             transaction,
             peer: req.local_gid,
             remote_id: req.local_id,
@@ -110,6 +115,7 @@ impl Connection {
             retry_count: req.retry_count,
             rnr_retry: req.rnr_retry,
             mtu: req.mtu,
+            traffic: req.traffic,
             ack_timeout: req.ack_timeout,
             response_timeout,
             retries: req.max_retries & 15,
@@ -148,7 +154,13 @@ impl Connection {
         let dest_qpn = self.remote_qpn.filter(|_| known)?;
         match state {
             QpState::Rtr => Some(QpAttr {
-                address: Some(AddressVector::new(PORT, 0, self.peer)),
+                address: Some(AddressVector {
+                    service_level: self.traffic.service_level,
+                    traffic_class: self.traffic.traffic_class,
+                    flow_label: self.traffic.flow_label,
+                    // How far it is the peer does not know better.
+                    ..AddressVector::new(PORT, 0, self.peer)
+                }),
                 path_mtu: Some(self.mtu),
                 dest_qpn: Some(dest_qpn),
                 rq_psn: Some(self.rq_psn),

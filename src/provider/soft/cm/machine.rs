@@ -12,7 +12,8 @@ use crate::provider::cm_contract::{CmParams, CmPeer, REJECT_DATA};
 use crate::types::{AckTimeout, Gid, Mtu, Psn, Qpn, RejectReason};
 
 use super::connection::{Connection, State};
-use super::message::{About, CmTimeout, CommId, Dreq, Mad, Message, Mra, Private, Rej, Rep, Req, Rtu};
+use super::limits::{Answers, HalfOpen};
+use super::message::{About, CmTimeout, CommId, Dreq, Mad, Message, Mra, Private, Rej, Rep, Req, Rtu, Traffic};
 
 /// Time in which a peer's manager answers: 268 ms, far above what a process takes to be scheduled. With
 /// [`MAX_RETRIES`], a peer that is gone is noticed after 4.3 s.
@@ -30,6 +31,8 @@ pub(super) const BUSY_TIMEOUT: CmTimeout = CmTimeout(14);
 const TIMEOUTS: (CmTimeout, CmTimeout) = (CmTimeout(8), CmTimeout(20));
 /// Rejections remembered at most, for peers that repeat their request: however fast they come.
 const MAX_REFUSED: usize = 1024;
+/// How long our device takes to acknowledge, as SoftRoCE says of itself: a process that is not scheduled for 134 ms is rare.
+const ACK_DELAY: CmTimeout = CmTimeout(15);
 /// Twice the lifetime of a packet (67 ms), IBTA 12.9.8.4: then nothing of a connection is underway any more.
 const TIME_WAIT: u64 = 2 * CmTimeout(14).nanoseconds();
 /// Acknowledgement timeout proposed to both queue pairs, as librdmacm's.
@@ -78,6 +81,7 @@ pub(super) struct Destination {
     pub(super) gid: Gid,
     pub(super) local: SocketAddr,
     pub(super) peer: SocketAddr,
+    pub(super) mtu: Mtu,
 }
 
 /// See the module.
@@ -85,6 +89,8 @@ pub(super) struct Destination {
 pub(super) struct Machine {
     pub(super) gid: Gid,
     guid: u64,
+    /// The largest packets that our port takes.
+    pub(super) mtu: Mtu,
     /// Makes the numbers of connections hard to guess.
     mask: u32,
     issued: u32,
@@ -98,6 +104,8 @@ pub(super) struct Machine {
     timers: BTreeSet<(u64, CommId)>,
     /// Rejected last; some may be forgotten already.
     refused: VecDeque<CommId>,
+    pub(super) half_open: HalfOpen,
+    pub(super) answers: Answers,
     pub(super) out: VecDeque<Output>,
 }
 
@@ -106,10 +114,11 @@ const fn invalid(verb: &'static str) -> VerbError {
 }
 
 impl Machine {
-    pub(super) fn new(gid: Gid, guid: u64, seed: u64) -> Self {
+    pub(super) fn new(gid: Gid, guid: u64, mtu: Mtu, seed: u64) -> Self {
         Self {
             gid,
             guid,
+            mtu,
             mask: seed as u32,
             issued: 0,
             transactions: seed & 0xffff_ffff_0000_0000,
@@ -119,6 +128,8 @@ impl Machine {
             listeners: HashMap::new(),
             timers: BTreeSet::new(),
             refused: VecDeque::new(),
+            half_open: HalfOpen::default(),
+            answers: Answers::new(seed),
             out: VecDeque::new(),
         }
     }
@@ -167,12 +178,13 @@ impl Machine {
             local_timeout: RESPONSE_TIMEOUT,
             starting_psn: rq_psn,
             retry_count: params.retry_count,
-            mtu: Mtu::Mtu4096,
+            mtu: to.mtu,
             rnr_retry: params.rnr_retry,
             max_retries: MAX_RETRIES,
             srq: params.srq,
             local_gid: self.gid,
             remote_gid: to.gid,
+            traffic: Traffic::PLAIN,
             ack_timeout: ACK_TIMEOUT,
             source: to.local,
             destination: to.peer.ip(),
@@ -182,6 +194,7 @@ impl Machine {
             state: State::ReqSent,
             owned: true,
             waiting_at: None,
+            half_open: false,
             transaction,
             peer: to.gid,
             remote_id: 0,
@@ -193,7 +206,8 @@ impl Machine {
             initiator_depth: params.initiator_depth,
             retry_count: params.retry_count,
             rnr_retry: params.rnr_retry,
-            mtu: Mtu::Mtu4096,
+            mtu: to.mtu,
+            traffic: Traffic::PLAIN,
             ack_timeout: ACK_TIMEOUT,
             response_timeout: RESPONSE_TIMEOUT.nanoseconds(),
             retries: MAX_RETRIES,
@@ -228,6 +242,7 @@ impl Machine {
             rnr_retry: params.rnr_retry,
             srq: params.srq,
             guid,
+            ack_delay: ACK_DELAY,
             private_data,
         }));
         self.answered(id);
@@ -330,6 +345,14 @@ impl Machine {
         }
     }
 
+    /// A packet of the connection has arrived at our queue pair: as good as the confirmation of our answer, which was
+    /// overtaken or lost (IBTA 12.9.6).
+    pub(super) fn on_traffic(&mut self, id: CommId, qpn: Qpn) {
+        if self.in_state(id, State::RepSent).is_some_and(|connection| connection.local_qpn == qpn) {
+            self.established(id);
+        }
+    }
+
     // Steps that several of these take.
 
     /// State of the connection that both numbers and the peer's GID name.
@@ -350,6 +373,7 @@ impl Machine {
 
     pub(super) fn established(&mut self, id: CommId) {
         self.set_deadline(id, None);
+        self.completed(id);
         if let Some(connection) = self.connections.get_mut(&id) {
             connection.state = State::Established;
         }
@@ -357,6 +381,7 @@ impl Machine {
     }
 
     pub(super) fn disconnected(&mut self, now: u64, id: CommId) {
+        self.completed(id);
         if let Some(connection) = self.connections.get_mut(&id) {
             connection.state = State::TimeWait;
         }
@@ -392,6 +417,7 @@ impl Machine {
         let linger = SERVICE_TIMEOUT.nanoseconds().saturating_add(repeats);
         self.let_go_of_queue_pair(id);
         self.answered(id);
+        self.completed(id);
         let rej = Rej { local_id: id, remote_id, about: About::Req, reason, private_data };
         self.send(id, Message::Rej(Box::new(rej)));
         self.set_deadline(id, Some(now.saturating_add(linger)));
@@ -425,6 +451,15 @@ impl Machine {
         let listener = self.connections.get_mut(&id).and_then(|connection| connection.waiting_at.take());
         if let Some(listener) = listener.and_then(|key| self.listeners.get_mut(&key)) {
             listener.waiting -= 1;
+        }
+    }
+
+    /// It is half open no more.
+    fn completed(&mut self, id: CommId) {
+        if let Some(connection) = self.connections.get_mut(&id)
+            && std::mem::take(&mut connection.half_open)
+        {
+            self.half_open.close(connection.peer);
         }
     }
 
@@ -470,6 +505,7 @@ impl Machine {
 
     pub(super) fn forget(&mut self, id: CommId) {
         self.answered(id);
+        self.completed(id);
         self.set_deadline(id, None);
         self.let_go_of_queue_pair(id);
         let Some(connection) = self.connections.remove(&id) else { return };

@@ -1,7 +1,6 @@
 //! A device's manager: the machine under a lock, with what its messages and events are for.
 //!
-//! Messages travel by the network's scheduler, as encoded packets do, and are lost, repeated and delayed with them.
-//! Locks: the manager of one device, then one of ports, link, scheduler, mailbox. Nothing that owns an id is dropped
+//! Messages travel as datagrams between queue pairs 1, and are lost, repeated and delayed as all packets are. Locks: the manager of one device, then one of ports, link, scheduler, mailbox. Nothing that owns an id is dropped
 //! under the lock, as the drop takes it.
 
 use std::collections::HashMap;
@@ -11,14 +10,14 @@ use std::sync::{Arc, Weak};
 use parking_lot::Mutex;
 
 use crate::provider::cm_contract::{CmEvent, CmEventKind};
-use crate::types::{Gid, Psn};
+use crate::types::{Gid, Mtu, Psn, Qpn};
 
 use super::super::Soft;
 use super::super::device::DeviceInner;
-use super::super::network::NetworkInner;
 use super::super::scheduler::Job;
 use super::channel::{ChannelInner, CmId};
 use super::machine::{Event, Machine, Output};
+use super::mad::MadError;
 use super::message::{CommId, Mad};
 
 /// `ETIMEDOUT` of `errno(3)`.
@@ -40,20 +39,10 @@ pub(super) struct State {
     scheduled: Option<u64>,
 }
 
-/// A message on its way.
-#[derive(Debug)]
-pub(in super::super) struct Letter {
-    network: Weak<NetworkInner>,
-    route: (Gid, Gid),
-    mad: Mad,
-    /// It was not damaged.
-    intact: bool,
-}
-
 impl Manager {
-    pub(in super::super) fn new(gid: Gid, guid: u64, seed: u64) -> Self {
+    pub(in super::super) fn new(gid: Gid, guid: u64, mtu: Mtu, seed: u64) -> Self {
         Self(Mutex::new(State {
-            machine: Machine::new(gid, guid, seed),
+            machine: Machine::new(gid, guid, mtu, seed),
             owners: HashMap::new(),
             connections: HashMap::new(),
             last_key: 0,
@@ -83,16 +72,30 @@ impl Manager {
         });
     }
 
-    fn on_message(device: &Arc<DeviceInner>, from: Gid, mad: Mad) {
+    /// A management datagram has arrived from `from`. Whatever it is, it is answered with one at most.
+    pub(in super::super) fn on_datagram(device: &Arc<DeviceInner>, from: Gid, bytes: &[u8]) {
+        let mad = Mad::decode(bytes);
+        tracing::trace!(%from, ?mad, "message arrived");
         let psn = || device.network.random().ok().map(|random| Psn::new(random as u32));
-        Self::with(device, |state, now| state.machine.on_message(now, from, mad, psn));
+        match mad {
+            Ok(mad) => Self::with(device, |state, now| state.machine.on_message(now, from, mad, psn)),
+            Err(MadError::Request { transaction, remote_id, reason }) => {
+                Self::with(device, |state, now| state.machine.refuse_unseen(now, from, transaction, remote_id, reason));
+            }
+            Err(error) => tracing::debug!(device = device.attr().name, %from, ?error, "no message: dropped"),
+        }
+    }
+
+    /// A packet of the connection has arrived at the queue pair `qpn`.
+    pub(in super::super) fn on_traffic(device: &Arc<DeviceInner>, connection: CommId, qpn: Qpn) {
+        Self::with(device, |state, _| state.machine.on_traffic(connection, qpn));
     }
 
     /// The device is lost: every id is told, and nothing more happens.
     pub(in super::super) fn kill(device: &Arc<DeviceInner>) {
         let _held: Vec<_> = {
             let mut state = device.cm.0.lock();
-            state.machine = Machine::new(device.gid, device.attr().guid, 0);
+            state.machine = Machine::new(device.gid, device.attr().guid, state.machine.mtu, 0);
             state.connections.clear();
             let mut owners: Vec<_> = state.owners.drain().collect();
             // In a fixed order, for reproducible simulations.
@@ -154,7 +157,7 @@ impl State {
         let mut held = Vec::new();
         while let Some(output) = self.machine.next_output() {
             match output {
-                Output::Send { to, mad } => post(device, to, &mad, now),
+                Output::Send { to, mad } => device.network.transmit_management(device, to, &mad.encode()),
                 Output::Event { connection, event } => {
                     let Some(&key) = self.connections.get(&connection) else { continue };
                     let Some(channel) = self.owner(key) else { continue };
@@ -162,14 +165,15 @@ impl State {
                     held.push(channel);
                 }
                 Output::Request { listener, connection, peer } => {
-                    let known = self.machine.connection(connection).map(|known| (known.addresses, known.peer));
-                    let (Some((addresses, gid)), Some(channel)) = (known, self.owner(listener)) else {
+                    let known = self.machine.connection(connection);
+                    let known = known.map(|known| (known.addresses, (known.peer, known.mtu)));
+                    let (Some((addresses, path)), Some(channel)) = (known, self.owner(listener)) else {
                         self.machine.release(now, connection);
                         continue;
                     };
                     let key = self.new_key(&channel);
                     self.add(connection, key);
-                    let id = CmId::of_request(device, &channel, key, connection, addresses, gid);
+                    let id = CmId::of_request(device, &channel, key, connection, addresses, path);
                     channel.events.push(CmEvent { key: listener, kind: CmEventKind::ConnectRequest { id, peer } });
                     held.push(channel);
                 }
@@ -193,33 +197,6 @@ fn kind(event: Event) -> CmEventKind<Soft> {
         Event::Unreachable => CmEventKind::Unreachable(ETIMEDOUT),
         Event::Disconnected => CmEventKind::Disconnected,
         Event::TimewaitExit => CmEventKind::TimewaitExit,
-    }
-}
-
-/// Puts a message on the way.
-fn post(device: &Arc<DeviceInner>, to: Gid, mad: &Mad, now: u64) {
-    let network = &device.network;
-    if !device.is_linked() {
-        return;
-    }
-    let route = (device.gid, to);
-    for (at, intact) in network.carry(now, route) {
-        let letter = Letter { network: Arc::downgrade(network), route, mad: mad.clone(), intact };
-        network.scheduler.schedule(at, Job::Message(Box::new(letter)));
-    }
-}
-
-impl Letter {
-    pub(in super::super) fn run(self) {
-        let Some(network) = self.network.upgrade() else { return };
-        let (source, destination) = self.route;
-        let Some(device) = network.device(destination).filter(|device| device.is_linked()) else { return };
-        if !self.intact {
-            network.reject();
-            return;
-        }
-        tracing::trace!(%source, mad = ?self.mad, "message arrived");
-        Manager::on_message(&device, source, self.mad);
     }
 }
 

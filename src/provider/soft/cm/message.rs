@@ -1,11 +1,17 @@
 //! Messages of the connection manager, with the fields that mean something on RoCE (IBTA 12.6).
 //!
-//! Values only. Private data has its length on the wire, so whoever reads it finds zeros behind what was written.
+//! Values only; [`mad`](super::mad) has their bytes. Private data has its length on the wire, so whoever reads it finds zeros
+//! behind what was written.
 
 use std::net::{IpAddr, SocketAddr};
 
 use crate::provider::cm_contract::{REJECT_DATA, REQUEST_DATA, RESPONSE_DATA};
-use crate::types::{AckTimeout, Gid, Mtu, Psn, Qpn, RejectReason};
+use crate::types::{AckTimeout, Gid, Mtu, Psn, Qkey, Qpn, RejectReason};
+
+/// Most bytes of private data in a request to resolve a service.
+const RESOLVE_DATA: usize = 216;
+/// Most bytes of private data in the answer to it.
+const RESOLVED_DATA: usize = 136;
 
 /// Number that one side gives a connection; 0 in a rejection by someone who gave it none.
 pub(super) type CommId = u32;
@@ -30,6 +36,11 @@ impl<const N: usize> Private<N> {
         let mut all = [0; N];
         all.get_mut(..data.len())?.copy_from_slice(data);
         Some(Self(all))
+    }
+
+    /// All of it, as it travels.
+    pub(super) const fn of(data: [u8; N]) -> Self {
+        Self(data)
     }
 
     pub(super) const fn empty() -> Self {
@@ -58,6 +69,8 @@ pub(super) enum Message {
     Rtu(Rtu),
     Dreq(Dreq),
     Drep(Drep),
+    SidrReq(Box<SidrReq>),
+    SidrRep(Box<SidrRep>),
 }
 
 /// Connection request, IBTA 12.6.5.
@@ -84,11 +97,33 @@ pub(super) struct Req {
     pub(super) srq: bool,
     pub(super) local_gid: Gid,
     pub(super) remote_gid: Gid,
+    pub(super) traffic: Traffic,
     pub(super) ack_timeout: AckTimeout,
     /// Of the IP header in front of the private data.
     pub(super) source: SocketAddr,
     pub(super) destination: IpAddr,
     pub(super) private_data: Private<REQUEST_DATA>,
+}
+
+/// What the requester's packets carry, and wishes of ours to carry: the rest of the primary path of a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Traffic {
+    /// 20 bits. Linux draws it by lot and makes the UDP source port of it.
+    pub(super) flow_label: u32,
+    pub(super) traffic_class: u8,
+    /// 4 bits.
+    pub(super) service_level: u8,
+    pub(super) hop_limit: u8,
+    /// Code of a packet rate, 6 bits; 0 is that of the port.
+    pub(super) rate: u8,
+    /// No router is on the way.
+    pub(super) subnet_local: bool,
+}
+
+impl Traffic {
+    /// What we ask for: nothing special, through as many routers as IP goes.
+    pub(super) const PLAIN: Self =
+        Self { flow_label: 0, traffic_class: 0, service_level: 0, hop_limit: 64, rate: 0, subnet_local: false };
 }
 
 /// Which message another one is about.
@@ -132,6 +167,8 @@ pub(super) struct Rep {
     pub(super) rnr_retry: u8,
     pub(super) srq: bool,
     pub(super) guid: u64,
+    /// Time that the passive side's device takes to acknowledge.
+    pub(super) ack_delay: CmTimeout,
     pub(super) private_data: Private<RESPONSE_DATA>,
 }
 
@@ -156,6 +193,34 @@ pub(super) struct Dreq {
 pub(super) struct Drep {
     pub(super) local_id: CommId,
     pub(super) remote_id: CommId,
+}
+
+/// Asks which queue pair serves datagrams for a service, IBTA 12.11.1.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct SidrReq {
+    pub(super) request_id: u32,
+    pub(super) service: u64,
+    pub(super) private_data: Private<RESOLVE_DATA>,
+}
+
+/// Answer to it, IBTA 12.11.2.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct SidrRep {
+    pub(super) request_id: u32,
+    pub(super) status: SidrStatus,
+    pub(super) qpn: Qpn,
+    pub(super) service: u64,
+    pub(super) qkey: Qkey,
+    pub(super) private_data: Private<RESOLVED_DATA>,
+}
+
+/// What became of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct SidrStatus(pub(super) u8);
+
+impl SidrStatus {
+    /// Nobody serves datagrams for it.
+    pub(super) const UNSUPPORTED: Self = Self(1);
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@ use crate::provider::soft::dma::{Gather, Payload};
 use crate::provider::soft::keys::Keys;
 use crate::provider::soft::wire::{Body, Nak, Packet, Part, Syndrome};
 
+use super::wqe::left_in_request;
 use super::{Requester, SendCompletions, Wait};
 
 impl Requester {
@@ -82,6 +83,7 @@ impl Requester {
 
     pub(super) fn on_progress(&mut self) {
         self.progressed = true;
+        self.silences = 0;
         self.gap_seen = false;
         self.reset_retries();
     }
@@ -123,11 +125,13 @@ impl Requester {
             return;
         }
         let mtu = self.config.mtu.bytes() as u32;
-        let offset = psn.distance_from(head.first_psn) as u32 * mtu;
+        let number = psn.distance_from(head.first_psn) as u32;
+        let offset = number * mtu;
         let expected = (head.length - offset).min(mtu) as usize;
         let last = psn == head.last_psn();
         // A repeated request begins with First or Only anywhere, so only the end is telling.
-        if payload.len() != expected || part.ends() != last {
+        let ends = last || left_in_request(number, &self.config) == 1;
+        if payload.len() != expected || part.ends() != ends {
             self.fail(WcStatus::BAD_RESP_ERR, out);
             return;
         }

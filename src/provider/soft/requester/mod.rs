@@ -36,10 +36,35 @@ use crate::provider::soft::wire::{Packet, Part};
 /// MTU, well below the 2^23 at which sequence numbers become ambiguous.
 pub(in crate::provider::soft) const MAX_MESSAGE: u32 = 1 << 30;
 
-/// Request packets in flight. Bounds what a network with delays has to hold; as rxe.
-const WINDOW: i32 = 64;
-/// A long message asks for an acknowledgement this often, so that the window never starves.
-const ACK_EVERY: u32 = 32;
+/// How much of a reliable connection is underway.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::provider::soft) struct Flow {
+    /// Packets in flight. Bounds what a network with delays has to hold.
+    window: i32,
+    /// A long message asks for an acknowledgement this often, so that the window never starves.
+    ack_every: u32,
+    /// Packets that one READ request asks for: a longer one is asked for piece by piece, as nothing else paces the answers.
+    read_packets: u32,
+    /// How often the timeout doubles while nothing is heard: between processes silence may mean that the other one does not
+    /// run. 4 times the timeout is what IBTA 9.7.6.1.3 lets it take.
+    doublings: u32,
+}
+
+impl Flow {
+    /// Within the process, where nothing overflows; the window is that of rxe.
+    pub(in crate::provider::soft) const MEMORY: Self =
+        Self { window: 64, ack_every: 32, read_packets: u32::MAX, doublings: 0 };
+
+    /// Of `window` packets in flight, where answers must be paced too.
+    pub(in crate::provider::soft) const fn of(window: u32) -> Self {
+        // An acknowledgement for each quarter; of a READ, two halves are on the way.
+        Self { window: window as i32, ack_every: window / 4, read_packets: READ_PACKETS, doublings: 2 }
+    }
+}
+
+/// Packets of one READ request where answers must be paced; the same for the life of a connection, since it is told from
+/// the answers which request they end. 32 KiB of the largest MTU.
+const READ_PACKETS: u32 = 8;
 
 /// Who takes the requester's completions.
 pub(in crate::provider::soft) trait SendCompletions {
@@ -60,6 +85,7 @@ pub(in crate::provider::soft) struct SendConfig {
     pub(in crate::provider::soft) rnr_retry: u8,
     pub(in crate::provider::soft) max_rd_atomic: u8,
     pub(in crate::provider::soft) qkey: Qkey,
+    pub(in crate::provider::soft) flow: Flow,
 }
 
 /// What a requester has been through.
@@ -132,6 +158,8 @@ pub(in crate::provider::soft) struct Requester {
     deadline: Option<u64>,
     /// The deadline counts from now, not from when it was set.
     progressed: bool,
+    /// Timeouts since the last progress.
+    silences: u32,
     /// Went back because of a gap in the responses, and no progress since: late ones change nothing.
     gap_seen: bool,
     drained_reported: bool,
@@ -157,6 +185,7 @@ impl Requester {
             wait: Wait::None,
             deadline: None,
             progressed: false,
+            silences: 0,
             gap_seen: false,
             drained_reported: true,
             position: 0,
@@ -176,6 +205,11 @@ impl Requester {
     /// True if work is queued.
     pub(in crate::provider::soft) const fn has_work(&self) -> bool {
         !self.queue.is_empty()
+    }
+
+    /// True if something was sent that is not acknowledged.
+    pub(in crate::provider::soft) fn is_underway(&self) -> bool {
+        self.unacked != self.sent_end
     }
 
     /// First sequence number, given on the way to RTS.
@@ -266,6 +300,9 @@ impl Requester {
         while self.queue.get(self.cursor)?.op.is_local() {
             self.run_local(keys, out)?;
         }
+        if self.too_many_reads() {
+            return None;
+        }
         let index = self.cursor;
         let wqe = self.queue.get_mut(index)?;
         let reliable = self.config.transport == Transport::Rc;
@@ -306,7 +343,11 @@ impl Requester {
         }
         let number = self.cursor_packet;
         let psn = wqe.first_psn.add(number);
-        if reliable && psn.distance_from(self.unacked) >= WINDOW {
+        let underway = psn.distance_from(self.unacked);
+        let blocked = reliable && underway >= self.config.flow.window;
+        // If no acknowledgement is to come, for the window was larger before, one more packet asks for it.
+        let unasked = blocked && self.since_ack_request as i32 >= underway;
+        if blocked && !unasked {
             return None;
         }
         let offset = number * mtu;
@@ -325,14 +366,16 @@ impl Requester {
             Source::Gathered
         };
         let part = Part::of(number, wqe.packets);
-        let (body, end) = body_of(wqe, part, offset, psn, &self.config);
+        let (body, end) = body_of(wqe, part, number, psn, &self.config);
         if !wqe.started {
             wqe.started = true;
             self.next_psn = wqe.end_psn();
             self.reads += u8::from(wqe.op.reads_back());
         }
         let whole = end == wqe.end_psn();
-        let ack_request = reliable && !wqe.op.reads_back() && (whole || self.since_ack_request >= ACK_EVERY);
+        let ack_request = reliable
+            && !wqe.op.reads_back()
+            && (whole || unasked || self.since_ack_request >= self.config.flow.ack_every);
         let packet = Packet {
             transport: self.config.transport,
             dest: if self.config.transport == Transport::Ud { wqe.to.qpn } else { self.config.dest },
@@ -342,12 +385,14 @@ impl Requester {
             body,
         };
         let to = wqe.to;
-        self.since_ack_request = if ack_request { 0 } else { self.since_ack_request + 1 };
+        // An answer acknowledges all before it.
+        let asks = ack_request || wqe.op.reads_back();
+        self.since_ack_request = if asks { 0 } else { self.since_ack_request + 1 };
         if whole {
             self.cursor += 1;
             self.cursor_packet = 0;
         } else {
-            self.cursor_packet += 1;
+            self.cursor_packet += end.distance_from(psn) as u32;
         }
         self.counters.packets += 1;
         if end.distance_from(self.sent_end) > 0 {
@@ -356,6 +401,29 @@ impl Requester {
             self.counters.retransmitted += 1;
         }
         Some(Outgoing { packet, source, to })
+    }
+
+    /// True if the work request at the cursor is a READ or atomic and as many of their requests as the peer takes have no
+    /// answer, where a READ may be several.
+    #[inline]
+    fn too_many_reads(&self) -> bool {
+        self.config.flow.read_packets != u32::MAX
+            && self.config.max_rd_atomic > 0
+            && self.queue.get(self.cursor).is_some_and(|wqe| wqe.op.reads_back())
+            && self.read_requests() >= u32::from(self.config.max_rd_atomic)
+    }
+
+    /// READ and atomic requests between the oldest packet without answer and the cursor.
+    fn read_requests(&self) -> u32 {
+        let each = self.config.flow.read_packets;
+        let sent = (0..=self.cursor).filter_map(|index| Some((index, self.queue.get(index)?)));
+        let reads = sent.filter(|(_, wqe)| wqe.started && wqe.op.reads_back());
+        let requests = reads.map(|(index, wqe)| {
+            let from = if index == 0 { self.unacked.distance_from(wqe.first_psn).max(0) as u32 } else { 0 };
+            let to = if index == self.cursor { self.cursor_packet } else { wqe.packets };
+            if to > from { (to - 1) / each - from / each + 1 } else { 0 }
+        });
+        requests.sum()
     }
 
     /// Inline payload of a packet just made.
@@ -389,6 +457,7 @@ impl Requester {
             Wait::Rnr(_) => self.go_back(),
             Wait::None => {
                 self.counters.timeouts += 1;
+                self.silences += 1;
                 self.gap_seen = false;
                 self.retry(out);
             }
@@ -413,7 +482,10 @@ impl Requester {
         } else if std::mem::take(&mut self.progressed) || self.deadline.is_none() {
             let duration = match self.wait {
                 Wait::Rnr(timer) => Some(timer.nanoseconds()),
-                Wait::None => self.config.timeout.nanoseconds(),
+                Wait::None => {
+                    let times = 1 << self.silences.min(self.config.flow.doublings);
+                    self.config.timeout.nanoseconds().map(|duration| duration.saturating_mul(times))
+                }
             };
             self.deadline = duration.map(|duration| now.saturating_add(duration));
         }

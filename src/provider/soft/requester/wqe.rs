@@ -129,9 +129,9 @@ pub(super) fn local_fault(wqe: &SendWqe, config: &SendConfig, keys: &Keys) -> Op
     keys.gather(wqe.sges(), config.pd, 0, len, need, &mut Gather::new()).is_err().then_some(WcStatus::LOC_PROT_ERR)
 }
 
-/// The packet of `wqe` that is `part` and begins at `offset`, and the sequence number after it.
+/// Packet `number` of `wqe`, which is `part`, and the sequence number after it and its answers.
 #[inline]
-pub(super) fn body_of(wqe: &SendWqe, part: Part, offset: u32, psn: Psn, config: &SendConfig) -> (Body, Psn) {
+pub(super) fn body_of(wqe: &SendWqe, part: Part, number: u32, psn: Psn, config: &SendConfig) -> (Body, Psn) {
     let next = psn.add(1);
     if config.transport == Transport::Ud {
         let imm = if let SendOp::SendWithImm(imm) = wqe.op { Some(imm) } else { None };
@@ -155,14 +155,24 @@ pub(super) fn body_of(wqe: &SendWqe, part: Part, offset: u32, psn: Psn, config: 
         }
         // A repeated READ asks for the rest only (IBTA 9.4.4).
         SendOp::Read(remote) => {
+            let mtu = config.mtu.bytes() as u32;
+            let offset = number * mtu;
             let rest = RemoteAddr { addr: remote.addr.wrapping_add(u64::from(offset)), rkey: remote.rkey };
-            (Body::ReadRequest(Reth { remote: rest, length: wqe.length - offset }), wqe.end_psn())
+            let packets = (wqe.packets - number).min(left_in_request(number, config));
+            let length = (wqe.length - offset).min(packets.saturating_mul(mtu));
+            (Body::ReadRequest(Reth { remote: rest, length }), psn.add(packets))
         }
         SendOp::CompareSwap { remote, compare, swap } => {
             (Body::Atomic { remote, op: AtomicOp::CompareSwap { compare, swap } }, next)
         }
         SendOp::FetchAdd { remote, add } => (Body::Atomic { remote, op: AtomicOp::FetchAdd { add } }, next),
     }
+}
+
+/// Packets of a READ from `number` on that the same request asks for.
+#[inline]
+pub(super) const fn left_in_request(number: u32, config: &SendConfig) -> u32 {
+    config.flow.read_packets - number % config.flow.read_packets
 }
 
 /// True if the operation takes a receive from the peer: only then is "solicited" sent (IBTA 9.2.3).

@@ -142,7 +142,7 @@ impl Responder {
         self.msn = self.msn.wrapping_add(1);
         let msn = self.msn;
         self.save(Resource::Read { psn, packets, reth, msn });
-        self.replies.push_back(Reply::Read(ReadReply { psn, msn, rest: reth, begun: false }));
+        self.replies.push_back(Reply::Read(ReadReply { psn, msn, rest: reth, begun: false, again: false }));
         Ok(false)
     }
 
@@ -164,7 +164,7 @@ impl Responder {
         self.msn = self.msn.wrapping_add(1);
         let msn = self.msn;
         self.save(Resource::Atomic { psn, original, msn });
-        self.replies.push_back(Reply::Atomic { psn, msn, original });
+        self.replies.push_back(Reply::Atomic { psn, msn, original, again: false });
         Ok(false)
     }
 
@@ -204,17 +204,13 @@ impl Responder {
                     && again.remote.addr == reth.remote.addr.wrapping_add(u64::from(offset))
                     && reth.length.checked_sub(offset).is_some_and(|left| again.length <= left)
                 {
-                    let reply = Reply::Read(ReadReply { psn: packet.psn, msn, rest: again, begun: false });
+                    let reply = ReadReply { psn: packet.psn, msn, rest: again, begun: false, again: true };
                     // Whoever asks again ignores what is left of the first answer. Sending it all the same, before
                     // this one, would make it ask again and again, each time for an answer further behind.
-                    let superseded = self.replies.iter().position(|pending| {
-                        matches!(pending, Reply::Read(read) if (0..packets).contains(&read.psn.distance_from(first)))
+                    self.replies.retain(|pending| {
+                        !matches!(pending, Reply::Read(read) if (0..packets).contains(&read.psn.distance_from(first)))
                     });
-                    match superseded {
-                        Some(at) => self.replies[at] = reply,
-                        None if self.has_resource() => self.replies.push_back(reply),
-                        None => self.counters.dropped += 1,
-                    }
+                    self.repeat(Reply::Read(reply));
                 } else {
                     self.counters.dropped += 1;
                 }
@@ -224,11 +220,13 @@ impl Responder {
                     Resource::Atomic { psn, original, msn } if psn == packet.psn => Some((original, msn)),
                     _ => None,
                 });
-                match saved {
-                    Some((original, msn)) if self.pending_reads() < self.config.max_dest_rd_atomic as usize => {
-                        self.replies.push_back(Reply::Atomic { psn: packet.psn, msn, original });
-                    }
-                    _ => self.counters.dropped += 1,
+                let Some((original, msn)) = saved else {
+                    self.counters.dropped += 1;
+                    return;
+                };
+                let pending = |reply: &Reply| matches!(reply, Reply::Atomic { psn, .. } if *psn == packet.psn);
+                if !self.replies.iter().any(pending) {
+                    self.repeat(Reply::Atomic { psn: packet.psn, msn, original, again: true });
                 }
             }
             _ => self.counters.dropped += 1,
@@ -244,8 +242,26 @@ impl Responder {
         self.acknowledge(psn, Syndrome::RnrNak(self.config.min_rnr_timer.code()));
     }
 
-    pub(super) fn has_resource(&self) -> bool {
-        self.pending_reads() < self.config.max_dest_rd_atomic as usize
+    /// Queues an answer once more, in the order of the requests: whoever asked for one of them again asks for those behind
+    /// it again, and takes no answer out of turn.
+    fn repeat(&mut self, reply: Reply) {
+        let behind = |later: &Reply| later.psn().distance_from(reply.psn()) > 0;
+        let at = self.replies.iter().position(behind).unwrap_or(self.replies.len());
+        self.replies.insert(at, reply);
+    }
+
+    /// True if the peer may ask for another READ or atomic. With as many answers queued as it may have requests, it can
+    /// have the answer to the oldest only if that is being repeated, of no use to it any more.
+    pub(super) fn has_resource(&mut self) -> bool {
+        let allowed = self.config.max_dest_rd_atomic as usize;
+        if allowed > 0 && self.pending_reads() >= allowed {
+            let mut pending = self.replies.iter();
+            let oldest = pending.position(|reply| !matches!(reply, Reply::Acknowledge { .. }));
+            if let Some(oldest) = oldest.filter(|&oldest| self.replies[oldest].is_repeated()) {
+                self.replies.remove(oldest);
+            }
+        }
+        self.pending_reads() < allowed
     }
 
     /// READ and atomic requests whose answer has not been taken.

@@ -99,14 +99,29 @@ struct ReadReply {
     msn: u32,
     rest: Reth,
     begun: bool,
+    /// It was answered before.
+    again: bool,
 }
 
 /// Something to be sent back.
 #[derive(Debug, Clone, Copy)]
 enum Reply {
     Acknowledge { psn: Psn, syndrome: Syndrome, msn: u32 },
-    Atomic { psn: Psn, msn: u32, original: u64 },
+    Atomic { psn: Psn, msn: u32, original: u64, again: bool },
     Read(ReadReply),
+}
+
+impl Reply {
+    const fn psn(&self) -> Psn {
+        match *self {
+            Self::Acknowledge { psn, .. } | Self::Atomic { psn, .. } | Self::Read(ReadReply { psn, .. }) => psn,
+        }
+    }
+
+    /// True if the request was answered before.
+    const fn is_repeated(&self) -> bool {
+        matches!(self, Self::Atomic { again: true, .. } | Self::Read(ReadReply { again: true, .. }))
+    }
 }
 
 /// Request that may have to be answered again: responder resource of IBTA 9.4.4 and 9.4.5.
@@ -270,7 +285,7 @@ impl Responder {
                 self.replies.pop_front();
                 (psn, Body::Acknowledge(Aeth { syndrome, msn }))
             }
-            Reply::Atomic { psn, msn, original } => {
+            Reply::Atomic { psn, msn, original, .. } => {
                 self.replies.pop_front();
                 (psn, Body::AtomicAcknowledge { aeth: Aeth { syndrome: Syndrome::ACK, msn }, original })
             }
@@ -295,7 +310,7 @@ impl Responder {
         gather: &mut Gather<'k>,
         out: &mut impl Receiver,
     ) -> Body {
-        let ReadReply { psn, msn, rest, begun } = read;
+        let ReadReply { psn, msn, rest, begun, again } = read;
         let mtu = self.config.mtu.bytes() as u32;
         let len = rest.length.min(mtu);
         if len > 0 {
@@ -316,7 +331,7 @@ impl Responder {
         } else {
             let remote = RemoteAddr { addr: rest.remote.addr.wrapping_add(u64::from(len)), rkey: rest.remote.rkey };
             let rest = Reth { remote, length: left };
-            self.replies[0] = Reply::Read(ReadReply { psn: psn.add(1), msn, rest, begun: true });
+            self.replies[0] = Reply::Read(ReadReply { psn: psn.add(1), msn, rest, begun: true, again });
         }
         let part = match (begun, left == 0) {
             (false, false) => Part::First,
@@ -375,8 +390,9 @@ impl Responder {
     fn acknowledge(&mut self, psn: Psn, syndrome: Syndrome) {
         let reply = Reply::Acknowledge { psn, syndrome, msn: self.msn & 0x00ff_ffff };
         match self.replies.back_mut() {
-            // A refusal says more than an acknowledgement of what is before it, and of two
-            // acknowledgements the later says all.
+            // Of two the later says all: a refusal what an acknowledgement of all before it says, and an acknowledgement
+            // of what was missing that it is no longer.
+            Some(last @ Reply::Acknowledge { .. }) if psn.distance_from(last.psn()) >= 0 => *last = reply,
             Some(last @ Reply::Acknowledge { syndrome: Syndrome::Ack(_), .. }) => *last = reply,
             Some(Reply::Acknowledge { .. }) if syndrome == Syndrome::ACK => {}
             _ => self.replies.push_back(reply),

@@ -5,7 +5,7 @@ use crate::types::{Gid, Imm, WcStatus, WindowBind};
 
 use super::super::dma::{Gather, Memory, Payload};
 use super::super::keys::Keys;
-use super::super::requester::{Requester, SendCompletions, SendConfig};
+use super::super::requester::{Flow, Requester, SendCompletions, SendConfig};
 use super::super::responder::{ReceiveConfig, ReceiveWqe, Receiver, Responder};
 use super::super::wire::{Aeth, AtomicOp, Body, Nak, Packet, Part, Reth, Syndrome, Tail};
 
@@ -187,6 +187,41 @@ fn duplicates_are_acknowledged_and_not_executed() {
 }
 
 #[test]
+fn closed_gap_is_acknowledged_and_not_reported() {
+    let mut it = Responding::new(1);
+    for wr_id in 0..2 {
+        it.recv(wr_id, 8);
+    }
+    it.request(1, send(Part::Only), &[]);
+    it.request(0, send(Part::Only), &[]);
+    assert_eq!(it.syndromes(), [(0, Syndrome::ACK)], "the report had not left");
+}
+
+#[test]
+fn answers_that_are_repeated_keep_no_new_request_out() {
+    let mut it = Responding::new(2);
+    let read = |it: &Responding, at: u64| Body::ReadRequest(Reth { remote: it.remote(at), length: 8 });
+    let steps = |it: &mut Responding| it.replies().iter().map(|reply| reply.0).collect::<Vec<_>>();
+    let add = Body::Atomic { remote: it.remote(0), op: AtomicOp::FetchAdd { add: 1 } };
+    it.request(0, read(&it, 0), &[]);
+    it.request(1, add, &[]);
+    assert_eq!(steps(&mut it), [0, 1]);
+    // Late copies of both, in the wrong order and twice, then what was sent when both had their answer.
+    for _ in 0..2 {
+        it.request(1, add, &[]);
+        it.request(0, read(&it, 0), &[]);
+    }
+    it.request(2, read(&it, 8), &[]);
+    assert_eq!(steps(&mut it), [1, 2], "in order, without the one that can be of no use");
+    // A third at once is too many.
+    for step in 3..6 {
+        it.request(step, read(&it, 0), &[]);
+    }
+    let last = it.replies().pop().unwrap().1;
+    assert_eq!(last, Body::Acknowledge(Aeth { syndrome: Syndrome::Nak(Nak::InvalidRequest), msn: 5 }));
+}
+
+#[test]
 fn not_ready_names_the_timer_and_silences_what_follows() {
     let mut it = Responding::new(1);
     it.request(0, send(Part::Only), &[1]);
@@ -211,7 +246,7 @@ fn atomics_are_replayed_from_as_many_resources_as_granted() {
     it.request(1, add(&it), &[]);
     it.request(0, add(&it), &[]);
     let answers: Vec<_> = it.replies().into_iter().map(|(step, body, _)| (step, original(body))).collect();
-    assert_eq!(answers, [(2, 2), (1, 1)]);
+    assert_eq!(answers, [(1, 1), (2, 2)]);
     it.request(3, add(&it), &[]);
     assert_eq!(original(it.replies()[0].1), 3);
 }
@@ -398,6 +433,7 @@ impl Requesting {
             rnr_retry: 1,
             max_rd_atomic,
             qkey: Qkey(0),
+            flow: Flow::MEMORY,
         });
         let mut log = Log::default();
         machine.start(PSN);

@@ -2,10 +2,10 @@
 
 use std::collections::{BinaryHeap, HashMap, HashSet};
 
-use crate::types::{AckTimeout, Mtu, RejectReason};
+use crate::types::{AckTimeout, RejectReason};
 
 use super::super::machine::{MAX_RETRIES, RESPONSE_TIMEOUT};
-use super::super::message::{About, CmTimeout, Drep, Dreq, Mra, Private, Rej, Rep, Req, Rtu};
+use super::super::message::{About, CmTimeout, Drep, Dreq, Mra, Private, Rej, Rep, Req, Rtu, Traffic};
 use super::*;
 
 /// Seeds of a campaign, or the one of `TOKIO_RDMA_SEED`.
@@ -191,6 +191,7 @@ fn hostile(seed: u64) {
                 srq: random.bool(),
                 local_gid: A,
                 remote_gid: B,
+                traffic: Traffic { flow_label: random.u32(..), ..Traffic::PLAIN },
                 ack_timeout: AckTimeout::from_code(random.u8(..)),
                 source: address(1, random.u16(..)),
                 destination: address(2, 0).ip(),
@@ -214,6 +215,7 @@ fn hostile(seed: u64) {
                 rnr_retry: random.u8(..),
                 srq: random.bool(),
                 guid: random.u64(..),
+                ack_delay: CmTimeout(random.u8(..)),
                 private_data: Private::new(&[random.u8(..); 196]).unwrap(),
             })),
             4 => Message::Rtu(Rtu { local_id, remote_id }),

@@ -1,5 +1,6 @@
 //! The manager's machine alone, under virtual time, and its manager on a simulated network.
 
+mod bytes;
 mod campaign;
 mod devices;
 mod table;
@@ -8,7 +9,7 @@ mod times;
 use std::net::SocketAddr;
 
 use crate::provider::cm_contract::CmParams;
-use crate::types::{Gid, Psn, Qpn};
+use crate::types::{Gid, Mtu, Psn, Qpn};
 
 use super::connection::State;
 use super::machine::{Destination, Event, Machine, Output};
@@ -52,7 +53,10 @@ impl Out {
         let mut out = Self::default();
         while let Some(output) = machine.next_output() {
             match output {
-                Output::Send { to, mad } => out.sent.push((to, mad)),
+                Output::Send { to, mad } => {
+                    assert_eq!(Mad::decode(&mad.encode()).as_ref(), Ok(&mad));
+                    out.sent.push((to, mad));
+                }
                 Output::Event { connection, event } => out.events.push((connection, event)),
                 Output::Request { listener, connection, .. } => {
                     assert_eq!(listener, LISTENER);
@@ -81,6 +85,8 @@ fn kind(message: &Message) -> &'static str {
         Message::Rtu(_) => "RTU",
         Message::Dreq(_) => "DREQ",
         Message::Drep(_) => "DREP",
+        Message::SidrReq(_) => "SIDR_REQ",
+        Message::SidrRep(_) => "SIDR_REP",
     }
 }
 
@@ -105,13 +111,14 @@ struct Pair {
 impl Pair {
     /// `b` listens.
     fn new() -> Self {
-        let (a, mut b) = (Machine::new(A, 1, 0x1111_2222_3333_4444), Machine::new(B, 2, 0x5555_6666_7777_8888));
+        let a = Machine::new(A, 1, Mtu::Mtu4096, 0x1111_2222_3333_4444);
+        let mut b = Machine::new(B, 2, Mtu::Mtu4096, 0x5555_6666_7777_8888);
         b.listen(LISTENER, address(2, PORT), 8);
         Self { now: 1_000, a, b }
     }
 
     fn connect(&mut self, qpn: u32) -> CommId {
-        let to = Destination { gid: B, local: address(1, 40_000), peer: address(2, PORT) };
+        let to = Destination { gid: B, local: address(1, 40_000), peer: address(2, PORT), mtu: Mtu::Mtu4096 };
         self.a.connect(self.now, to, &params(qpn, b"request"), Psn::new(0x00aa_aa00)).unwrap()
     }
 

@@ -1,6 +1,6 @@
 //! Every message in every state: what it makes of the connection, what is answered, who is told.
 
-use crate::types::{Mtu, Psn, Qpn, RejectReason};
+use crate::types::{Psn, Qpn, RejectReason};
 
 use super::super::connection::State;
 use super::super::message::{About, CmTimeout, CommId, Drep, Dreq, Mad, Message, Mra, Private, Rej, Rep, Req, Rtu};
@@ -151,6 +151,7 @@ fn message(which: &str, end: End, state: State, id: CommId, remote: CommId, requ
             rnr_retry: 7,
             srq: false,
             guid: 9,
+            ack_delay: CmTimeout(15),
             private_data: Private::empty(),
         })),
         "RTU" => Message::Rtu(Rtu { local_id: remote, remote_id: id }),

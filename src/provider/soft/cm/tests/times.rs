@@ -1,9 +1,10 @@
 //! Repetitions, deadlines, and what is remembered for how long.
 
-use crate::types::RejectReason;
+use crate::types::{QpState, RejectReason};
 
+use super::super::limits::HALF_OPEN_OF_PEER;
 use super::super::machine::{MAX_RETRIES, RESPONSE_TIMEOUT};
-use super::super::message::CmTimeout;
+use super::super::message::{CmTimeout, Drep, Dreq, Req, Traffic};
 use super::*;
 
 #[test]
@@ -184,7 +185,7 @@ fn queue_pair_that_begins_anew_ends_what_it_was_part_of() {
     let mut pair = Pair::new();
     let (_, theirs) = pair.established(0x100);
     // The peer has lost its memory, and not its address.
-    pair.a = Machine::new(A, 1, 42);
+    pair.a = Machine::new(A, 1, Mtu::Mtu4096, 42);
     let again = pair.connect(0x100);
     pair.deliver_to_b();
     let out = pair.deliver_to_a();
@@ -303,4 +304,141 @@ fn any_one_message_may_be_lost_or_repeated() {
             assert_eq!((pair.a.sizes(), pair.b.sizes()), ([0; 4], [0; 4]), "{fate} {unlucky}");
         }
     }
+}
+
+#[test]
+fn traffic_that_overtakes_the_confirmation_confirms_and_a_stray_packet_does_not() {
+    let mut pair = Pair::new();
+    let ours = pair.connect(0x100);
+    pair.deliver_to_b();
+    let theirs = pair.deliver_to_a().requests[0];
+    pair.b.on_traffic(theirs, Qpn(0x200));
+    assert_eq!(state(&pair.b, theirs), Some(State::ReqRcvd), "not before it was accepted");
+    pair.b.accept(pair.now, theirs, &params(0x200, b"")).unwrap();
+    pair.b.on_traffic(theirs, Qpn(0x201));
+    pair.b.on_traffic(theirs + 1, Qpn(0x200));
+    assert_eq!(state(&pair.b, theirs), Some(State::RepSent));
+    pair.deliver_to_a();
+    pair.a.establish(ours).unwrap();
+    let late = Out::of(&mut pair.a).sent.remove(0).1;
+    pair.b.on_traffic(theirs, Qpn(0x200));
+    assert_eq!((Out::of(&mut pair.b).names(), state(&pair.b, theirs)), (vec!["established"], Some(State::Established)));
+    assert_eq!(pair.b.deadline(), None);
+    pair.b.on_traffic(theirs, Qpn(0x200));
+    pair.b.on_message(pair.now, A, late, psn);
+    let out = Out::of(&mut pair.b);
+    assert!(out.events.is_empty() && out.sent.is_empty(), "{out:?}");
+}
+
+#[test]
+fn one_peer_cannot_take_the_room_of_all() {
+    let mut pair = Pair::new();
+    pair.b.listen(LISTENER, address(2, PORT), 10_000);
+    let beyond = 20;
+    for qpn in 0..HALF_OPEN_OF_PEER + beyond {
+        pair.connect(0x100 + qpn);
+    }
+    pair.deliver_to_b();
+    let out = pair.deliver_to_a();
+    assert_eq!((out.requests.len() as u32, out.sent.len() as u32), (HALF_OPEN_OF_PEER, beyond));
+    assert!(out.kinds().iter().all(|kind| *kind == "MRA"), "they are put off");
+    // Accepting makes no room: whoever does not confirm would have a queue pair for each.
+    for (number, &id) in out.requests.iter().enumerate() {
+        pair.b.accept(pair.now, id, &params(0x1_0000 + number as u32, b"")).unwrap();
+    }
+    let answers = Out::of(&mut pair.b);
+    assert!(pair.next_deadline());
+    let late = Out::of(&mut pair.a).sent;
+    assert_eq!(late.len() as u32, beyond);
+    let give = |pair: &mut Pair| late.iter().for_each(|(_, mad)| pair.b.on_message(pair.now, A, mad.clone(), psn));
+    give(&mut pair);
+    assert!(Out::of(&mut pair.b).requests.is_empty());
+    // Another one has its own.
+    let Message::Req(request) = &late[0].1.message else { panic!() };
+    let other = Gid([0xc; 16]);
+    let request = Message::Req(Box::new(Req { local_gid: other, ..(**request).clone() }));
+    pair.b.on_message(pair.now, other, Mad { transaction: 1, message: request }, psn);
+    assert_eq!(Out::of(&mut pair.b).requests.len(), 1);
+    // Confirming does.
+    for (_, mad) in answers.sent {
+        pair.a.on_message(pair.now, B, mad, psn);
+    }
+    for (id, event) in Out::of(&mut pair.a).events {
+        assert_eq!(name(&event), "response");
+        pair.a.establish(id).unwrap();
+    }
+    pair.deliver_to_b();
+    Out::of(&mut pair.b);
+    give(&mut pair);
+    assert_eq!(Out::of(&mut pair.b).requests.len() as u32, beyond);
+    assert_eq!(pair.b.half_open.total(), 1 + beyond);
+}
+
+#[test]
+fn answers_beyond_the_limit_are_as_good_as_lost() {
+    let mut pair = Pair::new();
+    let stray = |number| Message::Drep(Drep { local_id: 1, remote_id: number });
+    let goodbye = |number| Message::Dreq(Dreq { local_id: number, remote_id: 7, remote_qpn: Qpn(5) });
+    for number in 1..=100_000 {
+        pair.b.on_message(pair.now, A, Mad { transaction: 1, message: stray(number) }, psn);
+        pair.b.on_message(pair.now, A, Mad { transaction: 1, message: goodbye(number) }, psn);
+    }
+    let flood = Out::of(&mut pair.b).sent.len();
+    assert!((1_000..10_000).contains(&flood), "{flood}");
+    // A request that comes meanwhile is taken; its answer is of the program, and is sent.
+    let ours = pair.connect(0x100);
+    pair.deliver_to_b();
+    let theirs = Out::of(&mut pair.b).requests[0];
+    pair.b.accept(pair.now, theirs, &params(0x200, b"")).unwrap();
+    assert_eq!(pair.deliver_to_a().kinds(), ["REP"]);
+    assert_eq!(state(&pair.a, ours), Some(State::RepRcvd));
+    pair.now += 1_000_000_000;
+    pair.b.on_message(pair.now, A, Mad { transaction: 1, message: goodbye(9) }, psn);
+    assert_eq!(Out::of(&mut pair.b).kinds(), ["DREP"], "after a pause they are sent again");
+}
+
+#[test]
+fn packets_are_as_long_as_the_route_of_the_request_allows() {
+    let (small, large) = (Mtu::Mtu1024, Mtu::Mtu4096);
+    for (port, asked, refused) in [(large, small, false), (small, small, false), (small, large, true)] {
+        let mut pair = Pair::new();
+        pair.b = Machine::new(B, 2, port, 5);
+        pair.b.listen(LISTENER, address(2, PORT), 8);
+        let to = Destination { gid: B, local: address(1, 40_000), peer: address(2, PORT), mtu: asked };
+        let ours = pair.a.connect(pair.now, to, &params(0x100, b""), Psn::new(1)).unwrap();
+        pair.deliver_to_b();
+        let out = pair.deliver_to_a();
+        if refused {
+            let names = Out::of(&mut pair.a).events;
+            let [(id, Event::Rejected(RejectReason::INVALID_MTU, _))] = &names[..] else { panic!("{names:?}") };
+            assert_eq!(*id, ours);
+            continue;
+        }
+        let theirs = out.requests[0];
+        assert_eq!(pair.b.connection(theirs).unwrap().qp_attr(QpState::Rtr).unwrap().path_mtu, Some(asked));
+        pair.b.accept(pair.now, theirs, &params(0x200, b"")).unwrap();
+        pair.deliver_to_a();
+        assert_eq!(pair.a.connection(ours).unwrap().qp_attr(QpState::Rtr).unwrap().path_mtu, Some(asked));
+    }
+}
+
+#[test]
+fn packets_of_the_passive_side_are_marked_as_those_of_the_active_one() {
+    let mut pair = Pair::new();
+    pair.connect(0x100);
+    let mut mad = Out::of(&mut pair.a).sent.remove(0).1;
+    let Message::Req(request) = &mut mad.message else { panic!() };
+    request.traffic = Traffic {
+        flow_label: 0x5_4321,
+        traffic_class: 0xb8,
+        service_level: 3,
+        hop_limit: 1,
+        rate: 3,
+        subnet_local: true,
+    };
+    pair.b.on_message(pair.now, A, mad, psn);
+    let theirs = Out::of(&mut pair.b).requests[0];
+    let address = pair.b.connection(theirs).unwrap().qp_attr(QpState::Rtr).unwrap().address.unwrap();
+    assert_eq!((address.flow_label, address.traffic_class, address.service_level), (0x5_4321, 0xb8, 3));
+    assert_eq!((address.dgid, address.hop_limit), (A, 64));
 }

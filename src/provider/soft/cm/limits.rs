@@ -1,0 +1,152 @@
+//! How much peers may ask of a manager: half-open connections, and answers to messages.
+//!
+//! Both are in fixed memory, or bounded by what they count. What is beyond a limit is as good as lost on the way: peers that
+//! mean well repeat it.
+
+use std::collections::HashMap;
+
+use crate::types::Gid;
+
+/// Requests of one peer that have not come to a connection or to a refusal. A program makes a queue pair for each that it
+/// accepts, so this is what a peer can make it hold.
+pub(super) const HALF_OPEN_OF_PEER: u32 = 256;
+/// Those of all peers.
+pub(super) const HALF_OPEN: u32 = 4096;
+
+/// Connections that peers have begun and not completed.
+#[derive(Debug, Default)]
+pub(super) struct HalfOpen {
+    of_peers: HashMap<Gid, u32>,
+    total: u32,
+}
+
+impl HalfOpen {
+    /// One more, if there may be.
+    pub(super) fn open(&mut self, peer: Gid) -> bool {
+        if self.total >= HALF_OPEN || self.of_peers.get(&peer).is_some_and(|&count| count >= HALF_OPEN_OF_PEER) {
+            return false;
+        }
+        *self.of_peers.entry(peer).or_default() += 1;
+        self.total += 1;
+        true
+    }
+
+    /// One that was opened has become something else.
+    pub(super) fn close(&mut self, peer: Gid) {
+        let Some(count) = self.of_peers.get_mut(&peer) else { return };
+        *count -= 1;
+        self.total -= 1;
+        if *count == 0 {
+            self.of_peers.remove(&peer);
+        }
+    }
+
+    #[cfg(test)]
+    pub(super) const fn total(&self) -> u32 {
+        self.total
+    }
+}
+
+/// Answers that may be sent: to each peer, and to all. An answer is as long as what it answers, so nobody's packets are
+/// multiplied; what is bounded is the time that they cost.
+#[derive(Debug)]
+pub(super) struct Answers {
+    /// Peers whose addresses fall together share one: as many as there are, none takes memory.
+    peers: [Bucket; 64],
+    all: Bucket,
+    /// Odd; makes it hard to fall together with somebody on purpose.
+    mix: u64,
+}
+
+/// A rate with a burst, as the time at which nothing would be owed any more.
+#[derive(Debug, Clone, Copy, Default)]
+struct Bucket(u64);
+
+/// Nanoseconds that each answer costs, and how many may come at once.
+#[derive(Clone, Copy)]
+struct Rate {
+    cost: u64,
+    burst: u64,
+}
+
+/// 10,000 a second: ten times what a storm of connections from one host is answered with.
+const OF_PEER: Rate = Rate { cost: 100_000, burst: 4096 };
+/// 40,000 a second, which take less than half of a core.
+const OF_ALL: Rate = Rate { cost: 25_000, burst: 16_384 };
+
+impl Bucket {
+    const fn allows(self, now: u64, rate: Rate) -> bool {
+        self.0 <= now.saturating_add(rate.cost * (rate.burst - 1))
+    }
+
+    fn take(&mut self, now: u64, rate: Rate) {
+        self.0 = self.0.max(now) + rate.cost;
+    }
+}
+
+impl Answers {
+    pub(super) fn new(seed: u64) -> Self {
+        Self { peers: [Bucket::default(); 64], all: Bucket::default(), mix: seed | 1 }
+    }
+
+    /// True if another answer to `peer` may be sent now, which is counted then.
+    pub(super) fn take(&mut self, now: u64, peer: Gid) -> bool {
+        let gid = u128::from_be_bytes(peer.0);
+        let mixed = ((gid >> 64) as u64 ^ gid as u64).wrapping_mul(self.mix);
+        let bucket = &mut self.peers[(mixed >> 58) as usize];
+        let allowed = bucket.allows(now, OF_PEER) && self.all.allows(now, OF_ALL);
+        if allowed {
+            bucket.take(now, OF_PEER);
+            self.all.take(now, OF_ALL);
+        }
+        allowed
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: u64 = 1_000_000_000;
+
+    fn gid(number: u32) -> Gid {
+        std::net::Ipv4Addr::from(0x0a00_0000 | number).into()
+    }
+
+    #[test]
+    fn peer_that_asks_all_the_time_gets_a_burst_and_then_its_rate() {
+        let mut answers = Answers::new(0x1234_5678_9abc_def0);
+        let taken = |answers: &mut Answers, now| (0..100_000).filter(|_| answers.take(now, gid(1))).count() as u64;
+        assert_eq!(taken(&mut answers, 0), OF_PEER.burst);
+        assert_eq!(taken(&mut answers, SECOND / 10), 1_000);
+        assert!(answers.take(SECOND / 10, gid(2)) || answers.take(SECOND / 10, gid(3)), "others are not held up");
+        // After a long pause it has no more than a burst.
+        assert_eq!(taken(&mut answers, 3_600 * SECOND), OF_PEER.burst);
+    }
+
+    #[test]
+    fn many_peers_together_get_no_more_than_all_may() {
+        let mut answers = Answers::new(0x1234_5678_9abc_def0);
+        let taken = (0..200_000).filter(|number| answers.take(0, gid(number % 10_000))).count() as u64;
+        assert_eq!(taken, OF_ALL.burst);
+    }
+
+    #[test]
+    fn half_open_connections_are_bounded_for_each_peer_and_in_total() {
+        let mut open = HalfOpen::default();
+        assert_eq!((0..1_000).filter(|_| open.open(gid(1))).count() as u32, HALF_OPEN_OF_PEER);
+        assert!(open.open(gid(2)));
+        assert_eq!(
+            (0..100_000).filter(|number| open.open(gid(3 + number))).count() as u32,
+            HALF_OPEN - HALF_OPEN_OF_PEER - 1
+        );
+        open.close(gid(1));
+        assert!(open.open(gid(1)) && !open.open(gid(1)));
+        for number in 0..100_010 {
+            for _ in 0..HALF_OPEN_OF_PEER {
+                open.close(gid(number));
+            }
+        }
+        assert_eq!((open.total(), open.of_peers.len()), (0, 0));
+    }
+}

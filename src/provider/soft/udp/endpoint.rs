@@ -1,0 +1,325 @@
+//! A device's place on the network: its socket, the thread that receives there, what it counts.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use parking_lot::{Mutex, RwLock};
+
+use crate::error::VerbError;
+use crate::provider::soft::device::DeviceInner;
+use crate::provider::soft::exchange::Half;
+use crate::provider::soft::faults::LinkCounters;
+use crate::provider::soft::network::NetworkInner;
+use crate::provider::soft::qp::QpInner;
+use crate::provider::soft::wire::Packet;
+use crate::types::{Gid, Mtu};
+
+use super::batch::Batch;
+use super::config::{UdpConfig, UdpError};
+use super::icrc::{CHECK, Header};
+use super::peer_link::PeerLink;
+use super::socket::{Inbox, Socket};
+
+/// Bytes of a packet of RoCE v2 besides its payload, IPv6 header and all extensions included: what SoftRoCE leaves too.
+const OVERHEAD: usize = 80;
+/// What every route takes, were nothing known of it.
+const SMALLEST_ROUTE: usize = 1280;
+/// Batches kept for the next to send.
+const SPARE: usize = 8;
+/// How long nothing is received after the kernel refused to: it may be out of memory.
+const PAUSE: Duration = Duration::from_millis(10);
+
+/// See the module.
+pub(in crate::provider::soft) struct Endpoint {
+    socket: Socket,
+    config: Arc<UdpConfig>,
+    /// Who it is for, while somebody has it open.
+    device: RwLock<Weak<DeviceInner>>,
+    spare: Mutex<Vec<Batch>>,
+    /// Ways to peers, as long as a queue pair has one.
+    links: Mutex<HashMap<Gid, Weak<PeerLink>>>,
+    /// The kernel cuts messages into datagrams.
+    cuts: AtomicBool,
+    closed: AtomicBool,
+    thread: Mutex<Option<JoinHandle<()>>>,
+    counters: Counters,
+}
+
+/// Packets, by what became of them.
+#[derive(Debug, Default)]
+struct Counters {
+    sent: AtomicU64,
+    /// The kernel did not take them.
+    lost: AtomicU64,
+    received: AtomicU64,
+    /// Their check does not hold.
+    rejected: AtomicU64,
+    /// From who is not to be listened to, for nobody, or of a kind that is not spoken.
+    unwanted: AtomicU64,
+}
+
+fn add(counter: &AtomicU64, count: u64) {
+    counter.fetch_add(count, Ordering::Relaxed);
+}
+
+impl fmt::Debug for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Endpoint").field("local", &self.socket.local()).finish_non_exhaustive()
+    }
+}
+
+impl Endpoint {
+    /// Binds the socket of `address` and begins to receive.
+    pub(in crate::provider::soft) fn open(config: &Arc<UdpConfig>, address: IpAddr) -> Result<Arc<Self>, UdpError> {
+        let system = |verb, error: &io::Error| UdpError::System {
+            address,
+            error: VerbError::new(verb, error.raw_os_error().unwrap_or(VerbError::EIO)),
+        };
+        let port = config.port;
+        let socket = Socket::bind(SocketAddr::new(address, port)).map_err(|error| match error.kind() {
+            io::ErrorKind::AddrInUse => UdpError::PortTaken { address, port, soft_roce: soft_roce_has(port) },
+            io::ErrorKind::Unsupported => UdpError::NotLinux,
+            io::ErrorKind::AddrNotAvailable => UdpError::NotLocal { address },
+            _ => system("bind", &error),
+        })?;
+        let endpoint = Arc::new(Self {
+            socket,
+            config: Arc::clone(config),
+            device: RwLock::default(),
+            spare: Mutex::default(),
+            links: Mutex::default(),
+            cuts: AtomicBool::new(true),
+            closed: AtomicBool::new(false),
+            thread: Mutex::default(),
+            counters: Counters::default(),
+        });
+        let receiver = Arc::clone(&endpoint);
+        let thread = thread::Builder::new()
+            .name("rdma-soft-udp".into())
+            .spawn(move || receiver.work())
+            .map_err(|error| system("clone", &error))?;
+        *endpoint.thread.lock() = Some(thread);
+        Ok(endpoint)
+    }
+
+    /// From now on packets are for `device`.
+    pub(in crate::provider::soft) fn attach(&self, device: &Arc<DeviceInner>) {
+        *self.device.write() = Arc::downgrade(device);
+    }
+
+    /// Stops receiving and gives the port back.
+    pub(in crate::provider::soft) fn close(&self) {
+        self.closed.store(true, Ordering::Release);
+        self.socket.close();
+        let thread = self.thread.lock().take();
+        // The receiving thread itself may have dropped the last of the network.
+        if let Some(thread) = thread.filter(|handle| handle.thread().id() != thread::current().id())
+            && thread.join().is_err()
+        {
+            tracing::error!(endpoint = ?self, "the receiving thread panicked");
+        }
+    }
+
+    /// The way to `peer`, the same for all who ask.
+    pub(in crate::provider::soft) fn link_to(&self, peer: Gid) -> Arc<PeerLink> {
+        let mut links = self.links.lock();
+        if let Some(link) = links.get(&peer).and_then(Weak::upgrade) {
+            return link;
+        }
+        if links.len() == links.capacity() {
+            links.retain(|_, link| link.strong_count() > 0);
+        }
+        let link = Arc::new(PeerLink::default());
+        links.insert(peer, Arc::downgrade(&link));
+        link
+    }
+
+    /// Path MTU of the route to `peer`; fails if there is none.
+    pub(in crate::provider::soft) fn path_mtu(&self, peer: Gid) -> Result<Mtu, VerbError> {
+        let peer = SocketAddr::new(peer.to_ip(), self.config.port);
+        let route = self.socket.route_mtu(peer);
+        let errno = |error: io::Error| VerbError::new("connect", error.raw_os_error().unwrap_or(VerbError::EIO));
+        route.map(fitting).map_err(errno)
+    }
+
+    /// The MTU of packets that pass everywhere that the address of this device leads: its own interface's.
+    pub(in crate::provider::soft) fn own_mtu(&self) -> Mtu {
+        let ip = self.socket.local().ip();
+        let all = if_addrs::get_if_addrs().unwrap_or_default();
+        let name = all.iter().find(|interface| interface.ip() == ip).map(|interface| interface.name.as_str());
+        // Of 127.0.0.0/8 the interface has one and takes all.
+        let name = if ip.is_loopback() { Some("lo") } else { name };
+        let mtu =
+            name.and_then(|name| std::fs::read_to_string(Path::new("/sys/class/net").join(name).join("mtu")).ok());
+        fitting(mtu.and_then(|mtu| mtu.trim().parse().ok()).unwrap_or(SMALLEST_ROUTE))
+    }
+
+    /// Room for packets to be sent together.
+    pub(super) fn batch(&self) -> Batch {
+        self.spare.lock().pop().unwrap_or_else(Batch::new)
+    }
+
+    pub(super) fn keep(&self, mut batch: Batch) {
+        batch.clear();
+        let mut spare = self.spare.lock();
+        if spare.len() < SPARE {
+            spare.push(batch);
+        }
+    }
+
+    /// Adds a packet to `batch`; `write` appends all but the check.
+    pub(super) fn push(&self, batch: &mut Batch, to: Gid, write: impl FnOnce(&mut Vec<u8>)) {
+        let (header, address) = self.header_to(to);
+        batch.push(&header, address, self.cuts.load(Ordering::Relaxed), write);
+    }
+
+    /// Appends the check of a packet that leaves alone.
+    pub(in crate::provider::soft) fn seal(&self, image: &mut Vec<u8>, to: Gid) {
+        let check = self.header_to(to).0.check(image, 0);
+        image.extend_from_slice(&check.to_le_bytes());
+    }
+
+    /// Sends a packet that has its check, or the wrong one.
+    pub(in crate::provider::soft) fn send_sealed(&self, image: &[u8], to: Gid) {
+        let mut batch = self.batch();
+        batch.push_sealed(image, self.header_to(to).1);
+        self.send(&mut batch);
+        self.keep(batch);
+    }
+
+    /// Adds what it has counted.
+    pub(in crate::provider::soft) fn count_into(&self, counters: &mut LinkCounters) {
+        let Counters { sent, lost, received, rejected, unwanted } = &self.counters;
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        counters.sent += get(sent);
+        counters.lost += get(lost);
+        counters.received += get(received);
+        counters.rejected += get(rejected);
+        counters.unwanted += get(unwanted);
+    }
+
+    fn header_to(&self, to: Gid) -> (Header, SocketAddr) {
+        let local = self.socket.local();
+        let destination = to.to_ip();
+        let header =
+            Header { source: local.ip(), source_port: local.port(), destination, destination_port: self.config.port };
+        (header, SocketAddr::new(destination, self.config.port))
+    }
+
+    /// Sends what is in `batch`. What the kernel refuses is lost, as on any network.
+    pub(super) fn send(&self, batch: &mut Batch) {
+        if batch.is_empty() {
+            return;
+        }
+        add(&self.counters.sent, batch.len());
+        if let Err((lost, error)) = self.socket.send(batch) {
+            add(&self.counters.lost, lost);
+            // Without checksums by the interface the kernel cannot cut (EIO): from now on each packet goes alone.
+            if error.raw_os_error() == Some(VerbError::EIO) && self.cuts.swap(false, Ordering::Relaxed) {
+                tracing::warn!(endpoint = ?self, "the interface does not segment; packets are sent one by one");
+            }
+            tracing::debug!(endpoint = ?self, %error, lost, "packets not sent");
+        }
+        batch.clear();
+    }
+
+    /// The receiving thread.
+    fn work(&self) {
+        let mut inbox = Inbox::new();
+        while !self.closed.load(Ordering::Acquire) {
+            match self.socket.receive(&mut inbox) {
+                Ok(()) => {
+                    let device = self.device.read().upgrade();
+                    let mut turn = Turn::default();
+                    for (source, datagram) in inbox.datagrams() {
+                        self.on_datagram(device.as_ref(), source, datagram, &mut turn);
+                    }
+                    turn.end();
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => {
+                    tracing::warn!(endpoint = ?self, %error, "cannot receive");
+                    thread::sleep(PAUSE);
+                }
+            }
+        }
+    }
+
+    fn on_datagram(&self, device: Option<&Arc<DeviceInner>>, source: SocketAddr, datagram: &[u8], turn: &mut Turn) {
+        add(&self.counters.received, 1);
+        let ip = source.ip().to_canonical();
+        let (Some((covered, check)), true) = (datagram.split_last_chunk::<CHECK>(), self.config.allows(ip)) else {
+            add(&self.counters.unwanted, 1);
+            return;
+        };
+        let local = self.socket.local();
+        let header =
+            Header { source: ip, source_port: source.port(), destination: local.ip(), destination_port: local.port() };
+        if !header.verify(covered, u32::from_le_bytes(*check)) {
+            tracing::trace!(%source, "packet with a wrong check dropped");
+            add(&self.counters.rejected, 1);
+            return;
+        }
+        let parsed = Packet::parse(covered);
+        let (Some(device), Ok((packet, payload))) = (device.filter(|device| device.is_linked()), parsed) else {
+            tracing::trace!(%source, ?parsed, "packet dropped");
+            add(&self.counters.unwanted, 1);
+            return;
+        };
+        tracing::trace!(%source, ?packet, "packet arrived");
+        if !NetworkInner::on_packet(device, Gid::from(ip), &packet, payload, turn) {
+            add(&self.counters.unwanted, 1);
+        }
+    }
+}
+
+/// Half of a queue pair whose packets arrive one after the other: it answers once, after the last.
+#[derive(Debug, Default)]
+pub(in crate::provider::soft) struct Turn(Option<(Arc<QpInner>, Half)>);
+
+impl Turn {
+    /// A packet for `qp` was accepted.
+    pub(in crate::provider::soft) fn next(&mut self, qp: Arc<QpInner>, half: Half) {
+        if self.0.as_ref().is_some_and(|(before, of)| *of != half || !Arc::ptr_eq(before, &qp)) {
+            self.end();
+        }
+        self.0 = Some((qp, half));
+    }
+
+    pub(in crate::provider::soft) fn end(&mut self) {
+        if let Some((qp, half)) = self.0.take() {
+            qp.answer(half);
+        }
+    }
+}
+
+/// The largest MTU whose packets fit.
+fn fitting(bytes: usize) -> Mtu {
+    let fits = |mtu: &&Mtu| mtu.bytes() + OVERHEAD <= bytes;
+    Mtu::ALL.iter().rev().find(fits).copied().unwrap_or(Mtu::Mtu256)
+}
+
+/// True if it is the kernel's SoftRoCE that has the port.
+fn soft_roce_has(port: u16) -> bool {
+    port == UdpConfig::PORT && Path::new("/sys/module/rdma_rxe").exists()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mtu_leaves_room_for_headers() {
+        let cases = [(65536, 4096), (4200, 4096), (4175, 2048), (1500, 1024), (1280, 1024), (600, 512), (0, 256)];
+        for (route, mtu) in cases {
+            assert_eq!(fitting(route).bytes(), mtu, "{route}");
+        }
+    }
+}

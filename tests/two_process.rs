@@ -1,0 +1,482 @@
+//! Two processes that share nothing but the loopback interface: every operation on every transport, both ways, on a clean
+//! wire and on one that loses, repeats, reorders and damages packets; and the end of one of them.
+//!
+//! Each test starts its own binary again as the other process, which runs the same scenario from the other side. They meet
+//! over a TCP connection, which also tells each the other's queue pairs and regions. The conformance suite itself needs both
+//! ends in one process: `conformance_udp` runs it over the same wire.
+
+#[path = "common/udp.rs"]
+mod udp;
+
+use std::net::SocketAddr;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::JoinSet;
+use tokio_rdma::software::{Faults, Network, UdpConfig};
+use tokio_rdma::types::{AckTimeout, AddressVector, Gid, Mtu, PortNum, Qkey, QpState, RnrTimer, Transport, WcStatus};
+use tokio_rdma::{
+    Access, BufMut, CompletionMode, CompletionQueue, ConnectOptions, Device, ExposedRegion, HostMemory, Imm,
+    OpErrorKind, Pool, ProtectionDomain, QueuePair, QueuePairEndpoint, RemoteRegion,
+};
+
+/// Only a hang takes this long.
+const HANG: Duration = Duration::from_secs(60);
+const QKEY: Qkey = Qkey(0x1111_2222);
+/// Around packets of every MTU, and long.
+const LENGTHS: [usize; 16] = [0, 1, 3, 4, 255, 256, 257, 1023, 1024, 1025, 4095, 4096, 4097, 65_537, 262_144, 1 << 20];
+const LARGEST: usize = 1 << 20;
+
+/// Which process it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Role {
+    Client,
+    Server,
+}
+
+/// The way to the other process, and its GID where the choice of ours depends on it.
+struct Meeting(TcpStream, Option<Gid>);
+
+impl Meeting {
+    /// Gives `bytes` to the other side and takes what it gives; neither goes on without the other.
+    async fn swap(&mut self, bytes: &[u8]) -> Vec<u8> {
+        let exchange = async {
+            self.0.write_u32(bytes.len() as u32).await.unwrap();
+            self.0.write_all(bytes).await.unwrap();
+            let mut theirs = vec![0; self.0.read_u32().await.unwrap() as usize];
+            self.0.read_exact(&mut theirs).await.unwrap();
+            theirs
+        };
+        tokio::time::timeout(HANG, exchange).await.expect("the other process does not come to the meeting")
+    }
+
+    async fn meet(&mut self) {
+        self.swap(&[]).await;
+    }
+}
+
+/// One end of a connection.
+struct End {
+    qp: QueuePair,
+    pd: ProtectionDomain,
+    pool: Pool,
+    region: ExposedRegion,
+    /// Of the other end.
+    remote: RemoteRegion,
+    peer: QueuePairEndpoint,
+}
+
+impl End {
+    async fn new(
+        device: &Device,
+        meeting: &mut Meeting,
+        transport: Transport,
+        mtu: Mtu,
+        options: &ConnectOptions,
+    ) -> Self {
+        let pd = device.protection_domain().unwrap();
+        let queue = CompletionQueue::new(device, CompletionMode::Event).unwrap();
+        let builder = QueuePair::builder(&pd, &queue).transport(transport);
+        let builder = if let Some(peer) = meeting.1 { builder.peer(peer) } else { builder };
+        let builder = if transport == Transport::Ud { builder.qkey(QKEY) } else { builder };
+        let qp = builder.build().unwrap();
+        let pool = Pool::builder(&pd).buffer_size(LARGEST).buffers(4).growing(true).build().unwrap();
+        let region = ExposedRegion::new(&pd, HostMemory::zeroed(LARGEST + 64).unwrap(), Access::REMOTE_ALL).unwrap();
+        let theirs = meeting.swap(&qp.endpoint().to_bytes()).await;
+        let mut peer = QueuePairEndpoint::from_bytes(&theirs).unwrap();
+        let remote = RemoteRegion::from_bytes(&meeting.swap(&region.grant().to_bytes()).await).unwrap();
+        peer.mtu = peer.mtu.min(mtu);
+        if transport == Transport::Ud {
+            qp.activate().unwrap();
+        } else {
+            qp.connect_with(&peer, options).unwrap();
+        }
+        meeting.meet().await;
+        Self { qp, pd, pool, region, remote, peer }
+    }
+
+    fn room(&self, len: usize) -> BufMut {
+        self.pool.try_alloc(len).unwrap()
+    }
+
+    fn buffer(&self, bytes: &[u8]) -> BufMut {
+        self.pool.copy_from(bytes).unwrap()
+    }
+
+    fn written(&self, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.region.read(0, &mut bytes).unwrap();
+        bytes
+    }
+}
+
+/// Bytes that tell their place and `seed`.
+fn pattern(len: usize, seed: u8) -> Vec<u8> {
+    (0..len).map(|at| (at as u32).wrapping_mul(0x9e37_79b1).wrapping_add(at as u32 >> 8) as u8 ^ seed).collect()
+}
+
+/// Every operation in both directions; both processes run it at once.
+async fn every_operation(end: &End, meeting: &mut Meeting, role: Role, lengths: &[usize]) {
+    let transport = end.qp.transport();
+    for (turn, active) in [role == Role::Client, role == Role::Server].into_iter().enumerate() {
+        for (at, &len) in lengths.iter().enumerate() {
+            let seed = (turn * 50 + at) as u8;
+            let bytes = pattern(len, seed);
+            let qp = &end.qp;
+            if active {
+                meeting.meet().await;
+                qp.send(end.buffer(&bytes)).await.unwrap();
+                qp.send_with_imm(end.buffer(&bytes), Imm(len as u32)).await.unwrap();
+                qp.write(end.buffer(&bytes), end.remote).await.unwrap();
+                qp.write_with_imm(end.buffer(&bytes[..len / 2]), end.remote, Imm(!0)).await.unwrap();
+                meeting.meet().await;
+                if transport == Transport::Rc {
+                    let back = qp.read(end.room(len), end.remote.slice(..len as u64).unwrap()).await.unwrap();
+                    assert_eq!(&back[..], bytes, "READ of {len}");
+                    let word = end.remote.slice(LARGEST as u64..LARGEST as u64 + 8).unwrap();
+                    let before = qp.fetch_add(word, 3).await.unwrap();
+                    assert_eq!(qp.compare_swap(word, before + 3, before + 4).await.unwrap(), before + 3);
+                    assert_eq!(qp.compare_swap(word, before, 0).await.unwrap(), before + 4, "another value");
+                }
+            } else {
+                end.region.write(0, &vec![0; len]).unwrap();
+                let before = end.region.load(LARGEST).unwrap();
+                let receives = [qp.recv(end.room(len)), qp.recv(end.room(len)), qp.recv(end.room(0))];
+                meeting.meet().await;
+                let [plain, imm, written] = receives;
+                let plain = plain.await.unwrap();
+                assert_eq!((&plain.buffer[..], plain.imm), (&bytes[..], None), "SEND of {len}");
+                let imm = imm.await.unwrap();
+                assert_eq!((&imm.buffer[..], imm.imm), (&bytes[..], Some(Imm(len as u32))), "SEND_IMM of {len}");
+                let written = written.await.unwrap();
+                assert_eq!((written.len, written.imm, written.written), (len / 2, Some(Imm(!0)), true));
+                assert_eq!(end.written(len), bytes, "WRITE of {len}");
+                meeting.meet().await;
+                meeting.meet().await;
+                if transport == Transport::Rc {
+                    assert_eq!(end.region.load(LARGEST).unwrap(), before + 4);
+                }
+                continue;
+            }
+            meeting.meet().await;
+        }
+    }
+}
+
+fn status(kind: OpErrorKind) -> Option<WcStatus> {
+    match kind {
+        OpErrorKind::Completion(error) => Some(error.status),
+        _ => None,
+    }
+}
+
+async fn datagrams(end: &End, meeting: &mut Meeting, role: Role) {
+    let index = end.pd.device().default_path().unwrap().1.index;
+    let route = end.pd.address_handle(&AddressVector::new(PortNum(1), index, end.peer.gid)).unwrap();
+    for active in [role == Role::Client, role == Role::Server] {
+        for len in [0, 1, 100, 4096] {
+            let bytes = pattern(len, 9);
+            if active {
+                meeting.meet().await;
+                end.qp.send_to(end.buffer(&bytes), &route, end.peer.qpn, QKEY).await.unwrap();
+            } else {
+                let receive = end.qp.recv(end.room(40 + len));
+                meeting.meet().await;
+                let received = receive.await.unwrap();
+                assert_eq!(&received.buffer[40..], bytes);
+                assert_eq!(received.src_qpn, end.peer.qpn);
+            }
+            meeting.meet().await;
+        }
+    }
+}
+
+/// Several connections with work of all kinds at once, from both processes.
+async fn load(device: &Device, meeting: &mut Meeting, options: &ConnectOptions, rounds: usize) {
+    const BLOCK: usize = 20_000;
+    let mut ends = Vec::new();
+    for _ in 0..8 {
+        ends.push(End::new(device, meeting, Transport::Rc, Mtu::Mtu1024, options).await);
+    }
+    let mut work = JoinSet::new();
+    for end in ends {
+        work.spawn(async move {
+            let mut receives: Vec<_> = (0..4).map(|_| end.qp.recv(end.room(BLOCK))).collect();
+            for round in 0..rounds {
+                let bytes = pattern(BLOCK, round as u8);
+                let target = end.remote.slice((round % 8 * BLOCK) as u64..).unwrap();
+                let counter = end.remote.slice(LARGEST as u64..LARGEST as u64 + 8).unwrap();
+                let (sent, written, added) = tokio::join!(
+                    end.qp.send(end.buffer(&bytes)),
+                    end.qp.write(end.buffer(&bytes), target),
+                    end.qp.fetch_add(counter, 1),
+                );
+                sent.unwrap();
+                written.unwrap();
+                assert_eq!(added.unwrap(), round as u64, "once each, in order");
+                let back = end.qp.read(end.room(BLOCK), target.slice(..BLOCK as u64).unwrap()).await.unwrap();
+                assert_eq!(&back[..], bytes);
+                let received = receives.remove(0).await.unwrap();
+                assert_eq!(&received.buffer[..], bytes);
+                receives.push(end.qp.recv(received.buffer));
+            }
+            end
+        });
+    }
+    let mut ends = Vec::new();
+    while let Some(end) = work.join_next().await {
+        ends.push(end.unwrap());
+    }
+    // The other process may still have work under way.
+    meeting.meet().await;
+}
+
+/// Short, because it is waited for often.
+fn patient() -> ConnectOptions {
+    ConnectOptions { timeout: AckTimeout::from_code(14), ..Default::default() }
+}
+
+fn faults() -> Faults {
+    let faults = Faults::none().loss(0.02).duplicate(0.02).reorder(0.02).corrupt(0.01);
+    faults.delay(Duration::ZERO..Duration::from_micros(50))
+}
+
+async fn clean(network: &Network, meeting: &mut Meeting, role: Role) {
+    let device = Device::software_in(network, "one").unwrap();
+    for transport in [Transport::Rc, Transport::Uc] {
+        for mtu in [Mtu::Mtu256, Mtu::Mtu1024, Mtu::Mtu4096] {
+            let end = End::new(&device, meeting, transport, mtu, &ConnectOptions::default()).await;
+            // Of an unreliable connection, no more than what is never lost.
+            let lengths = if transport == Transport::Rc { &LENGTHS[..] } else { &LENGTHS[..13] };
+            every_operation(&end, meeting, role, lengths).await;
+            meeting.meet().await;
+        }
+    }
+    let end = End::new(&device, meeting, Transport::Ud, Mtu::Mtu4096, &ConnectOptions::default()).await;
+    datagrams(&end, meeting, role).await;
+    meeting.meet().await;
+    load(&device, meeting, &patient(), 20).await;
+    let counters = network.counters();
+    assert!(counters.received > 10_000 && counters.sent > 10_000, "by UDP: {counters:?}");
+    assert_eq!((counters.rejected, counters.corrupted), (0, 0), "{counters:?}");
+}
+
+async fn lossy(network: &Network, meeting: &mut Meeting, role: Role) {
+    network.set_faults(faults());
+    let device = Device::software_in(network, "one").unwrap();
+    let end = End::new(&device, meeting, Transport::Rc, Mtu::Mtu1024, &patient()).await;
+    every_operation(&end, meeting, role, &LENGTHS).await;
+    meeting.meet().await;
+    load(&device, meeting, &patient(), 20).await;
+    let counters = network.counters();
+    assert!(counters.corrupted > 0 && counters.duplicated > 0 && counters.reordered > 0, "{counters:?}");
+    let rejected = u64::from_be_bytes(meeting.swap(&counters.corrupted.to_be_bytes()).await.try_into().unwrap());
+    // Some were lost, some arrived twice; a flipped congestion bit is no damage.
+    assert!(counters.rejected > rejected / 2, "{counters:?}, the peer damaged {rejected}");
+    network.set_faults(Faults::none());
+    meeting.meet().await;
+}
+
+/// What the responder refuses, and a receiver that is not ready.
+async fn refusals(network: &Network, meeting: &mut Meeting, role: Role) {
+    let device = Device::software_in(network, "one").unwrap();
+    let client = role == Role::Client;
+    // A key that nobody has.
+    let end = End::new(&device, meeting, Transport::Rc, Mtu::Mtu1024, &ConnectOptions::default()).await;
+    if client {
+        let region = RemoteRegion::new(end.remote.addr(), 8, tokio_rdma::types::Rkey(end.remote.rkey().0 ^ 0x5500));
+        let error = end.qp.write(end.buffer(b"x"), region).await.unwrap_err();
+        assert_eq!(status(error.kind()), Some(WcStatus::REM_ACCESS_ERR));
+    }
+    meeting.meet().await;
+    assert_eq!(end.qp.query().unwrap().0, QpState::Err, "both ends");
+    // A message that its receive does not hold.
+    let end = End::new(&device, meeting, Transport::Rc, Mtu::Mtu1024, &ConnectOptions::default()).await;
+    let receive = end.qp.recv(end.room(2));
+    meeting.meet().await;
+    if client {
+        let error = end.qp.send(end.buffer(b"long")).await.unwrap_err();
+        assert_eq!(status(error.kind()), Some(WcStatus::REM_INV_REQ_ERR));
+    } else {
+        assert_eq!(status(receive.await.unwrap_err().kind()), Some(WcStatus::LOC_LEN_ERR));
+    }
+    meeting.meet().await;
+    // Nobody receives, until somebody does.
+    let options = ConnectOptions { rnr_timer: RnrTimer::from_code(10), ..Default::default() };
+    let end = End::new(&device, meeting, Transport::Rc, Mtu::Mtu1024, &options).await;
+    if client {
+        let sent = end.qp.send(end.buffer(&pattern(3000, 1)));
+        while end.qp.software_counters().unwrap().0.rnr_naks < 2 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        meeting.meet().await;
+        sent.await.unwrap();
+    } else {
+        meeting.meet().await;
+        assert_eq!(&end.qp.recv(end.room(3000)).await.unwrap().buffer[..], pattern(3000, 1));
+    }
+    meeting.meet().await;
+}
+
+/// The server is killed with work under way.
+async fn killed(network: &Network, meeting: &mut Meeting, role: Role, child: Option<&mut Child>) {
+    let device = Device::software_in(network, "one").unwrap();
+    let options = ConnectOptions { timeout: AckTimeout::from_code(10), retry_count: 3, ..Default::default() };
+    let end = End::new(&device, meeting, Transport::Rc, Mtu::Mtu1024, &options).await;
+    if role == Role::Server {
+        // Until it is killed.
+        tokio::time::sleep(HANG).await;
+        return;
+    }
+    let mut done = 0;
+    let mut child = child;
+    let error = loop {
+        if done == 50
+            && let Some(child) = child.take()
+        {
+            child.kill().unwrap();
+            child.wait().unwrap();
+        }
+        match end.qp.write(end.buffer(&pattern(10_000, 0)), end.remote).await {
+            Ok(_) => done += 1,
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(status(error.kind()), Some(WcStatus::RETRY_EXC_ERR));
+    assert_eq!(end.qp.query().unwrap().0, QpState::Err);
+}
+
+async fn scenario(name: &str, meeting: &mut Meeting, role: Role, child: Option<&mut Child>) {
+    let network = udp::network(&["one"]);
+    let run = async {
+        match name {
+            "clean" => clean(&network, meeting, role).await,
+            "lossy" => lossy(&network, meeting, role).await,
+            "refusals" => refusals(&network, meeting, role).await,
+            "killed" => killed(&network, meeting, role, child).await,
+            _ => panic!("no scenario is called {name}"),
+        }
+    };
+    tokio::time::timeout(HANG, run).await.unwrap_or_else(|_| panic!("{name} hangs as {role:?}"));
+}
+
+fn runtime() -> tokio::runtime::Runtime {
+    tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
+}
+
+/// Runs a scenario between this process and another.
+fn between_processes(name: &str) {
+    runtime().block_on(async {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "the_peer", "--nocapture", "--test-threads=1"])
+            .env("TOKIO_RDMA_MEETING", format!("{name} {}", listener.local_addr().unwrap()))
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
+        let accepted = tokio::time::timeout(HANG, listener.accept()).await.expect("the other process does not start");
+        let mut meeting = Meeting(accepted.unwrap().0, None);
+        meeting.0.set_nodelay(true).unwrap();
+        scenario(name, &mut meeting, Role::Client, Some(&mut child)).await;
+        if name != "killed" {
+            assert!(child.wait().unwrap().success(), "the other process failed");
+        }
+    });
+}
+
+/// The other process; of no use alone.
+#[test]
+fn the_peer() {
+    let Ok(meeting) = std::env::var("TOKIO_RDMA_MEETING") else { return };
+    let (name, address) = meeting.split_once(' ').unwrap();
+    let address: SocketAddr = address.parse().unwrap();
+    runtime().block_on(async {
+        let stream = TcpStream::connect(address).await.unwrap();
+        stream.set_nodelay(true).unwrap();
+        scenario(name, &mut Meeting(stream, None), Role::Server, None).await;
+    });
+}
+
+/// One end between the software device and another, of no use alone: scripts/wire-interop runs both. `TOKIO_RDMA_WIRE` says
+/// `listen` or `connect`, the address of the meeting, that of a software device, or `real` for the one that
+/// `TOKIO_RDMA_DEVICE` names, and whether the wire loses packets.
+#[test]
+fn one_end_of_a_wire() {
+    let Ok(said) = std::env::var("TOKIO_RDMA_WIRE") else { return };
+    let [role, address, device, wire] = said.split(' ').collect::<Vec<_>>()[..] else { panic!("{said}") };
+    let address: SocketAddr = address.parse().unwrap();
+    let device = match device.parse() {
+        Ok(ip) => {
+            let network = Network::udp(&UdpConfig::new().device("one", ip).expose()).unwrap();
+            Device::software_in(&network, "one").unwrap()
+        }
+        Err(_) => Device::open_default().unwrap(),
+    };
+    runtime().block_on(async {
+        let (stream, role) = match role {
+            "listen" => {
+                let listener = TcpListener::bind(address).await.unwrap();
+                println!("listening");
+                (tokio::time::timeout(HANG, listener.accept()).await.unwrap().unwrap().0, Role::Server)
+            }
+            _ => (TcpStream::connect(address).await.unwrap(), Role::Client),
+        };
+        stream.set_nodelay(true).unwrap();
+        let peer = stream.peer_addr().unwrap().ip();
+        let mut meeting = Meeting(stream, Some(Gid::from(peer)));
+        let run = wired(&device, &mut meeting, role, wire == "lossy", peer.is_ipv4());
+        tokio::time::timeout(4 * HANG, run).await.expect("hangs");
+    });
+}
+
+/// Every operation, with the patience that an emulated machine needs.
+async fn wired(device: &Device, meeting: &mut Meeting, role: Role, lossy: bool, v4: bool) {
+    let timeout = AckTimeout::from_code(if lossy { 15 } else { 17 });
+    let options = ConnectOptions { timeout, retry_count: 7, ..Default::default() };
+    if lossy {
+        let end = End::new(device, meeting, Transport::Rc, Mtu::Mtu1024, &options).await;
+        return every_operation(&end, meeting, role, &LENGTHS[..14]).await;
+    }
+    for (transport, mtu, lengths) in [
+        (Transport::Rc, Mtu::Mtu1024, &LENGTHS[..]),
+        (Transport::Rc, Mtu::Mtu4096, &LENGTHS[..]),
+        (Transport::Rc, Mtu::Mtu256, &LENGTHS[..13]),
+        (Transport::Uc, Mtu::Mtu1024, &LENGTHS[..13]),
+    ] {
+        let end = End::new(device, meeting, transport, mtu, &options).await;
+        every_operation(&end, meeting, role, lengths).await;
+        meeting.meet().await;
+        println!("{transport:?}, {mtu:?}: every operation, both ways, up to {} bytes", lengths[lengths.len() - 1]);
+    }
+    if v4 {
+        let end = End::new(device, meeting, Transport::Ud, Mtu::Mtu4096, &options).await;
+        datagrams(&end, meeting, role).await;
+        meeting.meet().await;
+        println!("datagrams, both ways");
+    }
+    load(device, meeting, &options, 5).await;
+    println!("8 connections with work of all kinds at once");
+}
+
+#[test]
+fn every_operation_works_both_ways() {
+    between_processes("clean");
+}
+
+#[test]
+fn nothing_is_lost_on_a_wire_that_loses() {
+    between_processes("lossy");
+}
+
+#[test]
+fn refusals_reach_the_other_process() {
+    between_processes("refusals");
+}
+
+#[test]
+fn peer_that_is_killed_ends_what_is_under_way() {
+    between_processes("killed");
+}
