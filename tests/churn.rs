@@ -8,6 +8,7 @@ mod connected;
 mod torture;
 
 use std::alloc::{GlobalAlloc, Layout, System};
+use std::process::Command;
 use std::sync::atomic::{AtomicIsize, Ordering};
 
 use connected::{config, pattern, recv};
@@ -37,6 +38,18 @@ unsafe impl GlobalAlloc for Counting {
 
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
+
+/// Protection domains, regions, queues and ids of rdma_cm that the kernel holds for its device; the software device has none.
+fn kernel_objects() -> u64 {
+    let Some(name) = torture::hardware() else { return 0 };
+    let shown = Command::new("rdma").args(["resource", "show", &name]).output().expect("rdma of iproute2");
+    assert!(shown.status.success(), "{shown:?}");
+    // Numbers behind their names: "1: rxe0: qp 3 cq 2 pd 1 mr 0 ...".
+    let shown = String::from_utf8(shown.stdout).expect("text");
+    let counts: Vec<u64> = shown.split_whitespace().filter_map(|word| word.parse().ok()).collect();
+    assert!(!counts.is_empty(), "{shown}");
+    counts.iter().sum()
+}
 
 #[test]
 fn connections_that_come_and_go_leave_nothing_behind() {
@@ -77,20 +90,23 @@ fn connections_that_come_and_go_leave_nothing_behind() {
                 }
                 if cycle == cycles / 4 {
                     eventually("the first end", || queue.counters().reserved == 0).await;
-                    before = Some((descriptors(), tasks(), BYTES.load(Ordering::Relaxed)));
+                    before = Some((descriptors(), tasks(), BYTES.load(Ordering::Relaxed), kernel_objects()));
                 }
             }
-            let (fds, alive, bytes) = before.expect("a quarter is done");
+            let (fds, alive, bytes, objects) = before.expect("a quarter is done");
             eventually("queue pairs end", || queue.counters().reserved == 0).await;
             eventually("tasks end", || tasks() <= alive).await;
             eventually("descriptors are closed", || descriptors() <= fds).await;
+            eventually("the kernel's objects are destroyed", || kernel_objects() <= objects).await;
             let connection = 200_000;
             eventually("memory is free", || BYTES.load(Ordering::Relaxed) - bytes < connection).await;
             let left = BYTES.load(Ordering::Relaxed) - bytes;
             eprintln!(
-                "{cycles} cycles: {} descriptors, {} tasks, {left} bytes more than after a quarter",
+                "{cycles} cycles: {} descriptors of {fds}, {} tasks of {alive}, {} kernel objects of {objects} after a quarter, \
+                 and {left} bytes more",
                 descriptors(),
-                tasks()
+                tasks(),
+                kernel_objects()
             );
         });
     });
