@@ -2,6 +2,7 @@
 
 #![allow(unsafe_code, reason = "a global allocator is unsafe to implement")]
 
+mod connected;
 mod torture;
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -9,6 +10,7 @@ use std::backtrace::Backtrace;
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use bytes::Bytes;
 use tokio_rdma::software::Network;
 use tokio_rdma::{Access, Batch, BufMut, CompletionQueue, ExposedRegion, Imm, Pool, QueuePair, RemoteRegion};
 use torture::{Flavour, LONG, Mode, bounded, device, pair, scaled};
@@ -31,6 +33,8 @@ struct Counting;
 static ON: AtomicBool = AtomicBool::new(false);
 static COUNT: AtomicU64 = AtomicU64::new(0);
 static SHOWN: AtomicU64 = AtomicU64::new(0);
+/// Allocations that say where they come from.
+const SHOWN_AT_MOST: u64 = 3;
 
 thread_local! {
     /// Backtraces allocate too.
@@ -44,7 +48,7 @@ impl Counting {
         }
         COUNT.fetch_add(1, Ordering::Relaxed);
         // The first few say where they come from.
-        if SHOWN.fetch_add(1, Ordering::Relaxed) < 3 {
+        if SHOWN.fetch_add(1, Ordering::Relaxed) < SHOWN_AT_MOST {
             eprintln!("allocation of {size} bytes:\n{}", Backtrace::force_capture());
         }
         let _ = SHOWING.try_with(|showing| showing.set(false));
@@ -178,25 +182,31 @@ impl Setup {
     }
 }
 
-/// Runs `operation` until nothing grows any more, then counts, and counts again if there was anything: a lock allocates
+/// As [`counted_to`], of what is to allocate nothing.
+async fn counted(what: &str, operation: impl AsyncFnMut(), found: &mut Vec<String>) {
+    counted_to(what, 0, operation, found).await;
+}
+
+/// Runs `operation` until nothing grows any more, then counts, and counts again if there was more than `each`: a lock allocates
 /// its queue when a thread first finds it taken, which happens once. What an operation allocates happens every time.
-async fn counted(what: &str, mut operation: impl AsyncFnMut(), found: &mut Vec<String>) {
+async fn counted_to(what: &str, each: u64, mut operation: impl AsyncFnMut(), found: &mut Vec<String>) {
     // Reading the environment allocates.
-    let (warm_up, operations) = (few(WARM_UP), few(OPERATIONS));
+    let (warm_up, operations) = (few(WARM_UP), few(if each == 0 { OPERATIONS } else { OPERATIONS / 10 }));
     for _ in 0..warm_up {
         operation().await;
     }
     let mut counts = [0; 3];
     for count in &mut counts {
         COUNT.store(0, Ordering::Relaxed);
-        SHOWN.store(0, Ordering::Relaxed);
+        // Of what may allocate, nothing is known to be too much.
+        SHOWN.store(if each == 0 { 0 } else { SHOWN_AT_MOST }, Ordering::Relaxed);
         ON.store(true, Ordering::SeqCst);
         for _ in 0..operations {
             operation().await;
         }
         ON.store(false, Ordering::SeqCst);
         *count = COUNT.load(Ordering::Relaxed);
-        if *count == 0 {
+        if *count <= each * operations {
             return;
         }
     }
@@ -216,6 +226,32 @@ async fn all(setting: &str, setup: &Setup, found: &mut Vec<String>) {
     counted(&format!("{setting}: batch"), once, found).await;
 }
 
+/// A message costs one allocation: the `Bytes` that the receiver hands out, of a copy or with the buffer in it. Sending, credits
+/// and acknowledgements cost none.
+async fn messages(setting: &str, mode: Mode, found: &mut Vec<String>) {
+    // No keepalive: what a timer allocates is not a message's.
+    let (a, b) = connected::pair(&connected::config().mode(mode.make()).keepalive(None));
+    let inline: &'static [u8] = &[7; 32];
+    let copied: &'static [u8] = &[7; 200];
+    let handed_out: &'static [u8] = &[7; 4096];
+    for (kind, message) in [("inline", inline), ("copied", copied), ("handed out", handed_out)] {
+        let one_way = async || {
+            a.send(Bytes::from_static(message)).await.unwrap();
+            assert_eq!(b.recv().await.unwrap().unwrap().len(), message.len());
+        };
+        counted_to(&format!("{setting}: message, {kind}"), 1, one_way, found).await;
+        let receive_first = async || {
+            let (received, sent) = tokio::join!(b.recv(), async {
+                tokio::task::yield_now().await;
+                a.send(Bytes::from_static(message)).await
+            });
+            sent.unwrap();
+            assert_eq!(received.unwrap().unwrap().len(), message.len());
+        };
+        counted_to(&format!("{setting}: message that is waited for, {kind}"), 1, receive_first, found).await;
+    }
+}
+
 /// One test, for there is one allocator.
 #[test]
 fn operations_allocate_nothing_once_warm() {
@@ -224,6 +260,7 @@ fn operations_allocate_nothing_once_warm() {
         for (mode, flavour) in Mode::ALL.into_iter().flat_map(|mode| Flavour::ALL.map(|flavour| (mode, flavour))) {
             let setup = Setup::new(mode);
             flavour.runtime().block_on(all(&format!("{mode:?}, {flavour:?}"), &setup, &mut found));
+            flavour.runtime().block_on(messages(&format!("{mode:?}, {flavour:?}"), mode, &mut found));
         }
         found
     });

@@ -12,11 +12,22 @@ use tokio::time::timeout;
 use tokio_rdma::software::Network;
 use tokio_rdma::types::WcStatus;
 use tokio_rdma::{Access, CloseReason, Connection, ConnectionConfig, Device, Listener, MessageError, OpErrorKind};
-use torture::{Flavour, LONG, Seed, bounded, device, scaled, soon};
+use torture::{Flavour, LONG, Mode, Seed, bounded, device, eventually, scaled, soon, yields};
 
+/// Runs `test` in every completion mode, and the usual one on each runtime.
 fn run<F: Future<Output = ()>>(what: &'static str, test: impl Fn() -> F + Send + Copy + 'static) {
-    for flavour in Flavour::ALL {
-        bounded(what, LONG, move || flavour.runtime().block_on(test()));
+    let settings = [
+        (Mode::Event, Flavour::CurrentThread),
+        (Mode::Event, Flavour::MultiThread),
+        (Mode::BusyPoll, Flavour::MultiThread),
+        (Mode::Cooperative, Flavour::CurrentThread),
+        (Mode::Hybrid, Flavour::MultiThread),
+    ];
+    for (mode, flavour) in settings {
+        bounded(what, LONG, move || {
+            connected::use_mode(mode);
+            flavour.runtime().block_on(test());
+        });
     }
 }
 
@@ -58,6 +69,24 @@ fn both_close_at_once_and_it_is_clean() {
         assert_eq!(soon("again", a.close()).await, Ok(()));
         assert_eq!(closed(a.send("x").await), CloseReason::Clean);
         assert_eq!(a.write(a.copy_from(b"x").unwrap(), grant_of(&b)).await.unwrap_err().kind(), OpErrorKind::Closed);
+    });
+}
+
+#[test]
+fn message_that_the_driver_refuses_ends_the_connection_though_nobody_asks_for_it() {
+    run("refused", || async {
+        let network = Network::new();
+        let [(_, one_pd), (_, other_pd)] = two(&network);
+        // No keepalive, which would find out by and by that the peer misses a message.
+        let config = config().keepalive(None);
+        let (a, b) = pair_in(&one_pd, &other_pd, &config, &config);
+        a.send("before").await.unwrap();
+        assert_eq!(&recv(&b).await[..], b"before");
+        network.control("one").unwrap().refuse_send(0);
+        // Taken, and never posted.
+        a.send("lost").await.unwrap();
+        let reason = closed(soon("the end", a.recv()).await);
+        assert!(matches!(reason, CloseReason::Operation(OpErrorKind::Post(_))), "{reason:?}");
     });
 }
 
@@ -226,10 +255,10 @@ fn what_did_not_arrive_is_not_called_clean_though_the_peer_has_finished() {
 fn quiet_connection_is_kept_alive_by_answers_alone() {
     run("quiet", || async {
         let (a, b) = pair(&config().keepalive(Some((Duration::from_millis(5), Duration::from_millis(250)))));
-        // Neither service does anything.
-        tokio::time::sleep(Duration::from_millis(900)).await;
+        // Neither service does anything, and each end asks until this many answers have come.
+        let answers = || a.counters().acks.min(b.counters().acks);
+        eventually("answers", || answers() > 5 || a.close_reason().or(b.close_reason()).is_some()).await;
         assert_eq!((a.close_reason(), b.close_reason()), (None, None));
-        assert!(a.counters().acks + b.counters().acks > 2, "{a:?} {b:?}");
         a.send("x").await.unwrap();
         assert_eq!(recv(&b).await, "x");
     });
@@ -343,19 +372,19 @@ fn ends_by_address_close_cleanly_in_every_order() {
             let mut random = fastrand::Rng::with_seed(value);
             for _ in 0..scaled(60) {
                 let (a, b) = by_address(&device, &config()).await;
-                let end = async |own: Connection, messages: u64, late: u64, reads: bool| {
+                let end = async |own: Connection, messages: u64, late: u32, reads: bool| {
                     for number in 0..messages {
                         own.send(pattern([5, 10_000][number as usize % 2], number)).await.unwrap();
                     }
-                    tokio::time::sleep(Duration::from_micros(late)).await;
+                    yields(late).await;
                     if reads {
                         own.finish().unwrap();
                         while own.recv().await.unwrap().is_some() {}
                     }
                     own.close().await
                 };
-                let mut some = |most| random.u64(..most);
-                let both = (end(a, some(5), some(500), some(2) == 0), end(b, some(5), some(500), some(2) == 0));
+                let mut end = |own| end(own, random.u64(..5), random.u32(..100), random.bool());
+                let both = (end(a), end(b));
                 let ended = soon("both end", async { tokio::join!(both.0, both.1) }).await;
                 assert_eq!(ended, (Ok(()), Ok(())));
             }

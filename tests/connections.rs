@@ -373,7 +373,7 @@ fn either_end_says_goodbye_and_both_queue_pairs_flush() {
             }
             assert_eq!((state(&ours), state(&theirs)), (QpState::Err, QpState::Err));
             if hardware().is_none() {
-                soon("drained", async { tokio::join!(first.drained(), second.drained()) }).await;
+                soon("drained", async { tokio::try_join!(first.drained(), second.drained()) }).await.unwrap();
             }
         }
     });
@@ -603,7 +603,7 @@ fn device_that_is_lost_ends_listeners_links_and_handshakes() {
         assert_eq!(error, ConnectError::DeviceRemoved);
         assert!(matches!(handshake, Err(ConnectError::TimedOut { step: Step::Response, .. })), "{:?}", handshake.err());
         assert_eq!(soon("removal", other.disconnected()).await, Disconnection::DeviceRemoved);
-        soon("drained", other.drained()).await;
+        soon("drained", other.drained()).await.unwrap();
         assert!(link.is_connected(), "it cannot know");
         let error = cm::Listener::bind(&b.device, b_address()).await.unwrap_err();
         assert!(matches!(error, ConnectError::Verb(_) | ConnectError::DeviceRemoved), "{error:?}");

@@ -304,7 +304,7 @@ fn queue_pairs_meet_with_private_data_and_part_from_either_side() {
                 soon("goodbye", link.disconnect()).await.unwrap();
                 assert_eq!(link.disconnected().await, Disconnection::Local);
             }
-            soon("timewait", link.drained()).await;
+            soon("timewait", link.drained()).await.unwrap();
         }
         peer.finish();
     });

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const PAGES: [&str; 10] = [
+const PAGES: [&str; 11] = [
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
@@ -12,6 +12,7 @@ const PAGES: [&str; 10] = [
     "docs/design.md",
     "docs/messages.md",
     "docs/safety.md",
+    "docs/software-device.md",
     "docs/testing.md",
     "docs/verbs.md",
     "examples/README.md",

@@ -65,8 +65,9 @@ const UNSAFE: [&str; 34] = [
 const NAMES_SOFT: [&str; 4] = ["lib.rs", "provider/dispatch.rs", "provider/mod.rs", "verbs/device.rs"];
 
 /// Where Tokio is named; besides, in all of `completion`.
-const NAMES_TOKIO: [&str; 10] = [
+const NAMES_TOKIO: [&str; 11] = [
     "cm/connector.rs",
+    "cm/disposer.rs",
     "cm/endpoint.rs",
     "cm/listener.rs",
     "cm/reactor.rs",

@@ -16,8 +16,8 @@ use tokio::time::timeout;
 use tokio_rdma::software::{Faults, Network};
 use tokio_rdma::types::AckTimeout;
 use tokio_rdma::{
-    Access, Buf, CompletionMode, CompletionQueue, ConnectOptions, Connection, ConnectionConfig, MessageError,
-    RemoteRegion, SetupError,
+    Access, Buf, CompletionMode, CompletionQueue, ConnectOptions, Connection, ConnectionConfig, Hello, Listener,
+    MessageError, RemoteRegion, SetupError, cm,
 };
 use torture::{Flavour, LONG, Mode, Seed, bounded, device, eventually, scaled, soon, yields};
 
@@ -27,6 +27,16 @@ fn everywhere<F: Future<Output = ()>>(what: &'static str, test: impl Fn(Mode) ->
         for mode in Mode::ALL {
             bounded(what, LONG, move || flavour.runtime().block_on(test(mode)));
         }
+    }
+}
+
+/// Runs `test` in every completion mode, on the runtime that services use.
+fn modes<F: Future<Output = ()>>(what: &'static str, test: impl Fn() -> F + Send + Copy + 'static) {
+    for mode in Mode::ALL {
+        bounded(what, LONG, move || {
+            connected::use_mode(mode);
+            Flavour::MultiThread.runtime().block_on(test());
+        });
     }
 }
 
@@ -108,7 +118,7 @@ fn one_way_traffic_goes_on_without_an_answer() {
 
 #[test]
 fn slow_service_slows_its_sender_and_no_memory_grows() {
-    run("slow service", || async {
+    modes("slow service", || async {
         let config = config().receive_buffers(8).receive_memory(1 << 20).send_memory(1 << 20);
         let (a, b) = pair(&config);
         // Short messages: as many as there are buffers.
@@ -139,7 +149,7 @@ fn slow_service_slows_its_sender_and_no_memory_grows() {
 
 #[test]
 fn message_that_is_fetched_needs_no_service_that_receives() {
-    run("fetched", || async {
+    modes("fetched", || async {
         let (a, b) = pair(&config().receive_buffers(4));
         // b's service takes nothing, and its own sends have used up all credits.
         let mut filled = 0;
@@ -159,7 +169,7 @@ fn message_that_is_fetched_needs_no_service_that_receives() {
 
 #[test]
 fn messages_that_are_kept_cost_memory_and_nobody_a_wait() {
-    run("kept", || async {
+    modes("kept", || async {
         let (a, b) = pair(&config().receive_buffers(4).spare_buffers(3));
         let mut kept = Vec::new();
         for number in 0..50 {
@@ -182,7 +192,7 @@ fn messages_that_are_kept_cost_memory_and_nobody_a_wait() {
 
 #[test]
 fn received_messages_and_buffers_outlive_their_connection() {
-    run("outlive", || async {
+    modes("outlive", || async {
         let (a, b) = pair(&config());
         for len in [1000, 100_000, 3_000_000] {
             a.send(pattern(len, 5)).await.unwrap();
@@ -309,7 +319,7 @@ fn tasks_that_share_a_connection_are_served_in_turn() {
 #[test]
 fn halves_are_a_sink_and_a_stream_and_come_together_again() {
     fn is_both<T: Sink<Bytes, Error = MessageError> + Stream<Item = Result<Bytes, MessageError>> + Unpin>(_: &T) {}
-    run("halves", || async {
+    modes("halves", || async {
         let (a, b) = pair(&config().receive_buffers(3));
         is_both(&a);
         let ((mut a_send, a_recv), (b_send, mut b_recv)) = (a.into_split(), b.into_split());
@@ -341,7 +351,7 @@ fn halves_are_a_sink_and_a_stream_and_come_together_again() {
 
 #[test]
 fn sinks_and_streams_that_are_no_longer_polled_hold_up_nobody() {
-    run("left in line", || async {
+    modes("left in line", || async {
         let (mut a, mut b) = pair(&config().receive_buffers(1));
         assert!(timeout(Duration::from_millis(1), b.next()).await.is_err());
         Connection::send(&a, "first").await.unwrap();
@@ -388,7 +398,7 @@ fn owner_of_a_message_may_use_the_connection_when_it_is_dropped() {
         }
     }
 
-    run("owner", || async {
+    modes("owner", || async {
         let (a, b) = pair(&config());
         let a = Arc::new(a);
         for len in [8, 800, 80_000] {
@@ -402,7 +412,7 @@ fn owner_of_a_message_may_use_the_connection_when_it_is_dropped() {
 
 #[test]
 fn flush_waits_for_what_was_sent_before_and_not_for_what_others_send() {
-    run("flush", || async {
+    modes("flush", || async {
         // One message is fetched at a time.
         let (mut a, b) = pair(&config().receive_memory(1));
         for number in 0..2 {
@@ -483,7 +493,7 @@ fn settings_that_cannot_be_are_refused_by_name() {
 
 #[test]
 fn memory_of_the_peer_is_read_and_written_beside_messages() {
-    run("beside", || async {
+    modes("beside", || async {
         let (a, b) = pair(&config().max_send_wr(4));
         let region = b.expose(vec![0; 4096], Access::REMOTE_ALL).unwrap();
         b.send(region.grant()).await.unwrap();
@@ -661,4 +671,99 @@ fn crowd_of_connections_talks_both_ways_with_slow_readers_among_them() {
         });
     });
     drop(seed);
+}
+
+/// A peer that asks `address` for a connection and does not go through with it, as long as this is kept.
+async fn silent(device: &tokio_rdma::Device, address: std::net::SocketAddr) -> impl Future {
+    let route = cm::resolve(device, address).await.unwrap();
+    let queue = CompletionQueue::new(device, CompletionMode::Event).unwrap();
+    let pd = device.protection_domain().unwrap();
+    let qp = route.prepare(tokio_rdma::QueuePair::builder(&pd, &queue)).build().unwrap();
+    let hello = Hello { buffer_size: 4096, receives: 68, max_message: 1 << 20 }.encode(b"silent").unwrap();
+    let mut connecting = Box::pin(async move { route.connect(&qp, &cm::Options::default().private_data(hello)).await });
+    // Once: the request is on its way, and whatever is answered to it, nobody confirms.
+    assert!(connecting.as_mut().now_or_never().is_none());
+    connecting
+}
+
+#[test]
+fn silent_peer_holds_up_nobody() {
+    modes("silent", || async {
+        let (device, _) = device(&Network::new());
+        let config = config().connect_timeout(LONG).receive_buffers(4).send_buffers(4).spare_buffers(0);
+        let listener = Listener::bind_with(&device, connected::address(&device), &config).await.unwrap();
+        let address = listener.local_addr();
+        let _silent = silent(&device, address).await;
+        let (start, count) = (Instant::now(), scaled(100));
+        let connecting = async {
+            for number in 0..count {
+                let config = config.clone().user_data(number.to_be_bytes().to_vec());
+                let connection = Connection::connect_with(&device, address, &config).await.unwrap();
+                connection.send("hello").await.unwrap();
+                assert_eq!(connection.recv().await.unwrap(), None);
+                connection.close().await.unwrap();
+            }
+        };
+        let accepting = async {
+            for number in 0..count {
+                let connection = listener.accept().await.unwrap();
+                assert_eq!(connection.user_data()[..], number.to_be_bytes(), "the silent one is not among them");
+                assert_eq!(&recv(&connection).await[..], b"hello");
+                connection.close().await.unwrap();
+            }
+        };
+        soon("all others", async { tokio::join!(connecting, accepting) }).await;
+        // One that holds up the others does so for all of its time.
+        assert!(start.elapsed() < LONG / 4, "{:?}", start.elapsed());
+    });
+}
+
+#[test]
+fn silent_peers_beyond_the_bound_hold_up_others_until_their_deadline_and_not_longer() {
+    run("bounded", || async {
+        let (device, _) = device(&Network::new());
+        let config = config().connect_timeout(Duration::from_millis(300)).handshakes(1);
+        let listener = Listener::bind_with(&device, connected::address(&device), &config).await.unwrap();
+        let address = listener.local_addr();
+        let _silent = silent(&device, address).await;
+        // In the order of their requests: this one waits until the one before it is given up.
+        let patient = config.clone().connect_timeout(LONG);
+        let connecting = Connection::connect_with(&device, address, &patient);
+        let (ours, theirs) = soon("the next", async { tokio::join!(connecting, listener.accept()) }).await;
+        ours.unwrap().send("hello").await.unwrap();
+        assert_eq!(&recv(&theirs.unwrap()).await[..], b"hello");
+    });
+}
+
+#[test]
+fn accept_that_is_dropped_loses_no_connection() {
+    modes("dropped accept", || async {
+        let (device, _) = device(&Network::new());
+        let config = config().receive_buffers(4).send_buffers(4).spare_buffers(0);
+        let listener = Listener::bind_with(&device, connected::address(&device), &config).await.unwrap();
+        let (address, count) = (listener.local_addr(), scaled(40));
+        let peers: Vec<_> = (0..count)
+            .map(|number| {
+                let (device, config) = (device.clone(), config.clone().user_data(number.to_be_bytes().to_vec()));
+                tokio::spawn(async move { Connection::connect_with(&device, address, &config).await.unwrap() })
+            })
+            .collect();
+        let mut accepted = Vec::new();
+        soon("all of them", async {
+            while accepted.len() < count as usize {
+                // Given up at once, whatever it has begun.
+                if let Some(connection) = listener.accept().now_or_never() {
+                    accepted.push(connection.unwrap());
+                }
+                tokio::task::yield_now().await;
+            }
+        })
+        .await;
+        let mut numbers: Vec<_> = accepted.iter().map(|one| one.user_data().to_vec()).collect();
+        numbers.sort();
+        assert!(numbers.into_iter().eq((0..count).map(|number| number.to_be_bytes().to_vec())));
+        for peer in peers {
+            assert_eq!(soon("peer", peer).await.unwrap().close_reason(), None);
+        }
+    });
 }

@@ -120,7 +120,7 @@ async fn resolve_one(device: &Device, address: SocketAddr, options: &Options) ->
     /// Of `errno(3)`.
     const EHOSTUNREACH: i32 = 113;
     let source = options.source_to(address)?;
-    let endpoint = Endpoint::create(&Router::of(device)?)?;
+    let endpoint = Endpoint::create(&Router::of(device).await?)?;
     let (timeout, start) = (options.time_to_resolve(), Instant::now());
     let unresolved = move |errno| ConnectError::Resolve { address, errno };
     within(timeout, Step::Resolve, async {

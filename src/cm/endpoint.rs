@@ -63,20 +63,12 @@ impl Endpoint {
         &self,
         f: impl FnOnce(&CmId) -> Result<T, ConnectError> + Send + 'static,
     ) -> Result<T, ConnectError> {
-        /// `ECANCELED` of `errno(3)`.
-        const CANCELLED: VerbError = VerbError::new("spawn_blocking", 125);
         let Some(raw) = &self.raw else { return Err(CANCELLED.into()) };
         if !self.router.may_block() {
             return f(raw);
         }
         let raw = Arc::clone(raw);
-        match spawn_blocking(move || f(&raw)).await {
-            Ok(result) => result,
-            Err(error) => match error.try_into_panic() {
-                Ok(panic) => std::panic::resume_unwind(panic),
-                Err(_) => Err(CANCELLED.into()),
-            },
-        }
+        where_it_may_block(move || f(&raw)).await
     }
 
     /// Waits until `f` finds what it looks for in what has happened.
@@ -120,6 +112,22 @@ impl Endpoint {
     }
 }
 
+/// `ECANCELED` of `errno(3)`.
+const CANCELLED: VerbError = VerbError::new("spawn_blocking", 125);
+
+/// Calls `f` on a thread that may block; also if the future is dropped.
+pub(super) async fn where_it_may_block<T: Send + 'static>(
+    f: impl FnOnce() -> Result<T, ConnectError> + Send + 'static,
+) -> Result<T, ConnectError> {
+    match spawn_blocking(f).await {
+        Ok(result) => result,
+        Err(error) => match error.try_into_panic() {
+            Ok(panic) => std::panic::resume_unwind(panic),
+            Err(_) => Err(CANCELLED.into()),
+        },
+    }
+}
+
 /// `future`, or an error that names the step when it takes too long.
 pub(super) async fn within<T>(
     after: Duration,
@@ -133,7 +141,7 @@ impl Drop for Endpoint {
     fn drop(&mut self) {
         if let Some(raw) = self.raw.take() {
             self.router.remove(raw.key());
-            self.router.dispose(raw);
+            self.router.dispose([raw]);
         }
     }
 }

@@ -71,6 +71,8 @@ pub enum ConnectError {
     },
     /// The other side said goodbye before the connection was complete.
     Disconnected,
+    /// Our address was moved to another device, or another network interface of it, before the connection was complete.
+    AddressChanged,
     /// The device was taken away.
     DeviceRemoved,
     /// More than fits, private data for example.
@@ -95,6 +97,8 @@ pub enum Step {
     Establish,
     /// The answer to a goodbye.
     Disconnect,
+    /// The end of TIMEWAIT, after the end of a connection.
+    Timewait,
 }
 
 impl ConnectError {
@@ -106,7 +110,8 @@ impl ConnectError {
                 Self::Rejected { reason: *reason, private_data: private_data.clone() }
             }
             End::Unreachable(errno) | End::Error(errno) => Self::Unreachable { errno: *errno },
-            End::Disconnected | End::TimewaitExit | End::AddressChange => Self::Disconnected,
+            End::Disconnected | End::TimewaitExit => Self::Disconnected,
+            End::AddressChange => Self::AddressChanged,
             End::DeviceRemoval => Self::DeviceRemoved,
         }
     }
@@ -135,7 +140,7 @@ impl ConnectError {
             Self::AddressInUse { .. } => ErrorKind::AddrInUse,
             Self::Refused { .. } | Self::Rejected { .. } => ErrorKind::ConnectionRefused,
             Self::TimedOut { .. } => ErrorKind::TimedOut,
-            Self::Disconnected => ErrorKind::ConnectionAborted,
+            Self::Disconnected | Self::AddressChanged => ErrorKind::ConnectionAborted,
             Self::DeviceRemoved => ErrorKind::NotConnected,
             Self::Limit(_) => ErrorKind::InvalidInput,
             Self::Setup(error) => io::Error::from(error.clone()).kind(),
@@ -160,6 +165,7 @@ impl fmt::Display for ConnectError {
             Self::Unreachable { errno } => write!(f, "the peer does not answer: {}", reason(*errno)),
             Self::TimedOut { step, after } => write!(f, "{step} took longer than {after:?}"),
             Self::Disconnected => f.write_str("the peer left before the connection was complete"),
+            Self::AddressChanged => f.write_str("our address was moved before the connection was complete"),
             Self::DeviceRemoved => f.write_str("the device was taken away"),
             Self::Limit(error) => error.fmt(f),
             Self::Setup(error) => error.fmt(f),
@@ -176,6 +182,7 @@ impl fmt::Display for Step {
             Self::Response => "the answer to the request",
             Self::Establish => "the confirmation of the answer",
             Self::Disconnect => "the answer to the goodbye",
+            Self::Timewait => "the end of TIMEWAIT",
         })
     }
 }

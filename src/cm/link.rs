@@ -27,6 +27,10 @@ pub struct Link {
     ours: AtomicBool,
 }
 
+/// Longest time from the end of a connection to that of its TIMEWAIT: that in which a goodbye of the kernel's manager is
+/// repeated 15 times, each 4.3 s after the one before, and as much again for what packets may take on large networks.
+const TIMEWAIT: Duration = Duration::from_secs(150);
+
 /// How a connection ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -92,7 +96,7 @@ impl Link {
     ///
     /// As [`Listener::accept`](super::Listener::accept).
     pub async fn disconnect(&self) -> Result<(), ConnectError> {
-        if !self.is_connected() {
+        if self.peer_knows() {
             return Ok(());
         }
         self.ours.store(true, Ordering::Release);
@@ -101,7 +105,7 @@ impl Link {
             let said = self.endpoint.call(|id| Ok(id.disconnect()?)).await;
             match self.endpoint.blame(said, self.peer).await {
                 // Over already.
-                Err(_) if !self.is_connected() => return Ok(()),
+                Err(_) if self.peer_knows() => return Ok(()),
                 said => said?,
             }
             self.endpoint.until(|happened| happened.end.is_some().then_some(())).await;
@@ -132,8 +136,20 @@ impl Link {
             .await
     }
 
-    /// Waits until nothing of a connection that is over can be underway any more (the end of TIMEWAIT): then its queue
-    /// pair may be reset and connected anew. Before, the peer's manager may reject it as stale.
+    /// True if it is over and there is nothing to tell the peer.
+    fn peer_knows(&self) -> bool {
+        // Nobody says goodbye because an address was moved.
+        self.endpoint.inbox().happened().end.as_ref().is_some_and(|end| *end != End::AddressChange)
+    }
+
+    /// Waits until the connection is over, and then until nothing of it can be underway any more (the end of TIMEWAIT): then
+    /// its queue pair may be reset and connected anew. Before, the peer's manager may reject it as stale.
+    ///
+    /// If it is over because our address was moved, this says goodbye to the peer, whose answer TIMEWAIT begins with.
+    ///
+    /// # Errors
+    ///
+    /// [`ConnectError::TimedOut`] if TIMEWAIT has not ended 150 s after the connection.
     ///
     /// # Cancel safety
     ///
@@ -142,8 +158,23 @@ impl Link {
     /// # Panics
     ///
     /// As [`Listener::accept`](super::Listener::accept).
-    pub async fn drained(&self) {
-        self.endpoint.until(|happened| happened.exited.then_some(())).await;
+    pub async fn drained(&self) -> Result<(), ConnectError> {
+        self.drained_within(TIMEWAIT).await
+    }
+
+    async fn drained_within(&self, timeout: Duration) -> Result<(), ConnectError> {
+        self.endpoint.until(|happened| happened.end.is_some().then_some(())).await;
+        within(timeout, Step::Timewait, async {
+            if !self.peer_knows()
+                && let Err(error) = self.endpoint.call(|id| Ok(id.disconnect()?)).await
+            {
+                // Then nobody ever connected, or the device is gone, and that is what comes.
+                tracing::debug!(%error, peer = %self.peer, "no goodbye after our address was moved");
+            }
+            self.endpoint.until(|happened| happened.exited.then_some(())).await;
+            Ok(())
+        })
+        .await
     }
 }
 
@@ -160,5 +191,90 @@ impl fmt::Debug for Link {
             .field("peer", &self.peer)
             .field("connected", &self.is_connected())
             .finish_non_exhaustive()
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::cm::{self, Listener, Options};
+    use crate::completion::{CompletionMode, CompletionQueue};
+    use crate::op::QueuePair;
+    use crate::provider::cm_contract::CmEventKind;
+    use crate::software::Network;
+    use crate::types::QpState;
+    use crate::verbs::Device;
+
+    /// Both ends of a link, with their queue pairs, and the listener.
+    async fn linked() -> ([(Link, QueuePair); 2], Listener) {
+        let device = Device::software_in(&Network::new(), "linked").unwrap();
+        let pd = device.protection_domain().unwrap();
+        let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
+        let listener = Listener::bind(&device, "127.0.0.1:0").await.unwrap();
+        let options = Options::default();
+        let passive = async {
+            let request = listener.accept().await.unwrap();
+            let qp = request.prepare(QueuePair::builder(&pd, &queue)).build().unwrap();
+            (request.accept(&qp, &options).await.unwrap(), qp)
+        };
+        let active = async {
+            let route = cm::resolve(&device, listener.local_addr()).await.unwrap();
+            let qp = route.prepare(QueuePair::builder(&pd, &queue)).build().unwrap();
+            (route.connect(&qp, &options).await.unwrap(), qp)
+        };
+        let (passive, active) = futures::future::join(passive, active).await;
+        ([active, passive], listener)
+    }
+
+    fn run<F: Future<Output = ()>>(test: impl FnOnce() -> F) {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async { tokio::time::timeout(Duration::from_secs(60), test()).await.expect("hangs") });
+    }
+
+    #[test]
+    fn link_whose_address_is_moved_ends_and_its_timewait_too() {
+        run(|| async {
+            let ([(ours, qp), (theirs, _other)], _listener) = linked().await;
+            ours.endpoint.inbox().on_event(CmEventKind::AddressChange);
+            assert_eq!(ours.disconnected().await, Disconnection::AddressChanged);
+            assert_eq!(qp.query().unwrap().0, QpState::Err);
+            assert!(!ours.is_connected() && theirs.is_connected());
+            ours.drained().await.unwrap();
+            assert_eq!(theirs.disconnected().await, Disconnection::Peer);
+        });
+    }
+
+    #[test]
+    fn goodbye_after_the_address_was_moved_reaches_the_peer() {
+        run(|| async {
+            let ([(ours, _qp), (theirs, _other)], _listener) = linked().await;
+            ours.endpoint.inbox().on_event(CmEventKind::AddressChange);
+            ours.disconnect().await.unwrap();
+            assert_eq!(theirs.disconnected().await, Disconnection::Peer);
+        });
+    }
+
+    #[test]
+    fn timewait_that_never_ends_is_waited_for_until_the_deadline() {
+        run(|| async {
+            let ([(ours, _qp), _theirs], _listener) = linked().await;
+            // One that the manager knows nothing of.
+            ours.endpoint.inbox().on_event(CmEventKind::Disconnected);
+            let after = Duration::from_millis(1);
+            assert_eq!(ours.drained_within(after).await, Err(ConnectError::TimedOut { step: Step::Timewait, after }));
+        });
+    }
+
+    #[test]
+    fn listener_whose_address_is_moved_goes_on_and_one_whose_device_is_removed_ends() {
+        run(|| async {
+            let (_links, listener) = linked().await;
+            let inbox = listener.inbox();
+            inbox.on_event(CmEventKind::AddressChange);
+            let nobody = tokio::time::timeout(Duration::from_millis(1), listener.accept()).await;
+            assert!(nobody.is_err(), "it waits on: {nobody:?}");
+            inbox.on_event(CmEventKind::DeviceRemoval);
+            assert!(matches!(listener.accept().await, Err(ConnectError::DeviceRemoved)));
+        });
     }
 }

@@ -5,7 +5,6 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
 use tokio::net::ToSocketAddrs;
@@ -68,7 +67,7 @@ impl Listener {
         address: impl ToSocketAddrs,
         options: &ListenOptions,
     ) -> Result<Self, ConnectError> {
-        let router = Router::of(device)?;
+        let router = Router::of(device).await?;
         let mut last = no_address();
         for address in lookup(address, &Options::default()).await? {
             match Self::bind_one(&router, address, options).await {
@@ -111,7 +110,8 @@ impl Listener {
     ///
     /// # Errors
     ///
-    /// [`ConnectError::DeviceRemoved`]: there will be no more.
+    /// [`ConnectError::DeviceRemoved`]: there will be no more. That its address was moved to another network interface
+    /// (`RDMA_CM_EVENT_ADDR_CHANGE` of `rdma_get_cm_event(3)`) is logged and no error: the listener is bound as before.
     ///
     /// # Cancel safety
     ///
@@ -141,16 +141,23 @@ impl Listener {
         }
     }
 
+    #[cfg(all(test, not(loom)))]
+    pub(super) fn inbox(&self) -> &Inbox {
+        self.endpoint.inbox()
+    }
+
     async fn next(&self) -> Result<Pending, ConnectError> {
-        let Some(incoming) = &self.endpoint.inbox().incoming else { return Err(ConnectError::DeviceRemoved) };
+        let inbox = self.endpoint.inbox();
+        let Some(incoming) = &inbox.incoming else { unreachable!("that of a listener is made with one") };
         loop {
             let mut notified = pin!(incoming.notify.notified());
             notified.as_mut().enable();
             if let Some(pending) = incoming.pop() {
                 return Ok(pending);
             }
-            if incoming.ended.load(Ordering::Acquire) {
-                return Err(ConnectError::DeviceRemoved);
+            let end = inbox.happened().end.clone();
+            if let Some(end) = end {
+                return Err(ConnectError::ended(&end, self.address));
             }
             notified.await;
         }
@@ -169,7 +176,6 @@ pub(super) struct Incoming {
     queue: Mutex<VecDeque<Pending>>,
     notify: Notify,
     most: usize,
-    ended: AtomicBool,
 }
 
 #[derive(Debug)]
@@ -180,7 +186,7 @@ struct Pending {
 
 impl Incoming {
     fn new(backlog: u32) -> Self {
-        Self { queue: Mutex::default(), notify: Notify::new(), most: backlog as usize, ended: AtomicBool::new(false) }
+        Self { queue: Mutex::default(), notify: Notify::new(), most: backlog as usize }
     }
 
     /// Adds a request, or gives its id back if there are too many.
@@ -229,7 +235,6 @@ impl Incoming {
 
     /// There will be no more.
     pub(super) fn end(&self) {
-        self.ended.store(true, Ordering::Release);
         self.notify.notify_waiters();
     }
 }

@@ -50,6 +50,7 @@
 #![forbid(unsafe_code)]
 
 mod connector;
+mod disposer;
 mod endpoint;
 mod error;
 mod link;

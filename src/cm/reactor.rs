@@ -64,9 +64,10 @@ impl Reactors {
         reactor.run();
     }
 
-    /// A runtime in which somebody waits, if there is one.
-    pub(super) fn handle(&self) -> Option<Handle> {
-        self.0.lock().first().map(|reactor| reactor.handle.clone())
+    /// A runtime in which somebody waits, if there is one besides those.
+    pub(super) fn handle(&self, except: &[runtime::Id]) -> Option<Handle> {
+        let list = self.0.lock();
+        list.iter().find(|reactor| !except.contains(&reactor.runtime)).map(|reactor| reactor.handle.clone())
     }
 
     fn forget(&self, gone: &Reactor) {

@@ -9,7 +9,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Weak};
 
 use parking_lot::{Mutex, MutexGuard};
-use tokio::runtime::Handle;
+use tokio::runtime::{self, Handle};
 use tokio::sync::Notify;
 
 use crate::error::VerbError;
@@ -20,6 +20,9 @@ use crate::provider::dispatch::{Any, CmChannel, CmId};
 use crate::types::{QpAttr, QpState, RejectReason};
 use crate::verbs::Device;
 
+use super::disposer::Disposer;
+use super::endpoint::where_it_may_block;
+use super::error::ConnectError;
 use super::listener::Incoming;
 use super::reactor::Reactors;
 
@@ -75,6 +78,8 @@ pub(super) struct Router {
     inboxes: Mutex<HashMap<u64, Arc<Inbox>>>,
     filing: Mutex<Filing>,
     reactors: Reactors,
+    /// Destroys ids that nobody wants.
+    disposer: Arc<Disposer<Arc<CmId>>>,
 }
 
 /// Whether somebody takes events: one at a time, so that those of one id stay in order.
@@ -106,6 +111,27 @@ impl Drop for Turn<'_> {
     }
 }
 
+/// The next turn, in a runtime that may shut down before.
+struct GoOn {
+    /// `None` once it came.
+    router: Option<Arc<Router>>,
+    runtime: runtime::Id,
+    gone: Vec<runtime::Id>,
+}
+
+impl Drop for GoOn {
+    fn drop(&mut self) {
+        if let Some(router) = self.router.take() {
+            let mut gone = std::mem::take(&mut self.gone);
+            gone.push(self.runtime);
+            router.go_on(gone);
+        }
+    }
+}
+
+/// Events that are filed before others get their turn.
+const QUOTA: usize = 64;
+
 /// The channel as something that a reactor can watch.
 pub(super) struct Watched(Arc<CmChannel>);
 
@@ -121,36 +147,55 @@ static ROUTERS: Mutex<Vec<Weak<Router>>> = Mutex::new(Vec::new());
 
 impl Router {
     /// That of an open device, made when first needed and gone with the last id.
-    pub(super) fn of(device: &Device) -> Result<Arc<Self>, VerbError> {
+    ///
+    /// To make one may take a while: the first time librdmacm reads from sysfs what devices there are.
+    pub(super) async fn of(device: &Device) -> Result<Arc<Self>, ConnectError> {
+        match Self::known(device, None) {
+            Some(router) => Ok(router),
+            None => {
+                let device = device.clone();
+                where_it_may_block(move || Ok(Self::make(&device)?)).await
+            }
+        }
+    }
+
+    fn make(device: &Device) -> Result<Arc<Self>, VerbError> {
+        let router = Arc::new(Self {
+            device: device.clone(),
+            // Without the lock for all routers.
+            channel: Arc::new(device.context().create_cm_channel()?),
+            inboxes: Mutex::default(),
+            filing: Mutex::default(),
+            reactors: Reactors::new(),
+            disposer: Arc::default(),
+        });
+        // Somebody else may have been faster.
+        let known = Self::known(device, Some(&router));
+        Ok(known.unwrap_or(router))
+    }
+
+    /// The router of a device, if there is one; if not, it is `new` from now on.
+    fn known(device: &Device, new: Option<&Arc<Self>>) -> Option<Arc<Self>> {
         // Dropped without the lock: one of them may be the last share of its router by then.
         let mut seen = Vec::new();
         let mut routers = ROUTERS.lock();
         routers.retain(|router| router.strong_count() > 0);
         seen.extend(routers.iter().filter_map(Weak::upgrade));
         let known = seen.iter().find(|router| router.device.same(device)).cloned();
-        let router = match known {
-            Some(router) => router,
-            None => {
-                let router = Arc::new(Self {
-                    device: device.clone(),
-                    channel: Arc::new(device.context().create_cm_channel()?),
-                    inboxes: Mutex::default(),
-                    filing: Mutex::default(),
-                    reactors: Reactors::new(),
-                });
-                routers.push(Arc::downgrade(&router));
-                router
-            }
-        };
+        if known.is_none() {
+            routers.extend(new.map(Arc::downgrade));
+        }
         drop(routers);
         drop(seen);
-        Ok(router)
+        known
     }
 
     pub(super) fn device(&self) -> &Device {
         &self.device
     }
 
+    /// Waits for nobody, so it may be called anywhere: librdmacm writes one command to the channel's descriptor, for which the
+    /// kernel makes an entry in a list of that descriptor, under a lock that is held for as long as that takes only.
     pub(super) fn create_id(&self) -> Result<CmId, VerbError> {
         self.channel.create_id()
     }
@@ -182,28 +227,36 @@ impl Router {
         self.channel.may_block()
     }
 
-    /// Drops an id where that holds up nobody.
-    pub(super) fn dispose(&self, id: impl Send + 'static) {
+    /// Drops ids where that holds up nobody.
+    pub(super) fn dispose(self: &Arc<Self>, ids: impl IntoIterator<Item = Arc<CmId>>) {
         if !self.may_block() {
-            return drop(id);
+            return ids.into_iter().for_each(drop);
         }
-        // Wakers of the reactor may run outside of the context of their runtime.
-        match Handle::try_current().ok().or_else(|| self.reactors.handle()) {
-            Some(runtime) => drop(runtime.spawn_blocking(move || drop(id))),
-            None => drop(id),
-        }
+        let Some(runtime) = self.runtime() else { return ids.into_iter().for_each(drop) };
+        let router = Arc::downgrade(self);
+        self.disposer.dispose(ids, &runtime, move || {
+            if let Some(router) = router.upgrade() {
+                router.go_on(Vec::new());
+            }
+        });
     }
 
-    /// Takes and files all events, unless somebody is at it, who goes on until there are none.
+    /// Wakers of the reactor may run outside of the context of their runtime.
+    fn runtime(&self) -> Option<Handle> {
+        Handle::try_current().ok().or_else(|| self.reactors.handle(&[]))
+    }
+
+    /// Takes and files events, unless somebody is at it, who goes on until there are none, or until others shall have their
+    /// turn: peers may raise as many as they like.
     pub(super) fn drain(self: &Arc<Self>) {
+        let (mut left, mut refused) = (QUOTA, Vec::new());
         loop {
-            let Some(turn) = Turn::begin(&self.filing) else { return };
-            loop {
+            let Some(turn) = Turn::begin(&self.filing) else { break };
+            while left > 0 && !self.disposer.stalls() {
                 match self.channel.take_event() {
                     Ok(Some(event)) => {
-                        if let Some(id) = self.file(event) {
-                            self.dispose(id);
-                        }
+                        left -= 1;
+                        refused.extend(self.file(event).map(Arc::new));
                     }
                     Ok(None) => break,
                     Err(error) => {
@@ -213,9 +266,28 @@ impl Router {
                 }
             }
             drop(turn);
-            if !std::mem::take(&mut self.filing.lock().again) {
-                return;
+            if left == 0 || !std::mem::take(&mut self.filing.lock().again) {
+                break;
             }
+        }
+        // All at once: it takes one thread, however many there are.
+        self.dispose(refused);
+        if left == 0 {
+            self.go_on(Vec::new());
+        }
+    }
+
+    /// Goes on to drain when others have had their turn, in a runtime other than those that have shut down.
+    fn go_on(self: &Arc<Self>, gone: Vec<runtime::Id>) {
+        let runtime = if gone.is_empty() { self.runtime() } else { self.reactors.handle(&gone) };
+        // Without one nobody waits; whoever comes watches the channel, which is readable.
+        if let Some(runtime) = runtime {
+            let mut next = GoOn { router: Some(Arc::clone(self)), runtime: runtime.id(), gone };
+            drop(runtime.spawn(async move {
+                if let Some(router) = next.router.take() {
+                    router.drain();
+                }
+            }));
         }
     }
 
@@ -253,7 +325,12 @@ impl Inbox {
         self.happened.lock()
     }
 
-    fn on_event(&self, kind: CmEventKind<Any>) {
+    pub(super) fn on_event(&self, kind: CmEventKind<Any>) {
+        if self.incoming.is_some() && matches!(kind, CmEventKind::AddressChange) {
+            // The manager goes on to take requests for it: it listens by address and device, not by network interface.
+            tracing::warn!("the address of a listener was moved to another network interface");
+            return;
+        }
         let ends = kind.is_end();
         if ends {
             // Before it is told: who sees the end finds the queue pair in the error state.
@@ -372,6 +449,7 @@ mod tests {
     use std::pin::pin;
 
     use super::*;
+    use crate::provider::cm_contract::CmId as _;
 
     fn rejection() -> CmEventKind<Any> {
         CmEventKind::Rejected { reason: RejectReason::CONSUMER, private_data: vec![1] }
@@ -427,6 +505,37 @@ mod tests {
     }
 
     #[test]
+    fn a_flood_of_events_lets_others_have_their_turn() {
+        const EVENTS: usize = 5 * QUOTA / 2;
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(async {
+            let device = Device::software_in(&crate::software::Network::new(), "flooded").unwrap();
+            let router = Router::make(&device).unwrap();
+            let ids: Vec<_> = (0..EVENTS)
+                .map(|_| {
+                    let (id, inbox) = (router.create_id().unwrap(), Inbox::new(None));
+                    router.add(id.key(), &inbox);
+                    let nobody = ([127, 0, 0, 1], 1).into();
+                    id.resolve_addr(None, nobody, std::time::Duration::from_secs(1)).unwrap();
+                    (id, inbox)
+                })
+                .collect();
+            let inboxes: Vec<_> = ids.iter().map(|(_, inbox)| inbox.clone()).collect();
+            let filed = move || inboxes.iter().filter(|inbox| inbox.happened().address.is_some()).count();
+            router.drain();
+            assert_eq!(filed(), QUOTA);
+            // A task that stands in line behind the next turn comes before the one after that.
+            let other = tokio::spawn({
+                let filed = filed.clone();
+                async move { filed() }
+            });
+            assert_eq!(other.await.unwrap(), 2 * QUOTA);
+            tokio::spawn(async {}).await.unwrap();
+            assert_eq!(filed(), EVENTS);
+        });
+    }
+
+    #[test]
     fn event_that_nobody_knows_wakes_nobody() {
         let inbox = Inbox::new(None);
         let mut changed = pin!(inbox.changed.notified());
@@ -440,9 +549,12 @@ mod tests {
         let network = crate::software::Network::new();
         let open = || Device::software_in(&network, "routed").unwrap();
         let (first, second) = (open(), open());
-        let router = Router::of(&first).unwrap();
-        assert!(Arc::ptr_eq(&router, &Router::of(&first.clone()).unwrap()));
-        assert!(!Arc::ptr_eq(&router, &Router::of(&second).unwrap()));
+        let router = Router::make(&first).unwrap();
+        // As those do who come at once.
+        assert!(Arc::ptr_eq(&router, &Router::make(&first.clone()).unwrap()));
+        assert!(Arc::ptr_eq(&router, &Router::known(&first, None).unwrap()));
+        assert!(Router::known(&second, None).is_none());
+        assert!(!Arc::ptr_eq(&router, &Router::make(&second).unwrap()));
         let gone = Arc::downgrade(&router);
         drop(router);
         assert!(gone.upgrade().is_none());

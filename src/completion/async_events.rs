@@ -23,7 +23,8 @@ use crate::verbs::{Device, Listener};
 ///
 /// # Errors
 ///
-/// If the descriptor cannot be registered with the current runtime.
+/// If the descriptor cannot be registered with the current runtime, or there is no thread to tell of events that somebody else
+/// has read.
 ///
 /// # Panics
 ///
@@ -33,7 +34,7 @@ pub fn events(device: &Device) -> io::Result<DeviceEvents> {
     let waker = Arc::new(AtomicWaker::new());
     let told = waker.clone();
     let listener: Arc<Listener> = Arc::new(move || told.wake());
-    device.on_events(&listener);
+    device.on_events(&listener)?;
     Ok(DeviceEvents { fd, device: device.clone(), waker, _listener: listener, ended: false })
 }
 

@@ -119,16 +119,16 @@ impl WorkQueue {
     #[cold]
     fn refused(&self, mut posting: MutexGuard<'_, Posting>, list: &[SendWr<'_>], posted: usize, error: VerbError) {
         let mut woken = WakeList::new();
-        let mut fail = |wr: &SendWr<'_>| {
+        let fail = |wr: &SendWr<'_>, woken: &mut WakeList| {
             let failed = Outcome::Err(OpErrorKind::Post(error));
-            self.settle(index_of(wr.wr_id), Generation::of(wr.wr_id), failed, &mut woken);
+            self.settle(index_of(wr.wr_id), Generation::of(wr.wr_id), failed, woken);
         };
         if let [between @ .., last] = &list[posted..] {
-            between.iter().for_each(&mut fail);
+            between.iter().for_each(|wr| fail(wr, &mut woken));
             if posted > 0 {
-                self.flush_behind(&mut posting, index_of(last.wr_id), *last, error);
+                self.flush_behind(&mut posting, index_of(last.wr_id), *last, error, &mut woken);
             } else {
-                fail(last);
+                fail(last, &mut woken);
             }
         }
         drop(posting);
@@ -137,23 +137,36 @@ impl WorkQueue {
 
     /// A part of a batch was refused, and parts before it may have been posted: ends the queue pair, with a work request
     /// that is flushed in the place of `wr`, so that the last slot of the batch is finished when the device is done with
-    /// all before it. False if even that is refused: the last slot is finished when the queue pair is destroyed.
-    pub(super) fn flush_behind(&self, posting: &mut Posting, index: u32, wr: SendWr<'_>, error: VerbError) -> bool {
+    /// all before it. False if even that is refused: then the queue pair is destroyed as soon as the locks are released, after
+    /// which the device is done with all of it, and that finishes the last slot.
+    pub(super) fn flush_behind(
+        &self,
+        posting: &mut Posting,
+        index: u32,
+        wr: SendWr<'_>,
+        error: VerbError,
+        woken: &mut WakeList,
+    ) -> bool {
         let Some(Poster::Send(qp)) = &posting.poster else { return false };
         tracing::warn!(qpn = %qp.qpn(), %error, "batch refused part-way, ending the queue pair");
-        if let Err(error) = qp.modify(&QpAttr::to_state(QpState::Err)) {
-            tracing::warn!(%error, "its buffers are held until the queue pair is destroyed");
-            return false;
+        if let Err(stuck) = qp.modify(&QpAttr::to_state(QpState::Err)) {
+            return self.give_up(&stuck, error, woken);
         }
         self.slots.slot(index).place(posting.posted as u32);
         let beacon = SendWr { data: Data::Sges(&[]), op: SendOp::Send, flags: SendFlags::SIGNALED, ..wr };
         // SAFETY: S1: it names no memory.
         if let Err(refused) = unsafe { qp.post_send(&[beacon]) } {
-            tracing::warn!(error = %refused.error, "its buffers are held until the queue pair is destroyed");
-            return false;
+            return self.give_up(&refused.error, error, woken);
         }
         posting.posted += 1;
         true
+    }
+
+    /// The device refuses to flush what is behind work that it refused for `error`.
+    fn give_up(&self, stuck: &dyn std::fmt::Display, error: VerbError, woken: &mut WakeList) -> bool {
+        tracing::warn!(error = %stuck, "a queue pair that cannot be flushed is destroyed");
+        woken.end_queue_pair_of(self.cq().clone(), self.owner(), OpErrorKind::Post(error));
+        false
     }
 
     fn check_batch<B: Source>(
@@ -185,4 +198,58 @@ struct Pieces {
     sges: SmallVec<[Sge; BATCH_INLINE]>,
     /// Where those of each work request end.
     ends: SmallVec<[usize; BATCH_INLINE]>,
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::pin::pin;
+    use std::task::{Context, Poll, Waker};
+
+    use super::*;
+    use crate::completion::{CompletionMode, CompletionQueue};
+    use crate::op::{Batch, QueuePair};
+    use crate::software::{Faults, Network};
+    use crate::types::Access;
+    use crate::verbs::{Device, ExposedRegion, Pool};
+
+    #[test]
+    fn batch_of_a_queue_pair_that_cannot_be_flushed_ends_and_keeps_its_buffers_until_that_is_destroyed() {
+        // Nothing moves there.
+        let network = Network::simulated(1, Faults::none());
+        let device = Device::software_in(&network, "stuck").unwrap();
+        let pd = device.protection_domain().unwrap();
+        let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
+        let [a, b] = [(); 2].map(|()| QueuePair::new(&pd, &queue).unwrap());
+        a.connect(&b.endpoint()).unwrap();
+        b.connect(&a.endpoint()).unwrap();
+        let pool = Pool::new(&pd, 64, 2).unwrap();
+        let region = ExposedRegion::new(&pd, vec![0; 64], Access::REMOTE_ALL).unwrap();
+        let mut batch = Batch::new();
+        for _ in 0..2 {
+            batch.read(pool.try_alloc(64).unwrap(), region.grant());
+        }
+        let mut batch = pin!(a.post_batch(batch));
+        let mut context = Context::from_waker(Waker::noop());
+        assert!(batch.as_mut().poll(&mut context).is_pending());
+
+        let give_up = || {
+            let mut woken = WakeList::new();
+            let [stuck, refused] =
+                ["ibv_modify_qp", "ibv_post_send"].map(|verb| VerbError::new(verb, VerbError::ENOMEM));
+            assert!(!a.send_queue().give_up(&stuck, refused, &mut woken));
+            woken
+        };
+        // What is left to do is done when the locks are released.
+        let woken = give_up();
+        assert!(batch.as_mut().poll(&mut context).is_pending() && pool.available() == 0);
+        woken.finish();
+        let Poll::Ready(result) = batch.as_mut().poll(&mut context) else { panic!("it hangs") };
+        assert!(
+            result.results().iter().all(|part| matches!(part, Err(OpErrorKind::Post(_) | OpErrorKind::Completion(_))))
+        );
+        drop(result);
+        assert_eq!(pool.available(), 2);
+        // Again, it is no harm.
+        give_up().finish();
+    }
 }

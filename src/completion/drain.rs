@@ -12,7 +12,7 @@ use super::request::Limits;
 use super::slot::{Registered, Slot};
 use super::spin::SpinBudget;
 use super::teardown::QueuePairCore;
-use super::wake::WakeList;
+use super::wake::{self, WakeList};
 use super::work_queue::{Owner, Poster, WorkQueue};
 use crate::error::{LimitError, OpErrorKind, SetupError, VerbError};
 use crate::sync::{AtomicU32, Mutex, MutexGuard, Ordering, lock, try_lock};
@@ -149,6 +149,12 @@ impl CqShared {
             attached.core = Arc::downgrade(core);
         }
         Ok(())
+    }
+
+    /// The queue pair of a work queue, if it has one that lives.
+    pub(super) fn queue_pair_of(&self, owner: Owner) -> Option<Arc<QueuePairCore>> {
+        let state = lock(&self.state);
+        state.queues.get(owner.0 as usize)?.as_ref()?.core.upgrade()
     }
 
     /// Notes that `core` draws from the shared receive queue `queue`, whose buffers are free only after it is gone; not
@@ -301,7 +307,7 @@ impl CqShared {
     fn release_and_wake(mut state: MutexGuard<'_, State>) {
         if let Some(waker) = state.woken.only() {
             drop(state);
-            return waker.wake();
+            return wake::wake(waker);
         }
         let woken = std::mem::take(&mut state.woken);
         drop(state);

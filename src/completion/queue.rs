@@ -119,7 +119,7 @@ impl CompletionQueueBuilder {
     /// # Errors
     ///
     /// [`SetupError::Limit`] for a capacity of 0 or beyond the device's, [`SetupError::Verb`] if the provider refuses;
-    /// with EOPNOTSUPP, if it has no moderation.
+    /// with EOPNOTSUPP, if it has no moderation; with EAGAIN, if the machine has no thread left to tell of a dead queue.
     pub fn build(self) -> Result<CompletionQueue, SetupError> {
         let channel = if self.mode.arms() { Some(Channel::new(&self.device)?) } else { None };
         let vector = self.vector.unwrap_or_else(|| self.device.next_vector());
@@ -134,7 +134,7 @@ impl CompletionQueueBuilder {
             if let Some(shared) = weak.upgrade() {
                 shared.drain();
             }
-        }));
+        }))?;
         if let CompletionMode::BusyPoll(poller) = shared.mode() {
             poller.serve(&shared);
         }

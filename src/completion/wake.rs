@@ -1,13 +1,18 @@
-//! What is left to do when the locks are released.
+//! What is left to do when the locks are released: those of a completion queue, and with a [`Deferral`] those of whoever
+//! polls operations under a lock of its own.
 
+use std::cell::{Cell, RefCell};
+use std::marker::PhantomData;
+use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::task::Waker;
 
 use smallvec::SmallVec;
 
+use super::drain::CqShared;
 use super::slot::Held;
 use super::teardown::QueuePairCore;
-use super::work_queue::WorkQueue;
+use super::work_queue::{Owner, WorkQueue};
 use crate::error::OpErrorKind;
 
 /// Tasks to wake, and what abandoned operations owned to drop: both can run code of users, which no lock may be held for.
@@ -20,6 +25,7 @@ pub(super) struct WakeList {
     spent: SmallVec<[Waker; 1]>,
     ends: SmallVec<[(Arc<QueuePairCore>, OpErrorKind); 1]>,
     abandons: SmallVec<[(Arc<WorkQueue>, OpErrorKind); 1]>,
+    doomed: SmallVec<[(Arc<CqShared>, Owner, OpErrorKind); 1]>,
 }
 
 impl WakeList {
@@ -40,8 +46,11 @@ impl WakeList {
 
     /// The one task to wake, if that is all that is left to do, as it is most of the time: spares moving the list.
     pub(super) fn only(&mut self) -> Option<Waker> {
-        let else_nothing =
-            self.held.is_empty() && self.spent.is_empty() && self.ends.is_empty() && self.abandons.is_empty();
+        let else_nothing = self.held.is_empty()
+            && self.spent.is_empty()
+            && self.ends.is_empty()
+            && self.abandons.is_empty()
+            && self.doomed.is_empty();
         if self.wakers.len() != 1 || !else_nothing {
             return None;
         }
@@ -67,6 +76,12 @@ impl WakeList {
         self.abandons.push((queue, kind));
     }
 
+    /// As [`end`](Self::end), of the queue pair of a send queue.
+    pub(super) fn end_queue_pair_of(&mut self, cq: Arc<CqShared>, owner: Owner, kind: OpErrorKind) {
+        self.any = true;
+        self.doomed.push((cq, owner, kind));
+    }
+
     #[inline]
     pub(super) fn finish(self) {
         if !self.is_empty() {
@@ -75,15 +90,83 @@ impl WakeList {
     }
 
     fn finish_slow(self) {
+        if DEFERRALS.get() > 0 {
+            return later(|deferred| deferred.append(self));
+        }
         for waker in self.wakers {
             waker.wake();
         }
         for (core, kind) in self.ends {
             core.shut_down(kind);
         }
+        for (cq, owner, kind) in self.doomed {
+            if let Some(core) = cq.queue_pair_of(owner) {
+                core.shut_down(kind);
+            }
+        }
         for (queue, kind) in self.abandons {
             drop(queue.close());
             queue.cq().abandon(&queue, kind, false);
+        }
+    }
+
+    fn append(&mut self, more: Self) {
+        self.any |= more.any;
+        self.wakers.extend(more.wakers);
+        self.held.extend(more.held);
+        self.spent.extend(more.spent);
+        self.ends.extend(more.ends);
+        self.abandons.extend(more.abandons);
+        self.doomed.extend(more.doomed);
+    }
+}
+
+/// Wakes one task, now or when it may be.
+#[inline]
+pub(super) fn wake(waker: Waker) {
+    if DEFERRALS.get() > 0 {
+        later(|deferred| deferred.wake(waker));
+    } else {
+        waker.wake();
+    }
+}
+
+/// While it lives, nothing of what completion queues have to do for others is done on this thread: nobody is woken, and
+/// what abandoned operations owned is not dropped. All of that is done when the last of them is dropped.
+///
+/// Who posts and polls operations under a lock makes one before it takes the lock, and drops it after the lock was released:
+/// an operation that is polled finds the completions of all others, and what it leads to may be code of users that comes
+/// back for the same lock.
+#[derive(Debug)]
+pub(crate) struct Deferral(PhantomData<*const ()>);
+
+thread_local! {
+    static DEFERRALS: Cell<u32> = const { Cell::new(0) };
+    /// Without a destructor: destructors of other variables of a thread may still need it. It is empty by then.
+    static DEFERRED: RefCell<Option<ManuallyDrop<WakeList>>> = const { RefCell::new(None) };
+}
+
+fn later(add: impl FnOnce(&mut WakeList)) {
+    DEFERRED.with_borrow_mut(|deferred| add(deferred.get_or_insert_with(|| ManuallyDrop::new(WakeList::new()))));
+}
+
+impl Deferral {
+    pub(crate) fn begin() -> Self {
+        DEFERRALS.set(DEFERRALS.get() + 1);
+        Self(PhantomData)
+    }
+}
+
+impl Drop for Deferral {
+    fn drop(&mut self) {
+        let others = DEFERRALS.get() - 1;
+        DEFERRALS.set(others);
+        if others == 0
+            && DEFERRED.with_borrow(Option::is_some)
+            // Taken out: what is done now may make another deferral on this thread.
+            && let Some(deferred) = DEFERRED.take()
+        {
+            ManuallyDrop::into_inner(deferred).finish_slow();
         }
     }
 }

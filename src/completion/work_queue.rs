@@ -367,7 +367,7 @@ impl WorkQueue {
                 // before it that nothing stands in for would count as done with the next completion behind it.
                 let is_before = |behind: &Queued| self.slots.slot(behind.index).previous() == Some(next.index);
                 let held = !posting.queued.front().is_some_and(is_before);
-                if next.batch && (self.flush_behind(posting, next.index, wr, error) || held) {
+                if next.batch && (self.flush_behind(posting, next.index, wr, error, woken) || held) {
                     continue;
                 }
                 let failed = Outcome::Err(OpErrorKind::Post(error));

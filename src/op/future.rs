@@ -97,6 +97,14 @@ impl<F: Finish> Operation<F> {
         }
     }
 
+    /// Why it was not posted, if it was not.
+    pub(crate) fn refusal(&self) -> Option<OpErrorKind> {
+        match &self.state {
+            State::InFlight(_) => None,
+            State::Refused(refused) => refused.as_ref().map(|refused| refused.0),
+        }
+    }
+
     /// Was never posted.
     #[cold]
     pub(super) fn refused(kind: OpErrorKind, held: F::Held) -> Self {

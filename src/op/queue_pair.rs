@@ -317,7 +317,7 @@ impl QueuePair {
     }
 
     #[inline]
-    pub(super) fn send_queue(&self) -> &Arc<WorkQueue> {
+    pub(crate) fn send_queue(&self) -> &Arc<WorkQueue> {
         &self.inner.send
     }
 

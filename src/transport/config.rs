@@ -37,6 +37,7 @@ pub struct ConnectionConfig {
     pub(super) options: ConnectOptions,
     pub(super) completions: Completions,
     pub(super) connect_timeout: Duration,
+    pub(super) handshakes: u32,
     pub(super) user_data: Bytes,
     pub(super) protection_domain: Option<ProtectionDomain>,
 }
@@ -68,6 +69,7 @@ impl Default for ConnectionConfig {
             options: ConnectOptions::default(),
             completions: Completions::Own(CompletionMode::default()),
             connect_timeout: Duration::from_secs(15),
+            handshakes: 32,
             user_data: Bytes::new(),
             protection_domain: None,
         }
@@ -183,6 +185,14 @@ impl ConnectionConfig {
     /// the kernel's manager repeats a lost message after 4.3 s.
     pub fn connect_timeout(mut self, timeout: Duration) -> Self {
         self.connect_timeout = timeout;
+        self
+    }
+
+    /// Handshakes that a [`Listener`](super::Listener) makes at once; 32 unless set, and at least 1. Each holds a connection's
+    /// buffers, for up to [`connect_timeout`](Self::connect_timeout) if its peer falls silent; peers beyond that wait in the
+    /// backlog.
+    pub fn handshakes(mut self, handshakes: u32) -> Self {
+        self.handshakes = handshakes.max(1);
         self
     }
 

@@ -20,7 +20,7 @@ use super::halves::{RecvHalf, SendHalf, Turn};
 use super::hello::{Hello, HelloError};
 use crate::cm::{self, Link};
 use crate::completion::CompletionQueue;
-use crate::error::SetupError;
+use crate::error::{OpErrorKind, SetupError};
 use crate::mem::{HostMemory, RemoteRegion, Storage};
 use crate::op::{Atomic, QueuePair, QueuePairBuilder, QueuePairEndpoint, Read, Write};
 use crate::provider::dispatch::{ReceiveCounters, SendCounters};
@@ -202,7 +202,10 @@ impl Connection {
         handle.shared.with(|core, waker| core.close(waker));
         let mut turn = Turn::new(&handle.shared, Core::leave_flushers);
         let mut gone = async || {
-            poll_fn(|context| handle.shared.with(|core, waker| core.poll_gone(&mut turn.ticket, waker, context))).await
+            poll_fn(|context| {
+                handle.shared.poll(context, |core, bell, guest| core.poll_gone(&mut turn.ticket, bell, guest))
+            })
+            .await
         };
         let reason = match tokio::time::timeout(handle.close_timeout, gone()).await {
             Ok(reason) => reason,
@@ -403,7 +406,7 @@ impl Sink<Bytes> for Connection {
 /// One end that is ready to be connected: its receives are posted.
 #[must_use = "it is connected by establish"]
 pub struct Prepared {
-    core: Core,
+    pub(super) core: Core,
     pub(super) qp: QueuePair,
     config: ConnectionConfig,
 }
@@ -430,6 +433,11 @@ impl Prepared {
         let pool = |buffers: u32| Pool::new(pd, size, buffers as usize);
         let pools = [pool(receives.saturating_add(config.spare_buffers))?, pool(config.send_buffers)?];
         let core = Core::new(qp.clone(), config, pools);
+        match core.flushed {
+            Some(OpErrorKind::Post(error)) => return Err(error.into()),
+            Some(_) => return Err(SetupError::Closed),
+            None => {}
+        }
         Ok(Self { core, qp, config: config.clone() })
     }
 
@@ -476,7 +484,7 @@ impl Prepared {
         let addresses = link.as_ref().map(|link| (link.local_addr(), link.peer_addr()));
         let link = link.map(Arc::new);
         self.core.meet(self.config.receives(), &peer, link.clone());
-        let shared = Arc::new(Shared::new(self.core, self.qp));
+        let shared = Shared::new(self.core, self.qp, runtime.clone());
         drop(runtime.spawn(drive(shared.clone(), Times::new(&self.config), link)));
         let handle = Arc::new(Handle {
             shared,

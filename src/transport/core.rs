@@ -20,22 +20,22 @@ use bytes::Bytes;
 use smallvec::SmallVec;
 
 use super::config::ConnectionConfig;
-use super::error::{CloseReason, MessageError, Violation};
+use super::ending::is_flush;
+use super::error::{CloseReason, Violation};
 use super::flow::Flow;
 use super::frame::{Header, Kind, decode_offer};
 use super::hello::Hello;
 use super::inbound::{Inbox, Incoming};
-use super::memory::Landings;
+use super::memory::{Chore, Landings, Made};
 use super::outbound::{Block, Sent};
-use super::waiters::{Ticket, Waiters};
+use super::waiters::Waiters;
 use crate::cm::Link;
 use crate::error::OpErrorKind;
 use crate::op::{QueuePair, Received, Recv};
-use crate::types::WcStatus;
 use crate::verbs::{BufMut, Pool, ReadOnlyRegion};
 
 /// Frames that are dealt with before others get their turn.
-const BATCH: usize = 128;
+pub(super) const BATCH: usize = 128;
 
 /// One end of a connection.
 #[derive(Debug)]
@@ -48,6 +48,10 @@ pub(super) struct Core {
     pub(super) receive_pool: Pool,
     pub(super) send_pool: Pool,
     pub(super) landings: Landings,
+    /// For a thread that may block.
+    pub(super) chores: VecDeque<Chore>,
+    /// There is one that does them.
+    pub(super) helped: bool,
 
     pub(super) receives: VecDeque<Recv<BufMut>>,
     pub(super) inbox: Inbox,
@@ -112,9 +116,19 @@ pub(super) struct Limits {
 #[derive(Debug, Default)]
 pub(super) struct After {
     pub(super) wakers: SmallVec<[Waker; 4]>,
-    fetched: SmallVec<[ReadOnlyRegion; 2]>,
-    operations: Vec<Operations>,
-    link: Option<Arc<Link>>,
+    /// Wakers of tasks that wait no more.
+    pub(super) spent: SmallVec<[Waker; 2]>,
+    pub(super) fetched: SmallVec<[ReadOnlyRegion; 2]>,
+    /// Their registrations may end with them.
+    pub(super) discarded: Vec<Bytes>,
+    pub(super) unneeded: Vec<Made>,
+    /// There are chores, and nobody does them.
+    pub(super) help: bool,
+    pub(super) operations: Vec<Operations>,
+    pub(super) chores: VecDeque<Chore>,
+    pub(super) link: Option<Arc<Link>>,
+    /// The driver shall look.
+    pub(super) ring: bool,
 }
 
 /// Operations of an end that has ended.
@@ -142,6 +156,8 @@ impl Core {
         let mut core = Self {
             flow: Flow::new(config.receives(), 0),
             landings: Landings::new(qp.protection_domain(), config.receive_memory),
+            chores: VecDeque::new(),
+            helped: false,
             link: None,
             qp,
             limits,
@@ -218,7 +234,12 @@ impl Core {
             self.discard()?;
         }
         self.say();
-        self.watch_sends(context)
+        self.watch_sends(context)?;
+        match self.flushed {
+            Some(kind) => self.failed(kind, context),
+            None if self.flow.is_over() && self.sends.is_empty() => Err(CloseReason::Clean),
+            None => Ok(()),
+        }
     }
 
     /// Deals with frames that have arrived.
@@ -230,7 +251,8 @@ impl Core {
             match result {
                 Ok(received) => self.on_frame(received)?,
                 Err(error) => {
-                    self.flushed = Some(error.kind());
+                    // What comes after a failure says less than that.
+                    self.flushed = self.flushed.filter(|&first| !is_flush(first)).or(Some(error.kind()));
                     return Ok(());
                 }
             }
@@ -280,7 +302,18 @@ impl Core {
     pub(super) fn post(&mut self, mut buffer: BufMut) {
         let whole = buffer.resize(self.receive_pool.buffer_size());
         debug_assert!(whole.is_ok(), "it is of the pool");
-        self.receives.push_back(self.qp.recv(buffer));
+        let receive = self.qp.recv(buffer);
+        self.note_refusal(receive.refusal());
+        self.receives.push_back(receive);
+    }
+
+    /// An operation that was not posted does not end by itself, nor does its queue pair: without this it would be found when
+    /// all before it have ended.
+    pub(super) fn note_refusal(&mut self, refusal: Option<OpErrorKind>) {
+        if let Some(kind) = refusal {
+            self.flushed.get_or_insert(kind);
+            self.after.ring = true;
+        }
     }
 
     /// Forgets sends that are done.
@@ -295,44 +328,6 @@ impl Core {
         }
     }
 
-    /// Starts to fetch long messages, and takes those that are there.
-    fn fetch(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
-        while let Some(&number) = self.inbox.waiting.front()
-            && !self.closing
-        {
-            let Some(&mut Incoming::Offered(region)) = self.inbox.get(number) else { unreachable!("it is offered") };
-            if self.inbox.memory > 0 && self.inbox.memory + region.len() > self.limits.receive_memory {
-                break;
-            }
-            let landing = self.landings.fetch(&self.qp, region).map_err(|error| {
-                tracing::warn!(%error, len = region.len(), "no memory for a message");
-                CloseReason::Memory
-            })?;
-            if let Some(message) = self.inbox.get(number) {
-                *message = Incoming::Landing(landing);
-            }
-            self.inbox.memory += region.len();
-            self.inbox.waiting.pop_front();
-            self.inbox.fetching.push_back(number);
-        }
-        while let Some(&number) = self.inbox.fetching.front() {
-            let qp = &self.qp;
-            let Some(message) = self.inbox.messages.get_mut((number - self.inbox.base) as usize) else { break };
-            let Incoming::Landing(landing) = message else { unreachable!("it is being fetched") };
-            match landing.poll(qp, context) {
-                Poll::Pending => break,
-                Poll::Ready(Ok(bytes)) => *message = Incoming::Landed(bytes),
-                Poll::Ready(Err(kind)) => {
-                    *message = Incoming::Lost;
-                    return self.failed(kind, context);
-                }
-            }
-            self.inbox.fetching.pop_front();
-            self.flow.done();
-        }
-        Ok(())
-    }
-
     /// Says what is due: that offers are done, that receives are free, that this end has finished.
     pub(super) fn say(&mut self) {
         if self.finishing && self.flow.may_send(Kind::Fin) {
@@ -344,7 +339,7 @@ impl Core {
         }
     }
 
-    /// Has the driver woken by sends that somebody waits for; ends the connection if all is said.
+    /// Has the driver woken by sends that somebody waits for.
     fn watch_sends(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
         let waited_for = if self.flow.is_over() {
             self.sends.back_mut()
@@ -363,71 +358,6 @@ impl Core {
                 return self.failed(kind, context);
             }
             self.reap();
-        }
-        match self.flushed {
-            Some(kind) => self.failed(kind, context),
-            None if self.flow.is_over() && self.sends.is_empty() => Err(CloseReason::Clean),
-            None => Ok(()),
-        }
-    }
-
-    /// An operation has failed, and the queue pair with it: finds out which was the first.
-    fn failed(&mut self, kind: OpErrorKind, context: &mut Context<'_>) -> Result<(), CloseReason> {
-        if self.flow.is_over() {
-            // The peer has heard and said all, and is gone.
-            return Err(CloseReason::Clean);
-        }
-        self.flushed = Some(kind);
-        let mut reason = kind;
-        let mut pending = false;
-        for sent in &mut self.sends {
-            match sent.poll(context) {
-                Poll::Ready(Err(kind)) if is_flush(reason) => reason = kind,
-                Poll::Ready(_) => {}
-                Poll::Pending => pending = true,
-            }
-        }
-        for message in &mut self.inbox.messages {
-            if let Incoming::Landing(landing) = message {
-                match landing.poll(&self.qp, context) {
-                    Poll::Ready(Ok(bytes)) => *message = Incoming::Landed(bytes),
-                    Poll::Ready(Err(kind)) => {
-                        reason = if is_flush(reason) { kind } else { reason };
-                        *message = Incoming::Lost;
-                    }
-                    Poll::Pending => pending = true,
-                }
-            }
-        }
-        self.flushed = Some(reason);
-        // In the error state all of them end.
-        let disconnected = || self.link.as_ref().is_some_and(|link| !link.is_connected());
-        match is_flush(reason) {
-            true if pending => Ok(()),
-            true if disconnected() => Err(CloseReason::Disconnected),
-            _ => Err(CloseReason::Operation(reason)),
-        }
-    }
-
-    /// Throws away what arrives after this end was closed.
-    fn discard(&mut self) -> Result<(), CloseReason> {
-        // What nobody will read need not be fetched; what is being fetched is awaited.
-        while self.inbox.fetching.is_empty()
-            && let Some(number) = self.inbox.waiting.pop_front()
-        {
-            if let Some(message) = self.inbox.get(number) {
-                *message = Incoming::Landed(Bytes::new());
-            }
-            self.flow.done();
-        }
-        while let Some(message) = self.inbox.pop() {
-            self.counters.discarded += 1;
-            match message {
-                Incoming::Here(buffer) => self.post(buffer),
-                Incoming::Landed(bytes) => self.inbox.memory -= bytes.len() as u64,
-                Incoming::Offered(_) | Incoming::Landing(_) | Incoming::Lost => {}
-            }
-            self.flow.release_message();
         }
         Ok(())
     }
@@ -473,133 +403,6 @@ impl Core {
         self.flow.peer_has_finished() && self.inbox.messages.is_empty() && !self.inbox.lost
     }
 
-    /// Ends the connection: nothing is sent or received any more, what has arrived can still be taken.
-    pub(super) fn end(&mut self, reason: CloseReason) {
-        if self.ended.is_some() {
-            return;
-        }
-        self.ended = Some(reason);
-        match reason {
-            CloseReason::Clean | CloseReason::Local => {
-                tracing::debug!(qpn = %self.qp.qpn(), %reason, "connection ended")
-            }
-            _ => tracing::warn!(qpn = %self.qp.qpn(), %reason, "connection ended"),
-        }
-        // The memory of messages that are being fetched is the device's until the queue pair is closed.
-        let here = |message: &&Incoming| matches!(message, Incoming::Here(_) | Incoming::Landed(_));
-        let lost = self.inbox.messages.split_off(self.inbox.messages.iter().take_while(here).count());
-        self.inbox.lost = !lost.is_empty();
-        let operations = (std::mem::take(&mut self.receives), std::mem::take(&mut self.sends), lost);
-        self.after.operations.push(operations);
-        self.after.fetched.extend(self.offers.drain(..));
-        self.offered = 0;
-        self.after.wakers.extend(self.receivers.all());
-        self.after.wakers.extend(self.senders.all());
-        self.after.wakers.extend(self.flushers.all());
-    }
-
-    // The end.
-
-    /// Sends no more messages.
-    pub(super) fn finish(&mut self, bell: &Waker) -> Result<(), MessageError> {
-        if let Some(reason) = self.ended.filter(|&reason| reason != CloseReason::Clean) {
-            return Err(MessageError::Closed(reason));
-        }
-        self.finishing = true;
-        self.progress(bell);
-        self.after.wakers.extend(self.senders.all());
-        Ok(())
-    }
-
-    /// Neither sends nor receives any more messages.
-    pub(super) fn close(&mut self, bell: &Waker) {
-        self.finishing = true;
-        self.closing = true;
-        self.progress(bell);
-        self.after.wakers.extend(self.senders.all());
-        self.after.wakers.extend(self.receivers.all());
-    }
-
-    /// How it ended, once the queue pair is gone.
-    pub(super) fn poll_gone(
-        &mut self,
-        ticket: &mut Option<Ticket>,
-        bell: &Waker,
-        context: &mut Context<'_>,
-    ) -> Poll<CloseReason> {
-        self.progress(bell);
-        match self.ended {
-            Some(reason) if self.gone => {
-                self.flushers.leave(ticket);
-                Poll::Ready(reason)
-            }
-            _ => {
-                self.flushers.wait(ticket, context.waker());
-                Poll::Pending
-            }
-        }
-    }
-
-    /// The service has dropped all it held of it.
-    pub(super) fn abandon(&mut self) {
-        self.abandoned = true;
-    }
-
-    /// True if the service has dropped it, and nothing was said about that.
-    pub(super) fn take_abandoned(&mut self) -> bool {
-        std::mem::take(&mut self.abandoned) && self.ended.is_none()
-    }
-
-    /// Says goodbye for a service that does not: if it has seen the peer's last message it has finished, else it is gone.
-    pub(super) fn part(&mut self, bell: &Waker) {
-        if self.end_seen || self.flow.has_finished() && self.is_at_end() {
-            return self.close(bell);
-        }
-        self.abort();
-    }
-
-    fn abort(&mut self) {
-        self.closing = true;
-        self.parting = true;
-        if self.flow.may_send(Kind::Abort) {
-            self.send_bare(Kind::Abort);
-        }
-    }
-
-    /// The peer did not finish in time.
-    pub(super) fn give_up(&mut self) {
-        if self.ended.is_none() {
-            self.abort();
-            self.end(CloseReason::CloseTimeout);
-        }
-    }
-
-    /// True if the peer's device has taken a goodbye without an end.
-    pub(super) fn has_parted(&mut self, bell: &Waker) -> bool {
-        if !self.parting {
-            return false;
-        }
-        let context = &mut Context::from_waker(bell);
-        let polled = self.sends.back_mut().map_or(Poll::Ready(Ok(())), |sent| sent.poll(context));
-        polled.is_ready()
-    }
-
-    /// The queue pair is closed.
-    pub(super) fn gone(&mut self) {
-        self.gone = true;
-        self.after.link = self.link.take();
-        self.after.wakers.extend(self.flushers.all());
-    }
-
-    /// The connection manager says that the peer has disconnected: what had arrived before counts.
-    pub(super) fn disconnected(&mut self, bell: &Waker) {
-        for _ in 0..=self.receives.len() / BATCH {
-            self.progress(bell);
-        }
-        let reason = if self.flow.is_over() { CloseReason::Clean } else { CloseReason::Disconnected };
-        self.end(reason);
-    }
-
     /// Asks the peer for an answer, if there is a credit for that: there is one if the peer is alive.
     pub(super) fn ping(&mut self) {
         if self.ended.is_none() && self.flow.may_send(Kind::Ping) {
@@ -630,10 +433,6 @@ impl Core {
     }
 }
 
-fn is_flush(kind: OpErrorKind) -> bool {
-    kind.status() == Some(WcStatus::WR_FLUSH_ERR) || kind == OpErrorKind::Closed
-}
-
 impl From<Violation> for CloseReason {
     fn from(violation: Violation) -> Self {
         Self::Violation(violation)
@@ -660,4 +459,26 @@ pub struct ConnectionCounters {
     pub credits: u32,
     /// Messages that have arrived, or are announced, and were not received yet.
     pub inbox: usize,
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::software::Network;
+    use crate::transport::Connection;
+    use crate::verbs::Device;
+
+    #[test]
+    fn receive_that_is_refused_is_noticed_at_once() {
+        let pd = Device::software_in(&Network::new(), "refused").unwrap().protection_domain().unwrap();
+        let mut core = Connection::prepare(&pd, &ConnectionConfig::default()).unwrap().core;
+        let spare = core.receive_pool.try_alloc(1).unwrap();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(core.qp.clone().close());
+        core.post(spare);
+        assert_eq!(core.flushed, Some(OpErrorKind::Closed));
+        assert!(core.take_after().ring, "and the driver is told");
+        core.progress(Waker::noop());
+        assert!(matches!(core.ended(), Some(CloseReason::Operation(_))), "{:?}", core.ended());
+    }
 }

@@ -8,17 +8,20 @@
 
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use tokio::runtime::Handle;
 use tokio::time::{Instant, Sleep, sleep_until, timeout};
 
 use super::config::ConnectionConfig;
 use super::core::Core;
 use super::error::CloseReason;
+use super::waiters::Guest;
 use crate::cm::Link;
+use crate::completion::Deferral;
 use crate::op::QueuePair;
 
 /// Longest wait for a goodbye to be taken by the peer's device when the service has dropped the connection, and for the
@@ -67,22 +70,51 @@ pub(super) struct Shared {
     /// The bell as what operations wake.
     waker: Waker,
     pub(super) qp: QueuePair,
+    /// Where it has its task.
+    runtime: Handle,
+    this: Weak<Self>,
 }
 
 impl Shared {
-    pub(super) fn new(core: Core, qp: QueuePair) -> Self {
+    pub(super) fn new(core: Core, qp: QueuePair, runtime: Handle) -> Arc<Self> {
         let bell = Arc::new(Bell::default());
-        Self { core: Mutex::new(core), waker: bell.clone().into(), bell, qp }
+        let waker = bell.clone().into();
+        Arc::new_cyclic(|this| Self { core: Mutex::new(core), waker, bell, qp, runtime, this: this.clone() })
     }
 
-    /// Does something under the lock, and after it what that has left to do.
+    /// Does something under the lock, and after it what that has left to do, for this connection and, as operations are polled,
+    /// for others: whatever that may run, such as wakers and drops of the service's, may come back here.
     pub(super) fn with<R>(&self, work: impl FnOnce(&mut Core, &Waker) -> R) -> R {
+        let deferral = Deferral::begin();
         let mut core = self.core.lock();
         let result = work(&mut core, &self.waker);
         let after = core.take_after();
         drop(core);
+        drop(deferral);
+        if after.help {
+            let helper = Helper { shared: self.this.clone(), at_it: true };
+            drop(self.runtime.spawn_blocking(move || helper.run()));
+        }
+        if after.ring {
+            self.bell.ring();
+        }
         after.run();
         result
+    }
+
+    /// As [`with`](Self::with), for a task that may have to wait.
+    pub(super) fn poll<R>(
+        &self,
+        context: &mut Context<'_>,
+        mut work: impl FnMut(&mut Core, &Waker, &mut Guest<'_>) -> Poll<R>,
+    ) -> Poll<R> {
+        let mut guest = Guest::new(context.waker());
+        loop {
+            match self.with(|core, bell| work(core, bell, &mut guest)) {
+                Poll::Pending if guest.comes_again() => {}
+                result => return result,
+            }
+        }
     }
 
     /// The service has dropped all it held.
@@ -95,6 +127,36 @@ impl Shared {
     pub(super) fn give_up(&self) {
         self.with(|core, _| core.give_up());
         self.bell.ring();
+    }
+}
+
+/// A thread that does what may block, one thing after the other, until there is nothing more to do: at most one for a
+/// connection, however much its peer offers.
+struct Helper {
+    shared: Weak<Shared>,
+    at_it: bool,
+}
+
+impl Helper {
+    fn run(mut self) {
+        while let Some(shared) = self.shared.upgrade()
+            && let Some(chore) = shared.with(|core, _| core.next_chore())
+        {
+            let done = chore.run();
+            shared.with(|core, bell| core.on_done(done, bell));
+        }
+        self.at_it = false;
+    }
+}
+
+impl Drop for Helper {
+    fn drop(&mut self) {
+        if let (true, Some(shared)) = (self.at_it, self.shared.upgrade()) {
+            // Who waits for a message would wait for ever.
+            let reason = if std::thread::panicking() { CloseReason::Memory } else { CloseReason::Runtime };
+            shared.with(|core, _| core.end(reason));
+            shared.bell.ring();
+        }
     }
 }
 

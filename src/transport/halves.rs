@@ -85,7 +85,10 @@ impl SendHalf {
             shared.with(|core, _| core.next_sender(&mut left));
         }
         let mut turn = Turn::new(shared, Core::next_sender);
-        poll_fn(|context| shared.with(|core, waker| core.poll_send(&message, &mut turn.ticket, waker, context))).await
+        poll_fn(|context| {
+            shared.poll(context, |core, bell, guest| core.poll_send(&message, &mut turn.ticket, bell, guest))
+        })
+        .await
     }
 
     /// As [`Connection::flush`](super::Connection::flush).
@@ -96,7 +99,8 @@ impl SendHalf {
     pub async fn flush(&self) -> Result<(), MessageError> {
         let shared = &self.handle.shared;
         let mut flush = Leaving { shared, flush: Flush::default() };
-        poll_fn(|context| shared.with(|core, waker| core.poll_flush(&mut flush.flush, waker, context))).await
+        poll_fn(|context| shared.poll(context, |core, bell, guest| core.poll_flush(&mut flush.flush, bell, guest)))
+            .await
     }
 
     /// As [`Connection::finish`](super::Connection::finish).
@@ -112,7 +116,8 @@ impl SendHalf {
     fn poll_pending(&mut self, context: &mut Context<'_>) -> Poll<Result<(), MessageError>> {
         let Self { handle, pending, sending, .. } = self;
         let Some(message) = pending else { return Poll::Ready(Ok(())) };
-        let result = ready!(handle.shared.with(|core, waker| core.poll_send(message, sending, waker, context)));
+        let result =
+            ready!(handle.shared.poll(context, |core, bell, guest| core.poll_send(message, sending, bell, guest)));
         // One that cannot be sent is not sent later, either.
         *pending = None;
         Poll::Ready(result)
@@ -139,9 +144,9 @@ impl Sink<Bytes> for SendHalf {
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<(), MessageError>> {
         ready!(self.poll_pending(context))?;
         let Self { handle, flushing, .. } = &mut *self;
-        handle.shared.with(|core, waker| {
+        handle.shared.poll(context, |core, bell, guest| {
             flushing.renew(core);
-            core.poll_flush(flushing, waker, context)
+            core.poll_flush(flushing, bell, guest)
         })
     }
 
@@ -200,7 +205,7 @@ impl RecvHalf {
             shared.with(|core, _| core.next_receiver(&mut left));
         }
         let mut turn = Turn::new(shared, Core::next_receiver);
-        poll_fn(|context| shared.with(|core, waker| core.poll_recv(&mut turn.ticket, waker, context))).await
+        poll_fn(|context| shared.poll(context, |core, bell, guest| core.poll_recv(&mut turn.ticket, bell, guest))).await
     }
 }
 
@@ -212,7 +217,8 @@ impl Stream for RecvHalf {
             return Poll::Ready(None);
         }
         let Self { handle, receiving, ended } = &mut *self;
-        let next = ready!(handle.shared.with(|core, waker| core.poll_recv(receiving, waker, context))).transpose();
+        let next =
+            ready!(handle.shared.poll(context, |core, bell, guest| core.poll_recv(receiving, bell, guest))).transpose();
         *ended = !matches!(next, Some(Ok(_)));
         Poll::Ready(next)
     }

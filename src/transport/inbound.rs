@@ -1,14 +1,14 @@
 //! What an end receives: messages in order, those to be fetched among them.
 
 use std::collections::VecDeque;
-use std::task::{Context, Poll, Waker};
+use std::task::{Poll, Waker};
 
 use bytes::Bytes;
 
 use super::core::Core;
 use super::error::{CloseReason, MessageError};
 use super::memory::Landing;
-use super::waiters::Ticket;
+use super::waiters::{Guest, Ticket};
 use crate::mem::RemoteRegion;
 use crate::verbs::BufMut;
 
@@ -34,7 +34,11 @@ pub(super) struct Inbox {
 pub(super) enum Incoming {
     Here(BufMut),
     Offered(RemoteRegion),
+    /// Memory for it is being registered.
+    Preparing(RemoteRegion),
     Landing(Landing),
+    /// It is there; the registration of its memory is being ended.
+    Releasing,
     Landed(Bytes),
     /// Could not be fetched; the connection has failed.
     Lost,
@@ -71,7 +75,7 @@ impl Core {
         &mut self,
         ticket: &mut Option<Ticket>,
         bell: &Waker,
-        context: &mut Context<'_>,
+        guest: &mut Guest<'_>,
     ) -> Poll<Result<Option<Bytes>, MessageError>> {
         if self.receivers.is_first(*ticket) {
             if !self.inbox.is_ready() {
@@ -95,7 +99,7 @@ impl Core {
                 return Poll::Ready(end);
             }
         }
-        self.receivers.wait(ticket, context.waker());
+        self.receivers.wait(ticket, guest);
         Poll::Pending
     }
 
@@ -113,7 +117,7 @@ impl Core {
 
     /// Leaves the line of receivers.
     pub(super) fn next_receiver(&mut self, ticket: &mut Option<Ticket>) {
-        self.receivers.leave(ticket);
+        self.after.spent.extend(self.receivers.leave(ticket));
         if self.ended.is_some() || self.inbox.is_ready() || self.is_at_end() {
             self.after.wakers.extend(self.receivers.first());
         }
@@ -129,7 +133,11 @@ impl Core {
                 bytes
             }
             Incoming::Here(buffer) => self.hand_out(buffer, open),
-            Incoming::Offered(_) | Incoming::Landing(_) | Incoming::Lost => unreachable!("it was ready"),
+            Incoming::Offered(_)
+            | Incoming::Preparing(_)
+            | Incoming::Landing(_)
+            | Incoming::Releasing
+            | Incoming::Lost => unreachable!("it was ready"),
         };
         if open {
             self.flow.release_message();

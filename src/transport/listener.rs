@@ -1,10 +1,16 @@
 //! Connections that peers ask for.
 
 use std::fmt;
+use std::future::{Future, poll_fn};
 use std::net::SocketAddr;
+use std::panic::resume_unwind;
+use std::pin::pin;
+use std::task::Poll;
 
 use bytes::Bytes;
 use tokio::net::ToSocketAddrs;
+use tokio::sync::Mutex;
+use tokio::task::{JoinError, JoinSet};
 
 use super::config::ConnectionConfig;
 use super::connection::{Connection, Prepared};
@@ -50,6 +56,15 @@ pub struct Listener {
     inner: cm::Listener,
     device: Device,
     config: ConnectionConfig,
+    /// Those that were begun by `accept`, whoever has called it: one caller at a time starts and collects them.
+    handshakes: Mutex<JoinSet<Result<Connection, EstablishError>>>,
+}
+
+/// What an acceptor waits for.
+#[allow(clippy::large_enum_variant, reason = "it is taken apart where it is made")]
+enum Next {
+    Asked(Result<ConnectionRequest, EstablishError>),
+    Made(Result<Result<Connection, EstablishError>, JoinError>),
 }
 
 impl Listener {
@@ -79,7 +94,7 @@ impl Listener {
     ) -> Result<Self, EstablishError> {
         config.check(device.attr())?;
         let inner = cm::Listener::bind(device, address).await?;
-        Ok(Self { inner, device: device.clone(), config: config.clone() })
+        Ok(Self { inner, device: device.clone(), config: config.clone(), handshakes: Mutex::default() })
     }
 
     /// Address that it listens at.
@@ -88,12 +103,13 @@ impl Listener {
         self.inner.local_addr()
     }
 
-    /// The next connection. A peer that asks for another protocol is rejected, and one that does not go through with it is
-    /// passed over; neither is an error here.
+    /// The next connection that is complete. A peer that asks for another protocol is rejected, and one that does not go
+    /// through with it is passed over; neither is an error here.
     ///
-    /// Handshakes are made one after the other: where a peer that does not answer must not hold up others for
-    /// [`connect_timeout`](ConnectionConfig::connect_timeout), take the [`request`](Self::request) and have another task
-    /// accept it.
+    /// Up to [`handshakes`](ConnectionConfig::handshakes) are made at once, each in a task of its own, so that a peer that is
+    /// slow, or does not answer at all, holds up nobody: connections come in the order in which they are complete. New ones are
+    /// begun while somebody waits here only. Who wants to decide about each peer, or to bound them in another way, takes the
+    /// [`request`](Self::request) and has it accepted.
     ///
     /// # Errors
     ///
@@ -101,15 +117,46 @@ impl Listener {
     ///
     /// # Cancel safety
     ///
-    /// Dropping the future rejects a peer whose handshake is underway.
+    /// Dropping the future loses no connection: handshakes that were begun go on, and whoever accepts next has them. Dropping
+    /// the listener rejects their peers.
+    ///
+    /// # Panics
+    ///
+    /// Outside of a Tokio runtime with its I/O and time drivers.
     pub async fn accept(&self) -> Result<Connection, EstablishError> {
+        let mut handshakes = self.handshakes.lock().await;
         loop {
-            let request = self.request().await?;
-            let peer = request.peer_addr();
-            match request.accept().await {
-                Ok(connection) => return Ok(connection),
-                Err(EstablishError::Setup(error)) => return Err(error.into()),
-                Err(error) => tracing::debug!(%peer, %error, "not accepted"),
+            // Dropped with each round, which loses no request.
+            let mut request = pin!(self.request());
+            let next = poll_fn(|context| {
+                if let Poll::Ready(Some(made)) = handshakes.poll_join_next(context) {
+                    return Poll::Ready(Next::Made(made));
+                }
+                if handshakes.len() < self.config.handshakes as usize {
+                    return request.as_mut().poll(context).map(Next::Asked);
+                }
+                Poll::Pending
+            });
+            match next.await {
+                Next::Asked(request) => {
+                    let request = request?;
+                    drop(handshakes.spawn(async move {
+                        let peer = request.peer_addr();
+                        let result = request.accept().await;
+                        if let Err(error) = &result {
+                            tracing::debug!(%peer, %error, "not accepted");
+                        }
+                        result
+                    }));
+                }
+                Next::Made(Ok(Ok(connection))) => return Ok(connection),
+                Next::Made(Ok(Err(EstablishError::Setup(error)))) => return Err(error.into()),
+                Next::Made(Ok(Err(_))) => {}
+                Next::Made(Err(error)) => match error.try_into_panic() {
+                    Ok(panic) => resume_unwind(panic),
+                    // The runtime of an acceptor has shut down, and rejected it.
+                    Err(error) => tracing::debug!(%error, "not accepted"),
+                },
             }
         }
     }

@@ -4,7 +4,7 @@
 //!   Connection ─ SendHalf, RecvHalf        connection.rs, halves.rs    what a service holds
 //!        │ driver.rs: time, and progress when nobody asks for any
 //!        ▼
-//!      core.rs: one end at work            inbound.rs, outbound.rs, memory.rs, waiters.rs
+//!      core.rs: one end at work            inbound.rs, fetching.rs, memory.rs, outbound.rs, ending.rs, waiters.rs
 //!        │ asks, tells
 //!        ▼
 //!      flow.rs: who may send what when     frame.rs, hello.rs          pure, what a peer sends is judged here
@@ -16,7 +16,9 @@ mod config;
 mod connection;
 mod core;
 mod driver;
+mod ending;
 mod error;
+mod fetching;
 mod flow;
 #[cfg(all(test, not(loom)))]
 mod flow_model;

@@ -9,7 +9,7 @@ use bytes::Bytes;
 use super::core::{Core, Mark};
 use super::error::{CloseReason, MessageError};
 use super::frame::Kind;
-use super::waiters::Ticket;
+use super::waiters::{Guest, Ticket};
 use crate::error::{LimitError, OpErrorKind};
 use crate::op::Send;
 use crate::verbs::{BufMut, PoolError, ReadOnlyRegion};
@@ -31,6 +31,14 @@ impl Sent {
             Self::Inline(send) => send.is_finished(),
             Self::Copied(send) => send.is_finished(),
             Self::Done => true,
+        }
+    }
+
+    fn refusal(&self) -> Option<OpErrorKind> {
+        match self {
+            Self::Inline(send) => send.refusal(),
+            Self::Copied(send) => send.refusal(),
+            Self::Done => None,
         }
     }
 
@@ -78,7 +86,12 @@ impl Core {
     /// Posts a frame of which there is nothing but its header. The caller has asked whether it may be sent.
     pub(super) fn send_bare(&mut self, kind: Kind) {
         let header = self.flow.send(kind);
-        self.sends.push_back(Sent::Inline(self.qp.send_inline_with_imm(&[], header.encode())));
+        self.add_sent(Sent::Inline(self.qp.send_inline_with_imm(&[], header.encode())));
+    }
+
+    fn add_sent(&mut self, sent: Sent) {
+        self.note_refusal(sent.refusal());
+        self.sends.push_back(sent);
     }
 
     /// Sends `message` if that is possible now and nobody is before it in line. It is the caller's to drop, without the lock:
@@ -88,7 +101,7 @@ impl Core {
         message: &Bytes,
         ticket: &mut Option<Ticket>,
         bell: &Waker,
-        context: &mut Context<'_>,
+        guest: &mut Guest<'_>,
     ) -> Poll<Result<(), MessageError>> {
         if self.senders.is_first(*ticket) {
             let mut result = self.try_send(message);
@@ -111,7 +124,7 @@ impl Core {
             self.next_sender(ticket);
             return Poll::Ready(Err(error));
         }
-        self.senders.wait(ticket, context.waker());
+        self.senders.wait(ticket, guest);
         if self.blocked == Block::Buffers {
             // Somebody must be told when one comes back.
             self.progress(bell);
@@ -121,7 +134,7 @@ impl Core {
 
     /// Leaves the line of senders.
     pub(super) fn next_sender(&mut self, ticket: &mut Option<Ticket>) {
-        self.senders.leave(ticket);
+        self.after.spent.extend(self.senders.leave(ticket));
         // What it needs nobody knows; it will say so.
         self.after.wakers.extend(self.senders.first());
     }
@@ -145,7 +158,7 @@ impl Core {
         }
         if len <= self.limits.inline && len <= self.limits.eager {
             let header = self.flow.send(Kind::Data);
-            self.sends.push_back(Sent::Inline(self.qp.send_inline_with_imm(message, header.encode())));
+            self.add_sent(Sent::Inline(self.qp.send_inline_with_imm(message, header.encode())));
         } else if len <= self.limits.eager {
             self.reap();
             let buffer = match self.send_pool.copy_from(message) {
@@ -155,7 +168,7 @@ impl Core {
                 Err(PoolError::Register(error)) => return Err(MessageError::Register(error)),
             };
             let header = self.flow.send(Kind::Data);
-            self.sends.push_back(Sent::Copied(self.qp.send_with_imm(buffer, header.encode())));
+            self.add_sent(Sent::Copied(self.qp.send_with_imm(buffer, header.encode())));
         } else {
             let bytes = len as u64;
             if !self.offers.is_empty() && self.offered + bytes > self.limits.send_memory {
@@ -165,7 +178,7 @@ impl Core {
             let region = region.map_err(MessageError::Register)?;
             let header = self.flow.send(Kind::Offer);
             let grant = region.grant().to_bytes();
-            self.sends.push_back(Sent::Inline(self.qp.send_inline_with_imm(&grant, header.encode())));
+            self.add_sent(Sent::Inline(self.qp.send_inline_with_imm(&grant, header.encode())));
             self.offers.push_back(region);
             self.offered += bytes;
             self.counters.offered += 1;
@@ -182,7 +195,7 @@ impl Core {
         &mut self,
         flush: &mut Flush,
         bell: &Waker,
-        context: &mut Context<'_>,
+        guest: &mut Guest<'_>,
     ) -> Poll<Result<(), MessageError>> {
         let target = match flush.target {
             Some(target) => target,
@@ -192,7 +205,7 @@ impl Core {
             }
         };
         // In line first: progress looks at sends that somebody waits for. If it reaches the mark of another, it wakes this task.
-        self.flushers.wait(&mut flush.ticket, context.waker());
+        self.flushers.wait(&mut flush.ticket, guest);
         self.mark = Some(self.mark.map_or(target, |mark| mark.min(target)));
         self.progress(bell);
         let result = match self.ended {
@@ -200,17 +213,17 @@ impl Core {
             Some(reason) => Err(MessageError::Closed(reason)),
             None if self.has_reached(target) => Ok(()),
             None => {
-                self.flushers.wait(&mut flush.ticket, context.waker());
+                self.flushers.wait(&mut flush.ticket, guest);
                 return Poll::Pending;
             }
         };
         flush.target = None;
-        self.flushers.leave(&mut flush.ticket);
+        self.leave_flushers(&mut flush.ticket);
         Poll::Ready(result)
     }
 
     /// No longer waits for a flush, or for the end.
     pub(super) fn leave_flushers(&mut self, ticket: &mut Option<Ticket>) {
-        self.flushers.leave(ticket);
+        self.after.spent.extend(self.flushers.leave(ticket));
     }
 }

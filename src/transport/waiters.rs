@@ -3,9 +3,38 @@
 use std::collections::VecDeque;
 use std::task::Waker;
 
+use smallvec::SmallVec;
+
 /// A place in line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Ticket(u64);
+
+/// A task that looks, under the lock, and may have to wait. What its waker does when it is cloned or dropped is code of
+/// somebody else, so both are done without the lock: [`Shared::poll`](super::driver::Shared::poll) lets it look again with a
+/// clone, if it has to wait.
+#[derive(Debug)]
+pub(super) struct Guest<'a> {
+    waker: &'a Waker,
+    clone: Option<Waker>,
+    needs_clone: bool,
+    /// Wakers that others took the place of.
+    spent: SmallVec<[Waker; 1]>,
+}
+
+impl<'a> Guest<'a> {
+    pub(super) fn new(waker: &'a Waker) -> Self {
+        Self { waker, clone: None, needs_clone: false, spent: SmallVec::new() }
+    }
+
+    /// True if it could not be told to wait, and now can.
+    pub(super) fn comes_again(&mut self) -> bool {
+        if std::mem::take(&mut self.needs_clone) {
+            self.clone = Some(self.waker.clone());
+            return true;
+        }
+        false
+    }
+}
 
 /// Tasks in line.
 #[derive(Debug, Default)]
@@ -24,26 +53,35 @@ impl Waiters {
         self.line.front().is_none_or(|(first, _)| Some(*first) == ticket)
     }
 
-    /// Has `waker` woken when it is its turn; joins the line if it is not in it.
-    pub(super) fn wait(&mut self, ticket: &mut Option<Ticket>, waker: &Waker) {
+    /// Has `guest` woken when it is its turn; joins the line if it is not in it.
+    pub(super) fn wait(&mut self, ticket: &mut Option<Ticket>, guest: &mut Guest<'_>) {
         let found = ticket.and_then(|ticket| self.line.iter_mut().find(|(other, _)| *other == ticket));
+        if let Some((_, Some(registered))) = &found
+            && registered.will_wake(guest.waker)
+        {
+            return;
+        }
+        let Some(waker) = guest.clone.take() else {
+            guest.needs_clone = true;
+            return;
+        };
         match found {
-            Some((_, Some(registered))) if registered.will_wake(waker) => {}
-            Some((_, registered)) => *registered = Some(waker.clone()),
+            Some((_, registered)) => guest.spent.extend(registered.replace(waker)),
             None => {
                 let new = Ticket(self.next);
                 self.next += 1;
-                self.line.push_back((new, Some(waker.clone())));
+                self.line.push_back((new, Some(waker)));
                 *ticket = Some(new);
             }
         }
     }
 
-    /// Leaves the line.
-    pub(super) fn leave(&mut self, ticket: &mut Option<Ticket>) {
-        if let Some(ticket) = ticket.take() {
-            self.line.retain(|(other, _)| *other != ticket);
-        }
+    /// Leaves the line; who was to be woken is the caller's to drop, without the lock.
+    #[must_use]
+    pub(super) fn leave(&mut self, ticket: &mut Option<Ticket>) -> Option<Waker> {
+        let ticket = ticket.take()?;
+        let place = self.line.iter().position(|(other, _)| *other == ticket)?;
+        self.line.remove(place)?.1
     }
 
     /// Who is first and was not woken yet.
@@ -61,18 +99,47 @@ impl Waiters {
 mod tests {
     use super::*;
 
+    fn wait(waiters: &mut Waiters, ticket: &mut Option<Ticket>, waker: &Waker) {
+        let mut guest = Guest::new(waker);
+        waiters.wait(ticket, &mut guest);
+        assert!(ticket.is_none() && guest.comes_again(), "not without a clone");
+        waiters.wait(ticket, &mut guest);
+        assert!(ticket.is_some() && !guest.comes_again());
+    }
+
     #[test]
     fn whoever_came_first_is_first_and_whoever_leaves_is_passed_over() {
         let mut waiters = Waiters::default();
         let (mut a, mut b) = (None, None);
         assert!(waiters.is_first(a));
-        waiters.wait(&mut a, Waker::noop());
-        waiters.wait(&mut b, Waker::noop());
+        wait(&mut waiters, &mut a, Waker::noop());
+        wait(&mut waiters, &mut b, Waker::noop());
         assert!(waiters.is_first(a) && !waiters.is_first(b) && !waiters.is_first(None));
         assert!(waiters.first().is_some() && waiters.first().is_none(), "woken once");
-        waiters.leave(&mut a);
-        assert!(waiters.is_first(b) && waiters.first().is_some());
-        waiters.leave(&mut b);
+        assert!(waiters.leave(&mut a).is_none(), "its waker was taken");
+        assert!(waiters.is_first(b));
+        assert!(waiters.leave(&mut b).is_some(), "its waker comes back");
         assert!(waiters.is_empty() && a.is_none() && b.is_none());
+    }
+
+    #[test]
+    fn waker_that_wakes_the_same_task_is_not_cloned_again() {
+        let (mut waiters, mut ticket) = (Waiters::default(), None);
+        let [waker, other] = [(); 2].map(|()| Waker::from(std::sync::Arc::new(Other)));
+        wait(&mut waiters, &mut ticket, &waker);
+        let mut again = Guest::new(&waker);
+        waiters.wait(&mut ticket, &mut again);
+        assert!(!again.comes_again());
+        let mut moved = Guest::new(&other);
+        waiters.wait(&mut ticket, &mut moved);
+        assert!(moved.comes_again());
+        waiters.wait(&mut ticket, &mut moved);
+        assert_eq!(moved.spent.len(), 1, "the earlier one is dropped with the guest");
+    }
+
+    struct Other;
+
+    impl std::task::Wake for Other {
+        fn wake(self: std::sync::Arc<Self>) {}
     }
 }

@@ -105,9 +105,9 @@ impl Cq {
         self.inner.fault.check().map(|()| 0)
     }
 
-    /// Calls `listener` when an asynchronous event says that the queue is dead.
-    pub(crate) fn on_fault(&self, listener: Box<Listener>) {
-        self.inner.fault.listen(listener);
+    /// Calls `listener` when an asynchronous event says that the queue is dead. EAGAIN: there is no thread to do so.
+    pub(crate) fn on_fault(&self, listener: Box<Listener>) -> Result<(), VerbError> {
+        self.inner.fault.listen(listener)
     }
 
     /// Asks for one event at the next completion (the next solicited or failed one if `solicited_only`),

@@ -225,8 +225,8 @@ impl Device {
 
     /// Calls `listener` whenever events were read by anybody, as long as it lives: what made the descriptor readable may be
     /// gone from it.
-    pub(crate) fn on_events(&self, listener: &Arc<Listener>) {
-        self.inner.events.listen(listener);
+    pub(crate) fn on_events(&self, listener: &Arc<Listener>) -> Result<(), VerbError> {
+        self.inner.events.listen(listener)
     }
 
     pub(super) fn events(&self) -> &Events {

@@ -8,7 +8,10 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, OnceLock, Weak};
 use std::thread;
 
@@ -68,9 +71,11 @@ impl Fault {
     }
 
     /// Calls `listener`, once, on a thread of its own, when an event says that the queue is dead.
-    pub(super) fn listen(&self, listener: Box<Listener>) {
+    pub(super) fn listen(&self, listener: Box<Listener>) -> Result<(), VerbError> {
+        reserve()?;
         // Whoever comes second has the same to say: there is one awaited queue to each bare one.
         let _ = self.listener.set(listener);
+        Ok(())
     }
 
     fn tell(&self) {
@@ -127,8 +132,10 @@ impl Events {
     }
 
     /// Calls `listener` whenever events were read, as long as it lives.
-    pub(super) fn listen(&self, listener: &Arc<Listener>) {
+    pub(super) fn listen(&self, listener: &Arc<Listener>) -> Result<(), VerbError> {
+        reserve()?;
         self.state.lock().listeners.push(Arc::downgrade(listener));
+        Ok(())
     }
 
     /// Watches over a completion queue, as long as it lives.
@@ -201,19 +208,55 @@ struct News {
 
 impl News {
     /// Tells them, on a thread of its own: what they do runs code of users, which no lock may be held for. News are rare.
-    fn tell(mut self) {
+    fn tell(self) {
+        self.tell_by(|news| thread::Builder::new().name("rdma-events".to_owned()).spawn(news).map(drop));
+    }
+
+    /// As [`tell`](Self::tell), on a thread that `spawn` starts; on the one in reserve, if it cannot.
+    fn tell_by(mut self, spawn: impl FnOnce(Box<dyn FnOnce() + Send>) -> io::Result<()>) {
         self.dead.retain(|fault| fault.listener.get().is_some());
         if self.listeners.is_empty() && self.dead.is_empty() {
             return;
         }
-        let tell = move || {
-            self.listeners.iter().for_each(|listener| listener());
-            self.dead.iter().for_each(|fault| fault.tell());
-        };
-        if let Err(error) = thread::Builder::new().name("rdma-events".to_owned()).spawn(tell) {
-            tracing::error!(%error, "who sleeps does not hear of an asynchronous event");
+        let news = Arc::new(self);
+        let told = Arc::clone(&news);
+        if let Err(error) = spawn(Box::new(move || told.tell_here())) {
+            tracing::warn!(%error, "no thread for an asynchronous event but the one in reserve");
+            match reserve() {
+                Ok(reserve) if reserve.send(news).is_ok() => {}
+                // It was started before there was anybody to tell, and does not end.
+                _ => unreachable!("who listens has made sure of it"),
+            }
         }
     }
+
+    fn tell_here(&self) {
+        self.listeners.iter().for_each(|listener| listener());
+        self.dead.iter().for_each(|fault| fault.tell());
+    }
+}
+
+/// `EAGAIN` of `errno(3)`.
+const EAGAIN: i32 = 11;
+
+/// The thread that tells news when no other can be started: one for all devices, started with the first listener, so that
+/// who sleeps hears of the end of his device on a machine that has run out of threads.
+fn reserve() -> Result<Sender<Arc<News>>, VerbError> {
+    static RESERVE: Mutex<Option<Sender<Arc<News>>>> = Mutex::new(None);
+    let mut reserve = RESERVE.lock();
+    if let Some(reserve) = &*reserve {
+        return Ok(reserve.clone());
+    }
+    let (send, receive) = mpsc::channel::<Arc<News>>();
+    let tell = move || {
+        for news in receive {
+            // A panic of a user's code is said by its hook, and holds up nobody else's news.
+            let _ = catch_unwind(AssertUnwindSafe(|| news.tell_here()));
+        }
+    };
+    let started = thread::Builder::new().name("rdma-events".to_owned()).spawn(tell);
+    started.map_err(|error| VerbError::new("pthread_create", error.raw_os_error().unwrap_or(EAGAIN)))?;
+    Ok(reserve.insert(send).clone())
 }
 
 impl fmt::Debug for Events {
@@ -224,5 +267,31 @@ impl fmt::Debug for Events {
             .field("lost", &state.lost)
             .field("ended", &state.ended)
             .finish_non_exhaustive()
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn news_for_which_no_thread_can_be_started_are_told_by_the_one_in_reserve() {
+        let (heard, hears) = mpsc::channel();
+        let tell = |fault: Arc<Fault>| {
+            let news = News { listeners: Vec::new(), dead: vec![fault] };
+            news.tell_by(|_| Err(io::Error::from_raw_os_error(EAGAIN)));
+        };
+        // One whose code panics is no harm to those after it.
+        let rude = Fault::new(1);
+        rude.listen(Box::new(|| panic!("as told"))).unwrap();
+        tell(rude);
+        for id in 2..5 {
+            let (fault, heard) = (Fault::new(id), heard.clone());
+            fault.listen(Box::new(move || heard.send(id).unwrap())).unwrap();
+            tell(fault);
+            assert_eq!(hears.recv_timeout(Duration::from_secs(60)), Ok(id));
+        }
     }
 }

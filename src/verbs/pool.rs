@@ -108,17 +108,21 @@ impl Pool {
     ///
     /// As [`alloc`](Self::alloc), and [`PoolError::Empty`].
     pub fn try_alloc(&self, len: usize) -> Result<BufMut, PoolError> {
-        LimitError::check("buffer bytes", len as u64, u64::from(self.inner.buffer_size)).map_err(PoolError::TooLong)?;
         loop {
-            match self.inner.free.permits.try_acquire() {
-                Ok(permit) => {
-                    permit.forget();
-                    return Ok(self.take(len));
-                }
-                Err(_) if self.inner.growing => self.inner.grow().map_err(PoolError::Register)?,
-                Err(_) => return Err(PoolError::Empty),
+            match self.take_free(len)? {
+                Some(buffer) => return Ok(buffer),
+                None if self.inner.growing => self.inner.grow().map_err(PoolError::Register)?,
+                None => return Err(PoolError::Empty),
             }
         }
+    }
+
+    /// A buffer of `len` bytes if there is one now; never grows.
+    pub(crate) fn take_free(&self, len: usize) -> Result<Option<BufMut>, PoolError> {
+        LimitError::check("buffer bytes", len as u64, u64::from(self.inner.buffer_size)).map_err(PoolError::TooLong)?;
+        let Ok(permit) = self.inner.free.permits.try_acquire() else { return Ok(None) };
+        permit.forget();
+        Ok(Some(self.take(len)))
     }
 
     /// A buffer that holds a copy of `bytes`, if there is one now.

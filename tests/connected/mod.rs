@@ -2,6 +2,7 @@
 
 #![allow(dead_code, unreachable_pub, reason = "each test file uses a part of it")]
 
+use std::cell::Cell;
 use std::net::SocketAddr;
 
 use bytes::Bytes;
@@ -9,13 +10,23 @@ use tokio_rdma::software::Network;
 use tokio_rdma::types::AckTimeout;
 use tokio_rdma::{ConnectOptions, Connection, ConnectionConfig, Device, ProtectionDomain};
 
-use crate::torture::{self, soon};
+use crate::torture::{self, Mode, soon};
+
+thread_local! {
+    static MODE: Cell<Mode> = const { Cell::new(Mode::Event) };
+}
+
+/// What [`config`] gives on this thread from now on has this mode.
+pub fn use_mode(mode: Mode) {
+    MODE.set(mode);
+}
 
 /// Settings of tests: a peer that is gone is found out in some tens of milliseconds on the software device.
 pub fn config() -> ConnectionConfig {
+    let config = ConnectionConfig::default().mode(MODE.get().make());
     match torture::hardware() {
-        Some(_) => ConnectionConfig::default(),
-        None => ConnectionConfig::default().options(brief()),
+        Some(_) => config,
+        None => config.options(brief()),
     }
 }
 

@@ -47,7 +47,10 @@ impl Deferred {
     /// Does the work, and what follows from it. The caller holds no lock of the device.
     #[inline]
     pub(super) fn run(mut self) {
-        if !self.0.get_mut().is_empty() {
+        if self.0.get_mut().is_empty() {
+            // What never held anything has nothing to free, and looking for that is a call.
+            std::mem::forget(self);
+        } else {
             self.run_slow();
         }
     }

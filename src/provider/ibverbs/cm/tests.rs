@@ -9,6 +9,8 @@ use std::sync::Mutex as Turn;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, poll};
+
 use super::*;
 use crate::provider::cm_contract::{CmChannel as _, CmEventKind as Kind, CmId as _, CmParams, CmPeer, CmRoute};
 use crate::provider::contract::{Context as _, Pd as _, Qp as _, QpInit};
@@ -78,8 +80,11 @@ impl Program {
             }
             match self.channel.take_event().unwrap() {
                 Some(event) => self.taken.push_back(event),
-                None if start.elapsed() > limit => return None,
-                None => thread::sleep(Duration::from_millis(1)),
+                None => {
+                    let left = limit.checked_sub(start.elapsed())?;
+                    let mut channel = [PollFd::from_borrowed_fd(self.channel.fd(), PollFlags::IN)];
+                    poll(&mut channel, Some(&left.try_into().unwrap())).unwrap();
+                }
             }
         }
     }
@@ -151,7 +156,7 @@ fn connected(a: &mut Program, b: &mut Program, listener: &CmId) -> ((CmId, qp::Q
     ((active, ours), (passive, theirs))
 }
 
-/// Waits until the kernel has heard that a request was taken back.
+/// Waits until the kernel has heard that a request was taken back: of which it raises no event.
 fn eventually_refused(id: &CmId) -> bool {
     let start = Instant::now();
     while id.qp_attr(QpState::Rtr).is_ok() {

@@ -5,8 +5,10 @@ use std::ops::Range;
 
 use super::icrc::Header;
 
-/// Bytes of a batch: what one message of the kernel can hold, with headers.
-const ROOM: usize = 65_000;
+/// Bytes of a message: what the kernel takes as one, less headers.
+const MESSAGE: usize = 65_000;
+/// Bytes of a batch. What a queue pair may have underway fits with all headers.
+const ROOM: usize = 2 * MESSAGE;
 /// The longest packet that is added: payload of the largest MTU, all headers, the check.
 const LONGEST: usize = 4096 + 64;
 /// Messages of a batch.
@@ -77,7 +79,8 @@ impl Batch {
         // Of its group every packet is as long as the first; a shorter one ends it.
         let open = |group: &Group| {
             let full = group.bytes.len() == group.segment * usize::from(group.count);
-            join && group.to == to && full && length <= group.segment && group.count < SEGMENTS
+            let fits = group.count < SEGMENTS && group.bytes.len() + length <= MESSAGE;
+            join && group.to == to && full && fits && length <= group.segment
         };
         let joined = self.groups.last_mut().filter(|group| open(group));
         let segment = joined.as_ref().map_or(0, |group| group.count);
@@ -122,5 +125,6 @@ mod tests {
         assert_eq!(shape(&[(to, 12), (other, 12), (to, 12)], true), [(1, 16), (1, 16), (1, 16)]);
         assert_eq!(shape(&[(to, 12), (to, 12)], false), [(1, 16), (1, 16)]);
         assert_eq!(shape(&[(to, 12); 65], true), [(64, 1024), (1, 16)]);
+        assert_eq!(shape(&[(to, 4096); 16], true), [(15, 61_500), (1, 4100)], "as much as the kernel takes");
     }
 }

@@ -176,6 +176,8 @@ pub enum UdpError {
         /// As given.
         address: IpAddr,
     },
+    /// This is not Linux, whose sockets alone tell what the check of RoCE v2 must cover.
+    NotLinux,
     /// The system refused.
     System {
         /// Of the device.
@@ -214,6 +216,7 @@ impl fmt::Display for UdpError {
                 write!(f, "port {port} of {address} is taken by another program")
             }
             Self::NotLocal { address } => write!(f, "{address} is not an address of this host"),
+            Self::NotLinux => f.write_str("RoCE v2 over UDP needs Linux"),
             Self::System { address, error } => write!(f, "{address}: {error}"),
         }
     }

@@ -85,6 +85,7 @@ impl Endpoint {
         let port = config.port;
         let socket = Socket::bind(SocketAddr::new(address, port)).map_err(|error| match error.kind() {
             io::ErrorKind::AddrInUse => UdpError::PortTaken { address, port, soft_roce: soft_roce_has(port) },
+            io::ErrorKind::Unsupported => UdpError::NotLinux,
             io::ErrorKind::AddrNotAvailable => UdpError::NotLocal { address },
             _ => system("bind", &error),
         })?;

@@ -13,6 +13,7 @@ mod endpoint;
 mod icrc;
 mod outbox;
 mod peer_link;
+#[cfg_attr(not(target_os = "linux"), path = "socket_elsewhere.rs")]
 mod socket;
 
 #[cfg(test)]

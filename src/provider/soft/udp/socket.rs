@@ -364,6 +364,7 @@ mod tests {
             exchange(ip, &[12]);
             exchange(ip, &[16, 1040, 1036, 1036, 1036, 20, 12, 12, 12, 4110, 4110]);
             exchange(ip, &[4112; 15]);
+            exchange(ip, &[4112; 24]);
         }
     }
 

@@ -1,0 +1,194 @@
+//! How a connection ends: both have finished, one is gone, or something has failed.
+
+use std::task::{Context, Poll, Waker};
+
+use smallvec::SmallVec;
+
+use super::core::{BATCH, Core};
+use super::error::{CloseReason, MessageError};
+use super::frame::Kind;
+use super::inbound::Incoming;
+use super::memory::Arrived;
+use super::waiters::{Guest, Ticket};
+use crate::error::OpErrorKind;
+use crate::types::WcStatus;
+
+impl Core {
+    /// An operation has failed, and the queue pair with it: finds out which was the first.
+    pub(super) fn failed(&mut self, kind: OpErrorKind, context: &mut Context<'_>) -> Result<(), CloseReason> {
+        if self.flow.is_over() {
+            // The peer has heard and said all, and is gone.
+            return Err(CloseReason::Clean);
+        }
+        self.flushed = Some(kind);
+        let mut reason = kind;
+        let mut pending = false;
+        for sent in &mut self.sends {
+            match sent.poll(context) {
+                Poll::Ready(Err(kind)) if is_flush(reason) => reason = kind,
+                Poll::Ready(_) => {}
+                Poll::Pending => pending = true,
+            }
+        }
+        let mut landed = SmallVec::<[_; 2]>::new();
+        for (number, message) in (self.inbox.base..).zip(&mut self.inbox.messages) {
+            if let Incoming::Landing(landing) = message {
+                match landing.poll(&self.qp, context) {
+                    Poll::Ready(Ok(Arrived::Message(bytes))) => *message = Incoming::Landed(bytes),
+                    Poll::Ready(Ok(Arrived::Region(region))) => {
+                        *message = Incoming::Releasing;
+                        landed.push(self.landings.release(number, region));
+                    }
+                    Poll::Ready(Err(kind)) => {
+                        reason = if is_flush(reason) { kind } else { reason };
+                        *message = Incoming::Lost;
+                    }
+                    Poll::Pending => pending = true,
+                }
+            }
+        }
+        landed.into_iter().for_each(|chore| self.add_chore(chore));
+        self.flushed = Some(reason);
+        if self.inbox.messages.iter().any(|message| matches!(message, Incoming::Releasing)) {
+            // They are there: whoever releases them comes back.
+            return Ok(());
+        }
+        // In the error state all of them end.
+        let disconnected = || self.link.as_ref().is_some_and(|link| !link.is_connected());
+        match is_flush(reason) {
+            true if pending => Ok(()),
+            true if disconnected() => Err(CloseReason::Disconnected),
+            _ => Err(CloseReason::Operation(reason)),
+        }
+    }
+
+    /// Ends the connection: nothing is sent or received any more, what has arrived can still be taken.
+    pub(super) fn end(&mut self, reason: CloseReason) {
+        if self.ended.is_some() {
+            return;
+        }
+        self.ended = Some(reason);
+        match reason {
+            CloseReason::Clean | CloseReason::Local => {
+                tracing::debug!(qpn = %self.qp.qpn(), %reason, "connection ended")
+            }
+            _ => tracing::warn!(qpn = %self.qp.qpn(), %reason, "connection ended"),
+        }
+        // The memory of messages that are being fetched is the device's until the queue pair is closed.
+        let here = |message: &&Incoming| matches!(message, Incoming::Here(_) | Incoming::Landed(_));
+        let lost = self.inbox.messages.split_off(self.inbox.messages.iter().take_while(here).count());
+        self.inbox.lost = !lost.is_empty();
+        let operations = (std::mem::take(&mut self.receives), std::mem::take(&mut self.sends), lost);
+        self.after.operations.push(operations);
+        self.after.fetched.extend(self.offers.drain(..));
+        self.offered = 0;
+        self.after.chores = std::mem::take(&mut self.chores);
+        self.after.wakers.extend(self.receivers.all());
+        self.after.wakers.extend(self.senders.all());
+        self.after.wakers.extend(self.flushers.all());
+    }
+
+    /// Sends no more messages.
+    pub(super) fn finish(&mut self, bell: &Waker) -> Result<(), MessageError> {
+        if let Some(reason) = self.ended.filter(|&reason| reason != CloseReason::Clean) {
+            return Err(MessageError::Closed(reason));
+        }
+        self.finishing = true;
+        self.progress(bell);
+        self.after.wakers.extend(self.senders.all());
+        Ok(())
+    }
+
+    /// Neither sends nor receives any more messages.
+    pub(super) fn close(&mut self, bell: &Waker) {
+        self.finishing = true;
+        self.closing = true;
+        self.progress(bell);
+        self.after.wakers.extend(self.senders.all());
+        self.after.wakers.extend(self.receivers.all());
+    }
+
+    /// How it ended, once the queue pair is gone.
+    pub(super) fn poll_gone(
+        &mut self,
+        ticket: &mut Option<Ticket>,
+        bell: &Waker,
+        guest: &mut Guest<'_>,
+    ) -> Poll<CloseReason> {
+        self.progress(bell);
+        match self.ended {
+            Some(reason) if self.gone => {
+                self.leave_flushers(ticket);
+                Poll::Ready(reason)
+            }
+            _ => {
+                self.flushers.wait(ticket, guest);
+                Poll::Pending
+            }
+        }
+    }
+
+    /// The service has dropped all it held of it.
+    pub(super) fn abandon(&mut self) {
+        self.abandoned = true;
+    }
+
+    /// True if the service has dropped it, and nothing was said about that.
+    pub(super) fn take_abandoned(&mut self) -> bool {
+        std::mem::take(&mut self.abandoned) && self.ended.is_none()
+    }
+
+    /// Says goodbye for a service that does not: if it has seen the peer's last message it has finished, else it is gone.
+    pub(super) fn part(&mut self, bell: &Waker) {
+        if self.end_seen || self.flow.has_finished() && self.is_at_end() {
+            return self.close(bell);
+        }
+        self.abort();
+    }
+
+    fn abort(&mut self) {
+        self.closing = true;
+        self.parting = true;
+        if self.flow.may_send(Kind::Abort) {
+            self.send_bare(Kind::Abort);
+        }
+    }
+
+    /// The peer did not finish in time.
+    pub(super) fn give_up(&mut self) {
+        if self.ended.is_none() {
+            self.abort();
+            self.end(CloseReason::CloseTimeout);
+        }
+    }
+
+    /// True if the peer's device has taken a goodbye without an end.
+    pub(super) fn has_parted(&mut self, bell: &Waker) -> bool {
+        if !self.parting {
+            return false;
+        }
+        let context = &mut Context::from_waker(bell);
+        let polled = self.sends.back_mut().map_or(Poll::Ready(Ok(())), |sent| sent.poll(context));
+        polled.is_ready()
+    }
+
+    /// The queue pair is closed.
+    pub(super) fn gone(&mut self) {
+        self.gone = true;
+        self.after.link = self.link.take();
+        self.after.wakers.extend(self.flushers.all());
+    }
+
+    /// The connection manager says that the peer has disconnected: what had arrived before counts.
+    pub(super) fn disconnected(&mut self, bell: &Waker) {
+        for _ in 0..=self.receives.len() / BATCH {
+            self.progress(bell);
+        }
+        let reason = if self.flow.is_over() { CloseReason::Clean } else { CloseReason::Disconnected };
+        self.end(reason);
+    }
+}
+
+pub(super) fn is_flush(kind: OpErrorKind) -> bool {
+    kind.status() == Some(WcStatus::WR_FLUSH_ERR) || kind == OpErrorKind::Closed
+}
