@@ -395,8 +395,20 @@ impl Responder {
             Some(last @ Reply::Acknowledge { .. }) if psn.distance_from(last.psn()) >= 0 => *last = reply,
             Some(last @ Reply::Acknowledge { syndrome: Syndrome::Ack(_), .. }) => *last = reply,
             Some(Reply::Acknowledge { .. }) if syndrome == Syndrome::ACK => {}
-            _ => self.replies.push_back(reply),
+            None => self.replies.push_back(reply),
+            Some(_) => self.acknowledge_behind(psn, reply),
         }
+    }
+
+    /// Queues an acknowledgement behind answers. It stands for those before them, too: else a peer that has an answer
+    /// repeated again and again, behind one that takes long, would make them pile up.
+    #[cold]
+    fn acknowledge_behind(&mut self, psn: Psn, reply: Reply) {
+        self.replies.retain(|before| match before {
+            Reply::Acknowledge { psn: before, syndrome: Syndrome::Ack(_), .. } => psn.distance_from(*before) < 0,
+            _ => true,
+        });
+        self.replies.push_back(reply);
     }
 
     /// The peer broke the rules: NAK, error of the receive it holds, event, ERR.

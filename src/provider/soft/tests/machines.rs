@@ -222,6 +222,20 @@ fn answers_that_are_repeated_keep_no_new_request_out() {
 }
 
 #[test]
+fn acknowledgements_between_repeated_answers_do_not_pile_up() {
+    let mut it = Responding::new(2);
+    let read = Body::ReadRequest(Reth { remote: it.remote(0), length: 8 });
+    it.request(0, read, &[]);
+    // While the answer waits, a peer says the same again and again.
+    for _ in 0..100 {
+        it.request(0, send(Part::Only), &[]);
+        it.request(0, read, &[]);
+    }
+    let replies = it.replies();
+    assert_eq!(replies.len(), 2, "{replies:?}");
+}
+
+#[test]
 fn not_ready_names_the_timer_and_silences_what_follows() {
     let mut it = Responding::new(1);
     it.request(0, send(Part::Only), &[1]);
