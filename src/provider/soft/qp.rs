@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
+use smallvec::SmallVec;
 
 use crate::error::VerbError;
 use crate::provider::contract::{self, PostError, QpInit};
@@ -67,8 +68,8 @@ pub(super) struct Sender {
     /// packet; a destroyed one is found out and dropped.
     pub(super) peer: Option<Arc<QpInner>>,
     pub(super) peer_at: Destination,
-    /// Earliest timer that is scheduled.
-    pub(super) scheduled: Option<u64>,
+    /// When its timers come that are scheduled, the earliest last.
+    pub(super) scheduled: SmallVec<[u64; 2]>,
     /// The scheduler goes on with it: posting only queues.
     pub(super) continuing: bool,
     notify_drained: bool,
@@ -226,7 +227,7 @@ pub(super) fn create(context: &Arc<ContextInner>, pd: u32, init: &QpInit<'_, Sof
                 attr: QpAttr::default(),
                 peer: None,
                 peer_at: Destination::default(),
-                scheduled: None,
+                scheduled: SmallVec::new(),
                 continuing: false,
                 notify_drained: false,
                 failed: false,
