@@ -55,7 +55,10 @@ impl QpInner {
         if !sender.continuing && sender.machine.has_work() {
             let network = &self.device().network;
             let more = if network.is_queued() {
-                self.pump_queued(sender, deferred)
+                let more = self.pump_queued(sender, deferred);
+                // Perhaps nothing was sent: work that is local, or waits.
+                sender.rest();
+                more
             } else if self.transport() == Transport::Ud {
                 self.pump_datagrams(sender, deferred)
             } else {

@@ -90,7 +90,13 @@ impl Sender {
         }
     }
 
-    /// After something was acknowledged, or given up: leaves the way to others if nothing is on it.
+    /// True if it takes part in the use of the way to the peer.
+    #[cfg(test)]
+    pub(super) const fn is_on_the_way(&self) -> bool {
+        self.busy.is_some()
+    }
+
+    /// After something was sent, acknowledged, or given up: leaves the way to others if nothing is on it.
     pub(super) fn rest(&mut self) {
         if !self.machine.is_underway() {
             self.busy = None;
