@@ -318,9 +318,12 @@ impl Responder {
                 Ok(segment) => gather.push(segment),
                 // Deregistered or invalidated while it was being read.
                 Err(_) => {
-                    out.event(AsyncEvent::QpAccessError(self.config.qpn));
+                    // Not of one that has failed already, and answers what it was asked for before.
+                    if self.state != QpState::Err {
+                        out.event(AsyncEvent::QpAccessError(self.config.qpn));
+                        out.failed();
+                    }
                     self.flush(out);
-                    out.failed();
                     return Body::Acknowledge(Aeth { syndrome: Syndrome::Nak(Nak::RemoteAccess), msn });
                 }
             }
@@ -426,11 +429,14 @@ impl Responder {
                 _ => out.event(AsyncEvent::QpRequestError(self.config.qpn)),
             }
         }
+        // What was asked for before is answered before the refusal, READs too: else it is the READ that would fail.
+        let owed = std::mem::take(&mut self.replies);
         self.flush(out);
+        self.replies = owed;
         out.failed();
     }
 
-    /// Enters ERR. Replies that are queued still go out; the packet that caused it is among them.
+    /// Enters ERR. Acknowledgements that are queued still go out.
     pub(in crate::provider::soft) fn flush(&mut self, out: &mut impl Receiver) {
         if self.receive_held {
             self.fail_receive(WcStatus::WR_FLUSH_ERR, out);

@@ -274,9 +274,36 @@ fn more_reads_than_granted_are_an_invalid_request() {
     let answers = it.replies();
     assert!(matches!(
         answers[..],
-        [(1, Body::Acknowledge(Aeth { syndrome: Syndrome::Nak(Nak::InvalidRequest), .. }), _)]
+        [
+            (0, Body::ReadResponse { part: Part::Only, .. }, _),
+            (1, Body::Acknowledge(Aeth { syndrome: Syndrome::Nak(Nak::InvalidRequest), .. }), _)
+        ]
     ));
     assert_eq!((it.log.failed, it.machine.state()), (true, QpState::Err));
+}
+
+#[test]
+fn reads_before_a_refused_request_are_answered_while_their_memory_is_there() {
+    for gone in [false, true] {
+        let mut it = Responding::new(1);
+        it.request(0, Body::ReadRequest(Reth { remote: it.remote(0), length: 1000 }), &[]);
+        let wrong = RemoteAddr { addr: it.base, rkey: Rkey(it.key ^ 0x100) };
+        let reth = Reth { remote: wrong, length: 8 };
+        it.request(4, Body::Write { part: Part::Only, reth, imm: None }, &[1; 8]);
+        assert_eq!((it.log.failed, it.machine.state()), (true, QpState::Err));
+        if gone {
+            it.keys.remove(it.key);
+        }
+        let answers = it.replies();
+        let refused = |(step, body, _): &(i32, Body, Vec<u8>)| match body {
+            Body::Acknowledge(Aeth { syndrome: Syndrome::Nak(Nak::RemoteAccess), .. }) => Some(*step),
+            _ => None,
+        };
+        let steps: Vec<_> = answers.iter().map(|answer| answer.0).collect();
+        assert_eq!(steps, if gone { vec![0, 4] } else { vec![0, 1, 2, 3, 4] });
+        assert_eq!(answers.iter().filter_map(refused).collect::<Vec<_>>(), if gone { vec![0, 4] } else { vec![4] });
+        assert_eq!(it.log.events.len(), 1, "{:?}", it.log.events);
+    }
 }
 
 #[test]
