@@ -366,23 +366,34 @@ fn runtime() -> tokio::runtime::Runtime {
     tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
 }
 
+/// The other process. It does not outlive a test that fails.
+struct Other(Child);
+
+impl Drop for Other {
+    fn drop(&mut self) {
+        // Fails if it has ended, which is as well.
+        self.0.kill().ok();
+        self.0.wait().ok();
+    }
+}
+
 /// Runs a scenario between this process and another.
 fn between_processes(name: &str) {
     runtime().block_on(async {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let mut child = Command::new(std::env::current_exe().unwrap())
+        let child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "the_peer", "--nocapture", "--test-threads=1"])
             .env("TOKIO_RDMA_MEETING", format!("{name} {}", listener.local_addr().unwrap()))
             .stdin(Stdio::null())
             .stdout(Stdio::null())
-            .spawn()
-            .unwrap();
+            .spawn();
+        let mut other = Other(child.unwrap());
         let accepted = tokio::time::timeout(HANG, listener.accept()).await.expect("the other process does not start");
         let mut meeting = Meeting(accepted.unwrap().0, None);
         meeting.0.set_nodelay(true).unwrap();
-        scenario(name, &mut meeting, Role::Client, Some(&mut child)).await;
+        scenario(name, &mut meeting, Role::Client, Some(&mut other.0)).await;
         if name != "killed" {
-            assert!(child.wait().unwrap().success(), "the other process failed");
+            assert!(other.0.wait().unwrap().success(), "the other process failed");
         }
     });
 }

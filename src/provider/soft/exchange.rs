@@ -55,7 +55,10 @@ impl QpInner {
         if !sender.continuing && sender.machine.has_work() {
             let network = &self.device().network;
             let more = if network.is_queued() {
-                self.pump_queued(sender, deferred)
+                let more = self.pump_queued(sender, deferred);
+                // Perhaps nothing was sent: work that is local, or waits.
+                sender.rest();
+                more
             } else if self.transport() == Transport::Ud {
                 self.pump_datagrams(sender, deferred)
             } else {
@@ -359,8 +362,10 @@ impl QpInner {
         let deferred = Deferred::new();
         {
             let mut sender = self.sender.lock();
-            sender.scheduled = None;
             let now = self.device().network.scheduler.now();
+            while sender.scheduled.last().is_some_and(|&at| at <= now) {
+                sender.scheduled.pop();
+            }
             sender.machine.on_timer(now, &mut SendSide { qp: self, deferred: &deferred });
             self.pump(&mut sender, &deferred);
             sender.rest();
@@ -370,9 +375,10 @@ impl QpInner {
 
     #[cold]
     pub(super) fn schedule_timer(self: &Arc<Self>, sender: &mut Sender, deadline: u64) {
-        // One entry per queue pair: when it comes too early it is renewed.
-        if sender.scheduled.is_none_or(|scheduled| deadline < scheduled) {
-            sender.scheduled = Some(deadline);
+        // One that comes too early is renewed, so only an earlier one is added. Those that are there are remembered: forgotten,
+        // each would be renewed as well, and there would be one more with each that is added.
+        if sender.scheduled.last().is_none_or(|&earliest| deadline < earliest) {
+            sender.scheduled.push(deadline);
             self.device().network.scheduler.schedule(deadline, Job::Timer(Arc::downgrade(self)));
         }
     }

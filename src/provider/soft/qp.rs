@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
+use smallvec::SmallVec;
 
 use crate::error::VerbError;
 use crate::provider::contract::{self, PostError, QpInit};
@@ -67,8 +68,8 @@ pub(super) struct Sender {
     /// packet; a destroyed one is found out and dropped.
     pub(super) peer: Option<Arc<QpInner>>,
     pub(super) peer_at: Destination,
-    /// Earliest timer that is scheduled.
-    pub(super) scheduled: Option<u64>,
+    /// When its timers come that are scheduled, the earliest last.
+    pub(super) scheduled: SmallVec<[u64; 2]>,
     /// The scheduler goes on with it: posting only queues.
     pub(super) continuing: bool,
     notify_drained: bool,
@@ -89,7 +90,13 @@ impl Sender {
         }
     }
 
-    /// After something was acknowledged, or given up: leaves the way to others if nothing is on it.
+    /// True if it takes part in the use of the way to the peer.
+    #[cfg(test)]
+    pub(super) const fn is_on_the_way(&self) -> bool {
+        self.busy.is_some()
+    }
+
+    /// After something was sent, acknowledged, or given up: leaves the way to others if nothing is on it.
     pub(super) fn rest(&mut self) {
         if !self.machine.is_underway() {
             self.busy = None;
@@ -226,7 +233,7 @@ pub(super) fn create(context: &Arc<ContextInner>, pd: u32, init: &QpInit<'_, Sof
                 attr: QpAttr::default(),
                 peer: None,
                 peer_at: Destination::default(),
-                scheduled: None,
+                scheduled: SmallVec::new(),
                 continuing: false,
                 notify_drained: false,
                 failed: false,

@@ -178,6 +178,12 @@ impl Scheduler {
         self.state.lock().heap.is_empty()
     }
 
+    /// What is to come.
+    #[cfg(test)]
+    pub(super) fn pending(&self) -> usize {
+        self.state.lock().heap.len()
+    }
+
     fn work(&self) {
         let mut state = self.state.lock();
         while !state.stopped {

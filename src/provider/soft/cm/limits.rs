@@ -47,8 +47,8 @@ impl HalfOpen {
     }
 }
 
-/// Answers that may be sent: to each peer, and to all. An answer is as long as what it answers, so nobody's packets are
-/// multiplied; what is bounded is the time that they cost.
+/// Answers that may be sent: to each peer, and to all. An answer is as long as what it answers. Those that are repeated count
+/// too, so a request in another's name is not multiplied without bound; and the time that all cost is bounded.
 #[derive(Debug)]
 pub(super) struct Answers {
     /// Peers whose addresses fall together share one: as many as there are, none takes memory.

@@ -321,9 +321,13 @@ impl Machine {
             match connection.state {
                 State::ReqSent | State::RepSent | State::DreqSent if again => {
                     connection.retries_left -= 1;
+                    let (peer, answers) = (connection.peer, connection.state == State::RepSent);
                     let at = now.saturating_add(connection.response_timeout);
                     self.set_deadline(id, Some(at));
-                    self.send_last(id);
+                    // Who asked in the name of another has chosen how often that one is answered, and how soon.
+                    if !answers || self.answers.take(now, peer) {
+                        self.send_last(id);
+                    }
                 }
                 State::ReqSent => {
                     self.event(id, Event::Unreachable);

@@ -18,7 +18,7 @@ use super::super::scheduler::Job;
 use super::channel::{ChannelInner, CmId};
 use super::machine::{Event, Machine, Output};
 use super::mad::MadError;
-use super::message::{CommId, Mad};
+use super::message::{CommId, Mad, Message};
 
 /// `ETIMEDOUT` of `errno(3)`.
 const ETIMEDOUT: i32 = 110;
@@ -78,6 +78,13 @@ impl Manager {
         tracing::trace!(%from, ?mad, "message arrived");
         let psn = || device.network.random().ok().map(|random| Psn::new(random as u32));
         match mad {
+            // Programs are told the address that a request says, so it must be its sender's; within the process devices have
+            // several.
+            Ok(Mad { message: Message::Req(req), .. })
+                if device.network.is_udp() && Gid::from(req.source.ip()) != from =>
+            {
+                tracing::debug!(device = device.attr().name, %from, source = %req.source, "another's address: dropped");
+            }
             Ok(mad) => Self::with(device, |state, now| state.machine.on_message(now, from, mad, psn)),
             Err(MadError::Request { transaction, remote_id, reason }) => {
                 Self::with(device, |state, now| state.machine.refuse_unseen(now, from, transaction, remote_id, reason));

@@ -318,9 +318,12 @@ impl Responder {
                 Ok(segment) => gather.push(segment),
                 // Deregistered or invalidated while it was being read.
                 Err(_) => {
-                    out.event(AsyncEvent::QpAccessError(self.config.qpn));
+                    // Not of one that has failed already, and answers what it was asked for before.
+                    if self.state != QpState::Err {
+                        out.event(AsyncEvent::QpAccessError(self.config.qpn));
+                        out.failed();
+                    }
                     self.flush(out);
-                    out.failed();
                     return Body::Acknowledge(Aeth { syndrome: Syndrome::Nak(Nak::RemoteAccess), msn });
                 }
             }
@@ -395,8 +398,20 @@ impl Responder {
             Some(last @ Reply::Acknowledge { .. }) if psn.distance_from(last.psn()) >= 0 => *last = reply,
             Some(last @ Reply::Acknowledge { syndrome: Syndrome::Ack(_), .. }) => *last = reply,
             Some(Reply::Acknowledge { .. }) if syndrome == Syndrome::ACK => {}
-            _ => self.replies.push_back(reply),
+            None => self.replies.push_back(reply),
+            Some(_) => self.acknowledge_behind(psn, reply),
         }
+    }
+
+    /// Queues an acknowledgement behind answers. It stands for those before them, too: else a peer that has an answer
+    /// repeated again and again, behind one that takes long, would make them pile up.
+    #[cold]
+    fn acknowledge_behind(&mut self, psn: Psn, reply: Reply) {
+        self.replies.retain(|before| match before {
+            Reply::Acknowledge { psn: before, syndrome: Syndrome::Ack(_), .. } => psn.distance_from(*before) < 0,
+            _ => true,
+        });
+        self.replies.push_back(reply);
     }
 
     /// The peer broke the rules: NAK, error of the receive it holds, event, ERR.
@@ -414,11 +429,14 @@ impl Responder {
                 _ => out.event(AsyncEvent::QpRequestError(self.config.qpn)),
             }
         }
+        // What was asked for before is answered before the refusal, READs too: else it is the READ that would fail.
+        let owed = std::mem::take(&mut self.replies);
         self.flush(out);
+        self.replies = owed;
         out.failed();
     }
 
-    /// Enters ERR. Replies that are queued still go out; the packet that caused it is among them.
+    /// Enters ERR. Acknowledgements that are queued still go out.
     pub(in crate::provider::soft) fn flush(&mut self, out: &mut impl Receiver) {
         if self.receive_held {
             self.fail_receive(WcStatus::WR_FLUSH_ERR, out);

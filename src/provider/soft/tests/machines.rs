@@ -222,6 +222,20 @@ fn answers_that_are_repeated_keep_no_new_request_out() {
 }
 
 #[test]
+fn acknowledgements_between_repeated_answers_do_not_pile_up() {
+    let mut it = Responding::new(2);
+    let read = Body::ReadRequest(Reth { remote: it.remote(0), length: 8 });
+    it.request(0, read, &[]);
+    // While the answer waits, a peer says the same again and again.
+    for _ in 0..100 {
+        it.request(0, send(Part::Only), &[]);
+        it.request(0, read, &[]);
+    }
+    let replies = it.replies();
+    assert_eq!(replies.len(), 2, "{replies:?}");
+}
+
+#[test]
 fn not_ready_names_the_timer_and_silences_what_follows() {
     let mut it = Responding::new(1);
     it.request(0, send(Part::Only), &[1]);
@@ -260,9 +274,36 @@ fn more_reads_than_granted_are_an_invalid_request() {
     let answers = it.replies();
     assert!(matches!(
         answers[..],
-        [(1, Body::Acknowledge(Aeth { syndrome: Syndrome::Nak(Nak::InvalidRequest), .. }), _)]
+        [
+            (0, Body::ReadResponse { part: Part::Only, .. }, _),
+            (1, Body::Acknowledge(Aeth { syndrome: Syndrome::Nak(Nak::InvalidRequest), .. }), _)
+        ]
     ));
     assert_eq!((it.log.failed, it.machine.state()), (true, QpState::Err));
+}
+
+#[test]
+fn reads_before_a_refused_request_are_answered_while_their_memory_is_there() {
+    for gone in [false, true] {
+        let mut it = Responding::new(1);
+        it.request(0, Body::ReadRequest(Reth { remote: it.remote(0), length: 1000 }), &[]);
+        let wrong = RemoteAddr { addr: it.base, rkey: Rkey(it.key ^ 0x100) };
+        let reth = Reth { remote: wrong, length: 8 };
+        it.request(4, Body::Write { part: Part::Only, reth, imm: None }, &[1; 8]);
+        assert_eq!((it.log.failed, it.machine.state()), (true, QpState::Err));
+        if gone {
+            it.keys.remove(it.key);
+        }
+        let answers = it.replies();
+        let refused = |(step, body, _): &(i32, Body, Vec<u8>)| match body {
+            Body::Acknowledge(Aeth { syndrome: Syndrome::Nak(Nak::RemoteAccess), .. }) => Some(*step),
+            _ => None,
+        };
+        let steps: Vec<_> = answers.iter().map(|answer| answer.0).collect();
+        assert_eq!(steps, if gone { vec![0, 4] } else { vec![0, 1, 2, 3, 4] });
+        assert_eq!(answers.iter().filter_map(refused).collect::<Vec<_>>(), if gone { vec![0, 4] } else { vec![4] });
+        assert_eq!(it.log.events.len(), 1, "{:?}", it.log.events);
+    }
 }
 
 #[test]

@@ -257,6 +257,23 @@ fn outcome(completions: &[WorkCompletion]) -> Vec<(u64, crate::types::WcStatus)>
     completions.iter().map(|completion| (completion.wr_id.0, completion.status)).collect()
 }
 
+/// A network over UDP, at addresses and a port that are hardly in use.
+pub(super) fn over_udp(names: &[&str]) -> Network {
+    for _ in 0..100 {
+        let random = getrandom::u64().unwrap();
+        let config = UdpConfig::new().port(10_000 + (random >> 50) as u16);
+        let first = u32::from_be_bytes([127, 32, 0, 1]) + (random as u32 & 0x0007_fff0);
+        let address = |at: usize| std::net::Ipv4Addr::from(first + at as u32).into();
+        let config = names.iter().enumerate().fold(config, |config, (at, name)| config.device(name, address(at)));
+        match Network::udp(&config) {
+            Ok(network) => return network,
+            Err(UdpError::PortTaken { .. }) => {}
+            Err(error) => panic!("{error}"),
+        }
+    }
+    panic!("no address of 100 is free");
+}
+
 fn connected(network: &Network, options: &Options) -> (End, End) {
     let (a, b) = (End::new(network, "a", options), End::new(network, "b", options));
     connect(&a, &b, options);

@@ -113,3 +113,20 @@ fn inline_data_are_copied_at_the_post() {
         assert_eq!(too_long.unwrap_err().error.errno, crate::error::VerbError::EINVAL);
     }
 }
+
+#[test]
+fn timers_do_not_pile_up_while_the_peer_is_not_ready() {
+    let network = Network::simulated(3, Faults::none());
+    let (a, b) = connected(&network, &Options::default());
+    let (from, to) = (a.buffer(8), b.buffer(8));
+    a.send(1, SendOp::Send, &[from.sge(0, 8)]).unwrap();
+    // Refused, waits, tries again: each time with a short timer before a long one.
+    for _ in 0..10_000 {
+        assert!(network.step());
+    }
+    let pending = network.0.scheduler.pending();
+    assert!(pending <= 4, "{pending}");
+    b.recv(2, &[to.sge(0, 8)]).unwrap();
+    assert_eq!(outcome(&a.wait(1)), [(1, WcStatus::SUCCESS)]);
+    assert_eq!(outcome(&b.wait(1)), [(2, WcStatus::SUCCESS)]);
+}

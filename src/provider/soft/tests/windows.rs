@@ -133,3 +133,23 @@ fn windows_survive_a_bad_network() {
         assert!(a.qp.counters().0.retransmitted > 0, "seed {seed}");
     }
 }
+
+#[test]
+fn what_is_local_takes_no_share_of_the_way_to_the_peer() {
+    let network = over_udp(&["a", "b"]);
+    let (a, b) = connected(&network, &Options::default());
+    let share = |end: &End| end.qp.0.sender.lock().is_on_the_way();
+    let window = a.pd.create_mw().unwrap();
+    let buffer = Buffer::new(&a.pd, 64, Access::LOCAL_WRITE | Access::MW_BIND);
+    let bound = bind(&a, &window, window.rkey(), &buffer, Access::REMOTE_WRITE);
+    assert!(!share(&a), "a window was bound, nothing was sent");
+    // What is sent takes one until it is acknowledged.
+    let (from, to) = (a.buffer(8), b.buffer(8));
+    a.send(1, SendOp::Send, &[from.sge(0, 8)]).unwrap();
+    assert!(share(&a), "nobody takes it yet");
+    b.recv(2, &[to.sge(0, 8)]).unwrap();
+    assert_eq!(outcome(&a.wait(1)), [(1, WcStatus::SUCCESS)]);
+    a.send_with(3, SendOp::LocalInvalidate(bound.rkey), SendFlags::SIGNALED, Data::Sges(&[])).unwrap();
+    assert_eq!(outcome(&a.wait(1)), [(3, WcStatus::SUCCESS)]);
+    assert!(!share(&a));
+}

@@ -51,6 +51,9 @@ fn what_the_kernel_sends_is_understood_and_written_the_same() {
         for bytes in datagrams(capture) {
             let mad = Mad::decode(bytes).unwrap();
             assert_eq!(mad.encode(), bytes, "{name}: {mad:?}");
+            if let Message::Req(req) = &mad.message {
+                assert_eq!(Gid::from(req.source.ip()), req.local_gid, "{name}: who asks says its own address");
+            }
             count += 1;
         }
     }

@@ -7,7 +7,9 @@ use crate::provider::cm_contract::{CmChannel as _, CmEventKind, CmId as _};
 use crate::provider::contract::Context as _;
 use crate::types::{QpState, RejectReason, Transport, check_transition};
 
+use super::super::super::tests::over_udp;
 use super::super::super::{Context, Faults, Network, Soft};
+use super::super::manager::Manager;
 use super::super::{CmChannel, CmId};
 use super::*;
 
@@ -246,4 +248,30 @@ fn connections_over_a_network_with_faults_are_the_same_each_time() {
         happened[2] += counters.rejected;
     }
     assert!(happened.iter().all(|&count| count > 0), "{happened:?}");
+}
+
+#[test]
+fn request_in_the_name_of_another_address_leaves_nothing_behind() {
+    let network = over_udp(&["a", "b"]);
+    let contexts = ["a", "b"].map(|name| network.open(name).unwrap());
+    let [from, to] = contexts.each_ref().map(|context| context.port(crate::types::PortNum(1)).unwrap().gids[0].gid);
+    let channel = contexts[1].create_cm_channel().unwrap();
+    let listener = channel.create_id().unwrap();
+    listener.bind(SocketAddr::new(to.to_ip(), 0)).unwrap();
+    listener.listen(4).unwrap();
+    let device = network.0.device(to).unwrap();
+    let request = |source: SocketAddr| {
+        let mut machine = Machine::new(from, 1, Mtu::Mtu1024, 0x1111_2222_3333_4444);
+        let there = listener.local_addr().unwrap();
+        let route = Destination { gid: to, local: source, peer: there, mtu: Mtu::Mtu1024 };
+        machine.connect(0, route, &params(0x100, b""), Psn::new(1)).unwrap();
+        let (_, mad) = Out::of(&mut machine).sent.remove(0);
+        Manager::on_datagram(&device, from, &mad.encode());
+        channel.take_event().unwrap().map(|event| event.kind)
+    };
+    let other = request(address(1, 40_000));
+    assert!(other.is_none(), "{other:?}");
+    assert_eq!(device.cm.sizes()[..4], [0; 4]);
+    let Some(CmEventKind::ConnectRequest { id, .. }) = request(SocketAddr::new(from.to_ip(), 40_000)) else { panic!() };
+    assert_eq!(id.peer_addr().unwrap().ip(), from.to_ip());
 }

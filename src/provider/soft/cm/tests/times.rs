@@ -442,3 +442,20 @@ fn packets_of_the_passive_side_are_marked_as_those_of_the_active_one() {
     assert_eq!((address.flow_label, address.traffic_class, address.service_level), (0x5_4321, 0xb8, 3));
     assert_eq!((address.dgid, address.hop_limit), (A, 64));
 }
+
+#[test]
+fn answer_that_is_repeated_counts_among_those_that_a_peer_gets() {
+    let mut pair = Pair::new();
+    pair.connect(0x100);
+    pair.deliver_to_b();
+    let theirs = pair.deliver_to_a().requests[0];
+    pair.b.accept(pair.now, theirs, &params(0x200, b"")).unwrap();
+    assert_eq!(Out::of(&mut pair.b).kinds(), ["REP"]);
+    let now = pair.b.deadline().unwrap();
+    while pair.b.answers.take(now, A) {}
+    pair.b.on_timer(now);
+    assert!(Out::of(&mut pair.b).sent.is_empty(), "as if it was lost");
+    let later = pair.b.deadline().unwrap();
+    pair.b.on_timer(later);
+    assert_eq!(Out::of(&mut pair.b).kinds(), ["REP"]);
+}
