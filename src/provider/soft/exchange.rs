@@ -312,7 +312,7 @@ impl QpInner {
     }
 
     /// Sends replies, up to a slice.
-    fn reply(self: &Arc<Self>, receiver: &mut ReceiverHalf, deferred: &Deferred) {
+    pub(super) fn reply(self: &Arc<Self>, receiver: &mut ReceiverHalf, deferred: &Deferred) {
         if receiver.replying {
             return;
         }

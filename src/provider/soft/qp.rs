@@ -583,6 +583,10 @@ impl QpInner {
     fn reset(self: &Arc<Self>, sender: &mut Sender, receiver: &mut ReceiverHalf, deferred: &Deferred) {
         tracing::debug!(qpn = %self.qpn, "queue pair is reset");
         self.generation.fetch_add(1, Ordering::Relaxed);
+        // Who has a completion may end its queue pair, and the peer's send has arrived all the same.
+        if receiver.machine.has_replies() {
+            self.reply(receiver, deferred);
+        }
         self.return_shared(receiver);
         sender.machine.set_state(QpState::Reset, &mut SendSide { qp: self, deferred });
         receiver.machine.set_state(QpState::Reset, &mut ReceiveSide { qp: self, deferred });

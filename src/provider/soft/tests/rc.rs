@@ -1,6 +1,7 @@
 //! Reliable connections without faults, on a direct and on a simulated network.
 
 use super::*;
+use crate::provider::soft::wire::{Body, Packet, Part, Tail};
 use crate::types::{Imm, WcFlags, WcOpcode, WcStatus};
 
 fn networks() -> [Network; 2] {
@@ -129,4 +130,26 @@ fn timers_do_not_pile_up_while_the_peer_is_not_ready() {
     b.recv(2, &[to.sge(0, 8)]).unwrap();
     assert_eq!(outcome(&a.wait(1)), [(1, WcStatus::SUCCESS)]);
     assert_eq!(outcome(&b.wait(1)), [(2, WcStatus::SUCCESS)]);
+}
+
+/// What arrives together is answered together, a little later than it completes.
+#[test]
+fn receive_that_completed_is_acknowledged_even_if_its_queue_pair_ends_at_once() {
+    let network = Network::simulated(3, Faults::none());
+    let options = Options::default();
+    let (a, b) = connected(&network, &options);
+    b.recv(1, &[]).unwrap();
+    a.send(1, SendOp::Send, &[]).unwrap();
+    let packet = Packet {
+        transport: Transport::Rc,
+        dest: b.qp.qpn(),
+        psn: Psn::new(options.psn),
+        solicited: false,
+        ack_request: true,
+        body: Body::Send { part: Part::Only, tail: Tail::None },
+    };
+    b.qp.0.on_packet(&packet, a.address().dgid, &[]);
+    assert_eq!(outcome(&b.poll()), [(1, WcStatus::SUCCESS)]);
+    drop(b.qp);
+    assert_eq!(outcome(&a.wait(1)), [(1, WcStatus::SUCCESS)]);
 }
