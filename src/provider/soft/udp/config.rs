@@ -2,7 +2,7 @@
 
 use std::error::Error;
 use std::fmt;
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr};
 
 use crate::error::VerbError;
 
@@ -88,7 +88,8 @@ impl UdpConfig {
             if self.devices[..at].iter().any(|(other, taken)| other == name || *taken == address) {
                 return Err(UdpError::Repeated { name: name.clone(), address });
             }
-            if address.is_unspecified() || address.is_multicast() {
+            let broadcast = [Ipv4Addr::BROADCAST, Ipv4Addr::new(127, 255, 255, 255)].map(IpAddr::V4);
+            if address.is_unspecified() || address.is_multicast() || broadcast.contains(&address) {
                 return Err(UdpError::NotOneHost { address });
             }
             if !address.is_loopback() && !self.exposed {
@@ -142,7 +143,7 @@ pub enum UdpError {
         /// Its address.
         address: IpAddr,
     },
-    /// An address that is not one host's: unspecified, or of a group.
+    /// An address that is not one host's: unspecified, of a group, or of all.
     NotOneHost {
         /// As given.
         address: IpAddr,
@@ -241,7 +242,7 @@ mod tests {
         let outside = ip("192.0.2.1");
         assert_eq!(config().address(outside).check(), Err(UdpError::NotLoopback { address: outside }));
         assert_eq!(config().address(outside).expose().check(), Ok(()));
-        for address in ["0.0.0.0", "::", "224.0.0.1", "ff02::1"].map(ip) {
+        for address in ["0.0.0.0", "::", "224.0.0.1", "ff02::1", "255.255.255.255", "127.255.255.255"].map(ip) {
             assert_eq!(config().address(address).expose().check(), Err(UdpError::NotOneHost { address }));
         }
         let twice = config().device("a", ip("127.0.0.2")).device("b", ip("::ffff:127.0.0.2"));

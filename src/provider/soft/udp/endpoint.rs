@@ -120,10 +120,9 @@ impl Endpoint {
         self.socket.close();
         let thread = self.thread.lock().take();
         // The receiving thread itself may have dropped the last of the network.
-        if let Some(thread) = thread.filter(|handle| handle.thread().id() != thread::current().id())
-            && thread.join().is_err()
-        {
-            tracing::error!(endpoint = ?self, "the receiving thread panicked");
+        if let Some(thread) = thread.filter(|handle| handle.thread().id() != thread::current().id()) {
+            // How it ended it has said itself.
+            let _ = thread.join();
         }
     }
 
@@ -232,10 +231,13 @@ impl Endpoint {
 
     /// The receiving thread.
     fn work(&self) {
+        let _deaf = Deaf(self);
         let mut inbox = Inbox::new();
+        let mut failing = false;
         while !self.closed.load(Ordering::Acquire) {
             match self.socket.receive(&mut inbox) {
                 Ok(()) => {
+                    failing = false;
                     let device = self.device.read().upgrade();
                     let mut turn = Turn::default();
                     for (source, datagram) in inbox.datagrams() {
@@ -245,7 +247,9 @@ impl Endpoint {
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => {
-                    tracing::warn!(endpoint = ?self, %error, "cannot receive");
+                    if !std::mem::replace(&mut failing, true) {
+                        tracing::warn!(endpoint = ?self, %error, "cannot receive; trying again");
+                    }
                     thread::sleep(PAUSE);
                 }
             }
@@ -276,6 +280,20 @@ impl Endpoint {
         tracing::trace!(%source, ?packet, "packet arrived");
         if !NetworkInner::on_packet(device, Gid::from(ip), &packet, payload, turn) {
             add(&self.counters.unwanted, 1);
+        }
+    }
+}
+
+/// A device whose receiving thread has ended by a panic is lost, and says so.
+struct Deaf<'a>(&'a Endpoint);
+
+impl Drop for Deaf<'_> {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            tracing::error!(endpoint = ?self.0, "the receiving thread panicked");
+            if let Some(device) = self.0.device.read().upgrade() {
+                device.kill();
+            }
         }
     }
 }

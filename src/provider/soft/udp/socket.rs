@@ -103,7 +103,7 @@ impl Socket {
             message.msg_name = name.as_mut_ptr().cast();
             message.msg_namelen = mem::size_of::<sockaddr_storage>() as socklen_t;
             message.msg_control = control.as_mut_ptr().cast();
-            message.msg_controllen = mem::size_of::<Control>();
+            message.msg_controllen = mem::size_of::<Control>() as _;
         }
         let flags = libc::MSG_WAITFORONE;
         // SAFETY: S4: each header names memory of `inbox` and `vectors` with its length; both outlive the call and
