@@ -593,3 +593,35 @@ fn completions_that_one_operation_took_for_others_are_theirs_when_they_are_dropp
         });
     }
 }
+
+#[test]
+fn room_of_completions_that_one_operation_took_for_others_is_there_for_who_tries() {
+    for mode in [Mode::Event, Mode::Cooperative, Mode::Hybrid] {
+        bounded("room of others", LONG, move || {
+            Flavour::CurrentThread.runtime().block_on(async {
+                let device = Device::software().unwrap();
+                let pd = device.protection_domain().unwrap();
+                let queue = CompletionQueue::new(&device, mode.make()).unwrap();
+                let a = QueuePair::builder(&pd, &queue).max_send_wr(2).build().unwrap();
+                let b = QueuePair::new(&pd, &queue).unwrap();
+                connect(&a, &b);
+                let region = ExposedRegion::new(&pd, vec![0; 64], Access::REMOTE_ALL).unwrap();
+                let pool = Pool::new(&pd, 64, 4).unwrap();
+                let new = || pool.try_alloc(64).unwrap();
+                for _ in 0..10 {
+                    let (first, second) = (a.write(new(), region.grant()), a.write(new(), region.grant()));
+                    first.await.unwrap();
+                    let third = a.try_write(new(), region.grant()).expect("room of the first");
+                    let fourth = a.try_write(new(), region.grant()).expect("room of the second");
+                    third.await.unwrap();
+                    drop(second.await.unwrap());
+                    let mut batch = Batch::new();
+                    batch.write(new(), region.grant()).write(new(), region.grant());
+                    let batch = a.try_post_batch(batch).expect("room of both");
+                    batch.await.into_buffers().unwrap();
+                    drop(fourth.await.unwrap());
+                }
+            });
+        });
+    }
+}

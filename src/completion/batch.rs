@@ -50,6 +50,11 @@ impl WorkQueue {
         }
         let direct = self.has_room(&mut posting, entries.len());
         if !direct && patience == Patience::Try {
+            drop(posting);
+            // Completions that were taken and not handed out may stand for room.
+            if self.cq().hand_out() {
+                return self.submit_batch(entries, common, signal_every, buffers, patience);
+            }
             return Err((Refusal::Full, buffers));
         }
 

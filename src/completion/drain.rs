@@ -258,13 +258,17 @@ impl CqShared {
         }
     }
 
-    /// As [`finish_left`](Self::finish_left), for who looks at a result without waiting for it.
-    pub(super) fn hand_out(&self) {
-        if self.mode.arms() {
-            let mut state = lock(&self.state);
-            self.finish_left(&mut state);
-            self.release(state);
+    /// As [`finish_left`](Self::finish_left), for who looks at a result, or for room, without waiting for it; true if there
+    /// were any.
+    pub(super) fn hand_out(&self) -> bool {
+        if !self.mode.arms() {
+            return false;
         }
+        let mut state = lock(&self.state);
+        let any = state.next < state.end;
+        self.finish_left(&mut state);
+        self.release(state);
+        any
     }
 
     /// True if nobody waits for completions that are taken and not handed out. Whoever begins to wait later hands out what is

@@ -266,7 +266,9 @@ impl WorkQueue {
             return Err(OpErrorKind::from(LimitError { field: "work requests", asked: 1, allowed: 0 }).into());
         }
         if !direct && patience == Patience::Try {
-            return Err(Refusal::Full);
+            drop(posting);
+            // Completions that were taken and not handed out may stand for room.
+            return if self.cq.hand_out() { self.submit(request, buffer, patience) } else { Err(Refusal::Full) };
         }
         let Some(claim) = self.slots.claim(&mut posting.cursor, self) else {
             return Err(self.too_many().into());
