@@ -407,12 +407,12 @@ impl CqShared {
         if slot.is_unwatched()
             && let Some(state) = try_lock(&self.state)
         {
-            return self.look(state, queue, slot, context, see, |seen| {
-                if seen.is_some() {
-                    self.found(rounds);
-                }
-                take(seen)
-            });
+            // Counted while the slot is taken: all of this may be gone with its share when it is released.
+            let see = |completion: &WorkCompletion| {
+                self.found(rounds);
+                see(completion)
+            };
+            return self.look(state, queue, slot, context, see, take);
         }
         match self.wait_slot(slot, context) {
             Poll::Ready(()) => take(None),
