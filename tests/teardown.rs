@@ -6,6 +6,7 @@ mod torture;
 
 use std::any::Any;
 use std::future::Future;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::pin::Pin;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -437,10 +438,12 @@ fn whoever_is_woken_by_an_operation_may_drop_all_that_it_is_of() {
                 *seen.lock().unwrap() = Some(queue.counters().spin_rounds);
                 drop((send, receive, ends, queue));
             }));
-            let Poll::Ready(result) = poll(&mut write) else { continue };
-            result.unwrap();
-            // Not if the message had not arrived yet.
-            if let Some(at_end) = *at_end.lock().unwrap() {
+            let found = poll(&mut write);
+            // Still there if they were not found together: the message had not arrived yet.
+            let missed = deed.0.lock().unwrap().take();
+            drop(missed);
+            if let (Poll::Ready(result), Some(at_end)) = (found, *at_end.lock().unwrap()) {
+                result.unwrap();
                 // What the queue counts it has counted while it is sure to be there.
                 assert_ne!(at_end, before);
                 return;
@@ -448,6 +451,27 @@ fn whoever_is_woken_by_an_operation_may_drop_all_that_it_is_of() {
         }
         panic!("never found together");
     });
+}
+
+#[test]
+fn result_is_there_though_a_waker_panicked_that_was_woken_when_it_was_found() {
+    for mode in [Mode::Event, Mode::Hybrid] {
+        bounded("a waker that panics", LONG, move || {
+            for _ in 0..TRIES {
+                let Some(mut together) = Together::new(mode, false) else { continue };
+                *together.deed.0.lock().unwrap() = Some(Box::new(|| resume_unwind(Box::new("woken"))));
+                if catch_unwind(AssertUnwindSafe(|| poll(&mut together.write))).is_ok() {
+                    // Not found together. It is not to panic when all of it is dropped.
+                    *together.deed.0.lock().unwrap() = None;
+                    continue;
+                }
+                let Poll::Ready(result) = poll(&mut together.write) else { panic!("it was found") };
+                result.unwrap();
+                return;
+            }
+            panic!("never found together");
+        });
+    }
 }
 
 #[test]

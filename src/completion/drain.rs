@@ -293,6 +293,10 @@ impl CqShared {
         if crowded {
             queue.let_in(&mut state.woken);
         }
+        if !state.woken.is_empty() {
+            // Whoever is woken may panic, and the operation then looks again.
+            slot.keep(&state.completions[0]);
+        }
         this.release(guard);
     }
 
@@ -433,12 +437,13 @@ impl CqShared {
     ) -> Poll<R> {
         let state = &mut *guard;
         let waited = if state.next < state.end {
-            let next = &state.completions[state.next % BATCH];
+            let at = state.next % BATCH;
+            let next = &state.completions[at];
             if is_success_of(next, slot) {
                 let seen = see(next);
                 state.next += 1;
                 if queue.end_own(slot, next) {
-                    Self::let_in(guard, queue);
+                    Self::let_in(guard, at, queue, slot);
                 } else {
                     drop(guard);
                 }
@@ -460,7 +465,7 @@ impl CqShared {
                         state.run -= 1;
                         state.counters.completions += 1;
                         if queue.end_own(slot, next) {
-                            Self::let_in(guard, queue);
+                            Self::let_in(guard, 0, queue, slot);
                         } else {
                             drop(guard);
                         }
@@ -511,10 +516,12 @@ impl CqShared {
         self.wait_slow(state, more, slot, context)
     }
 
-    /// Unlocks; before, lets in who waits for room in `queue`.
+    /// Unlocks; before, lets in who waits for room in `queue`. Completion `at` has ended the operation in `slot`.
     #[cold]
-    fn let_in(mut state: MutexGuard<'_, State>, queue: &WorkQueue) {
+    fn let_in(mut state: MutexGuard<'_, State>, at: usize, queue: &WorkQueue, slot: &Slot) {
         queue.let_in(&mut state.woken);
+        // As in `leave`.
+        slot.keep(&state.completions[at]);
         queue.cq().release(state);
     }
 

@@ -251,6 +251,13 @@ impl Slot {
         self.state.store(COMPLETE, Ordering::Relaxed);
     }
 
+    /// Keeps the result of an operation that [has it](Self::finish_own) already, in case it does not get to use it.
+    #[cold]
+    pub(super) fn keep(&self, completion: &WorkCompletion) {
+        // SAFETY: C1: COMPLETE makes the outcome the future's, in whose hands this is.
+        self.outcome.with_mut(|cell| unsafe { *cell = Ok(*completion) });
+    }
+
     /// Hands the outcome over to whoever owns the operation.
     #[cold]
     pub(super) fn finish(&self, id: WrId, outcome: Outcome) -> Finished {
