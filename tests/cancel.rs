@@ -16,7 +16,8 @@ use std::time::Duration;
 use fastrand::Rng;
 use tokio_rdma::software::Network;
 use tokio_rdma::{
-    Access, Batch, BufMut, CompletionQueue, ExposedRegion, Imm, Pool, QueuePair, RemoteRegion, SharedReceiveQueue,
+    Access, Batch, BufMut, CompletionQueue, Device, ExposedRegion, Imm, Pool, QueuePair, RemoteRegion,
+    SharedReceiveQueue,
 };
 use torture::{
     Flavour, LONG, Mode, Seed, bounded, connect, device, eventually, hardware, scaled, slow_network, soon, yields,
@@ -558,6 +559,68 @@ fn abandoned_work_that_waits_for_room_is_done_though_nobody_waits_for_it() {
                     drop(a.fetch_add(region.grant().slice(0..8).unwrap(), 1));
                 }
                 eventually("all of it", || region.load(0) == Ok(50)).await;
+            });
+        });
+    }
+}
+
+/// On the software device all three are done when they are posted, and whoever looks first takes all completions.
+#[test]
+fn completions_that_one_operation_took_for_others_are_theirs_when_they_are_dropped_or_asked() {
+    for mode in Mode::ALL {
+        bounded("completions of others", LONG, move || {
+            Flavour::CurrentThread.runtime().block_on(async {
+                let device = Device::software().unwrap();
+                let pd = device.protection_domain().unwrap();
+                let queue = CompletionQueue::new(&device, mode.make()).unwrap();
+                let (a, b) = (QueuePair::new(&pd, &queue).unwrap(), QueuePair::new(&pd, &queue).unwrap());
+                connect(&a, &b);
+                let region = ExposedRegion::new(&pd, vec![0; 64], Access::REMOTE_ALL).unwrap();
+                let pool = Pool::new(&pd, 64, 3).unwrap();
+                for _ in 0..200 {
+                    let post = || a.write(pool.try_alloc(64).unwrap(), region.grant());
+                    let (first, second, third) = (post(), post(), post());
+                    let held = first.await.unwrap();
+                    assert!(pool.try_alloc(64).is_err(), "two are in flight, or not asked for");
+                    drop(second);
+                    drop(soon("the buffer that was dropped", pool.alloc(64)).await.unwrap());
+                    // It is said to be over before anybody has waited for it.
+                    eventually("the third", || third.is_finished()).await;
+                    assert_eq!(queue.counters().waiting, 0);
+                    drop((third.await.unwrap(), held));
+                }
+            });
+        });
+    }
+}
+
+#[test]
+fn room_of_completions_that_one_operation_took_for_others_is_there_for_who_tries() {
+    for mode in [Mode::Event, Mode::Cooperative, Mode::Hybrid] {
+        bounded("room of others", LONG, move || {
+            Flavour::CurrentThread.runtime().block_on(async {
+                let device = Device::software().unwrap();
+                let pd = device.protection_domain().unwrap();
+                let queue = CompletionQueue::new(&device, mode.make()).unwrap();
+                let a = QueuePair::builder(&pd, &queue).max_send_wr(2).build().unwrap();
+                let b = QueuePair::new(&pd, &queue).unwrap();
+                connect(&a, &b);
+                let region = ExposedRegion::new(&pd, vec![0; 64], Access::REMOTE_ALL).unwrap();
+                let pool = Pool::new(&pd, 64, 4).unwrap();
+                let new = || pool.try_alloc(64).unwrap();
+                for _ in 0..10 {
+                    let (first, second) = (a.write(new(), region.grant()), a.write(new(), region.grant()));
+                    first.await.unwrap();
+                    let third = a.try_write(new(), region.grant()).expect("room of the first");
+                    let fourth = a.try_write(new(), region.grant()).expect("room of the second");
+                    third.await.unwrap();
+                    drop(second.await.unwrap());
+                    let mut batch = Batch::new();
+                    batch.write(new(), region.grant()).write(new(), region.grant());
+                    let batch = a.try_post_batch(batch).expect("room of both");
+                    batch.await.into_buffers().unwrap();
+                    drop(fourth.await.unwrap());
+                }
             });
         });
     }

@@ -11,7 +11,7 @@ use smallvec::SmallVec;
 
 use super::in_flight::InFlightBatch;
 use super::request::{Patience, Refusal, What};
-use super::slot::{Generation, NONE, Outcome};
+use super::slot::{NONE, Outcome};
 use super::wake::WakeList;
 use super::work_queue::{Poster, Posting, Queued, WorkQueue, index_of};
 use crate::error::{LimitError, OpErrorKind, VerbError};
@@ -39,40 +39,48 @@ impl WorkQueue {
         signal_every: u32,
         buffers: Vec<B>,
         patience: Patience,
-    ) -> Result<InFlightBatch<B>, Refusal<Vec<B>>> {
+    ) -> Result<InFlightBatch<B>, (Refusal, Vec<B>)> {
         let mut pieces = Pieces::default();
         if let Err(error) = self.check_batch(entries, &buffers, &mut pieces) {
-            return Err(Refusal::Error(error, buffers));
+            return Err((error.into(), buffers));
         }
         let mut posting = lock(&self.posting);
         if posting.poster.is_none() {
-            return Err(Refusal::Error(OpErrorKind::Closed, buffers));
+            return Err((OpErrorKind::Closed.into(), buffers));
         }
-        let direct = posting.queued.is_empty() && self.room.left(posting.posted as u32) as usize >= entries.len();
+        let direct = self.has_room(&mut posting, entries.len());
         if !direct && patience == Patience::Try {
-            return Err(Refusal::Full(buffers));
+            drop(posting);
+            // Completions that were taken and not handed out may stand for room.
+            if self.cq().hand_out() {
+                return self.submit_batch(entries, common, signal_every, buffers, patience);
+            }
+            return Err((Refusal::Full, buffers));
         }
 
         let mut list: SmallVec<[SendWr<'_>; BATCH_INLINE]> = SmallVec::new();
         let (mut previous, mut left, mut start) = (NONE, entries.len(), 0);
         for (entry, &end) in entries.iter().zip(&pieces.ends) {
-            let Some((slot, index, generation)) = self.slots.claim(&mut posting.cursor, previous) else {
-                list.iter().for_each(|wr| self.slots.slot(index_of(wr.wr_id)).unclaim());
-                return Err(Refusal::Error(self.too_many(), buffers));
+            let Some(slot) = self.slots.claim(&mut posting.cursor, self) else {
+                if previous != NONE {
+                    self.slots.release_chain(previous);
+                }
+                return Err((self.too_many().into(), buffers));
             };
+            slot.follow(previous);
             slot.place((posting.posted as u32).wrapping_add((entries.len() - left) as u32));
             left -= 1;
             let signaled =
                 left == 0 || signal_every != 0 && ((entries.len() - left) as u32).is_multiple_of(signal_every);
             let flags = entry.flags | common;
             list.push(SendWr {
-                wr_id: self.wr_id(index, generation),
+                wr_id: slot.id(),
                 op: entry.op,
                 flags: if signaled { flags | SendFlags::SIGNALED } else { flags - SendFlags::SIGNALED },
                 data: Data::Sges(pieces.sges.get(start..end).unwrap_or_default()),
                 target: None,
             });
-            (previous, start) = (index, end);
+            (previous, start) = (index_of(slot.id()), end);
         }
 
         let Some(&SendWr { wr_id: last, .. }) = list.last() else { unreachable!("an empty batch is not posted") };
@@ -82,8 +90,7 @@ impl WorkQueue {
             for wr in &list {
                 let Data::Sges(sges) = wr.data else { unreachable!("made above") };
                 let queued = Queued {
-                    index: index_of(wr.wr_id),
-                    generation: Generation::of(wr.wr_id),
+                    id: wr.wr_id,
                     what: What::Send(wr.op),
                     flags: wr.flags,
                     sges: SgeList::from_slice(sges),
@@ -121,12 +128,12 @@ impl WorkQueue {
         let mut woken = WakeList::new();
         let fail = |wr: &SendWr<'_>, woken: &mut WakeList| {
             let failed = Outcome::Err(OpErrorKind::Post(error));
-            self.settle(index_of(wr.wr_id), Generation::of(wr.wr_id), failed, woken);
+            self.settle(wr.wr_id, failed, woken);
         };
         if let [between @ .., last] = &list[posted..] {
             between.iter().for_each(|wr| fail(wr, &mut woken));
             if posted > 0 {
-                self.flush_behind(&mut posting, index_of(last.wr_id), *last, error, &mut woken);
+                self.flush_behind(&mut posting, *last, error, &mut woken);
             } else {
                 fail(last, &mut woken);
             }
@@ -142,7 +149,6 @@ impl WorkQueue {
     pub(super) fn flush_behind(
         &self,
         posting: &mut Posting,
-        index: u32,
         wr: SendWr<'_>,
         error: VerbError,
         woken: &mut WakeList,
@@ -152,7 +158,7 @@ impl WorkQueue {
         if let Err(stuck) = qp.modify(&QpAttr::to_state(QpState::Err)) {
             return self.give_up(&stuck, error, woken);
         }
-        self.slots.slot(index).place(posting.posted as u32);
+        self.slots.slot(index_of(wr.wr_id)).place(posting.posted as u32);
         let beacon = SendWr { data: Data::Sges(&[]), op: SendOp::Send, flags: SendFlags::SIGNALED, ..wr };
         // SAFETY: S1: it names no memory.
         if let Err(refused) = unsafe { qp.post_send(&[beacon]) } {

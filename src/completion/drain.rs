@@ -16,7 +16,7 @@ use super::wake::{self, WakeList};
 use super::work_queue::{Owner, Poster, WorkQueue};
 use crate::error::{LimitError, OpErrorKind, SetupError, VerbError};
 use crate::sync::{AtomicU32, Mutex, MutexGuard, Ordering, lock, try_lock};
-use crate::types::{WorkCompletion, WrId};
+use crate::types::WorkCompletion;
 use crate::verbs::{Channel, Cq};
 
 /// Completions taken from the device at once: enough to spread the cost of a poll, few enough that a drain
@@ -25,7 +25,7 @@ const BATCH: usize = 32;
 
 /// Operations that end without waiting before one of them yields to the runtime, as Tokio's own resources do
 /// after 128: a task that never waits would starve the others.
-const RUN: u32 = 128;
+const RUN: usize = 128;
 
 /// What all holders of a completion queue share.
 pub(crate) struct CqShared {
@@ -52,8 +52,12 @@ struct State {
     /// An event was asked for and has not been taken from the channel.
     armed: bool,
     unacknowledged: u32,
-    /// Operations that ended without waiting, one after the other.
-    run: u32,
+    /// Where in `completions` those begin that were taken from the device and left for who asks, and where they end: there are
+    /// none while anybody waits.
+    next: usize,
+    end: usize,
+    /// How many more operations may end without waiting, one after the other.
+    run: usize,
     /// The queue is dead.
     failed: Option<VerbError>,
     /// What is left to do when the lock is released.
@@ -86,7 +90,9 @@ impl CqShared {
                 reserved: 0,
                 armed: false,
                 unacknowledged: 0,
-                run: 0,
+                next: 0,
+                end: 0,
+                run: RUN,
                 failed: None,
                 woken: WakeList::new(),
                 counters: CompletionQueueCounters { capacity: cq.capacity(), ..Default::default() },
@@ -200,9 +206,10 @@ impl CqShared {
             state.reserved -= attached.reserved;
             state.vacant.push(queue.owner().0);
         }
+        let poster = forgotten.as_ref().and_then(|_| queue.orphan());
         let woken = std::mem::take(&mut state.woken);
         drop(state);
-        drop(forgotten);
+        drop((forgotten, poster));
         woken
     }
 
@@ -237,14 +244,72 @@ impl CqShared {
 
     /// Takes one batch of completions and finishes their operations; true if there may be more.
     fn drain_batch(&self, state: &mut State) -> bool {
+        self.finish_left(state);
         let taken = self.take_batch(state);
         self.finish_batch(state, 0, taken)
     }
 
+    /// Finishes the operations of completions that were left for whoever asks for them.
+    #[inline]
+    fn finish_left(&self, state: &mut State) {
+        let (next, end) = (std::mem::take(&mut state.next), std::mem::take(&mut state.end));
+        if next < end {
+            self.finish_batch(state, next, end);
+        }
+    }
+
+    /// As [`finish_left`](Self::finish_left), for who looks at a result, or for room, without waiting for it; true if there
+    /// were any.
+    pub(super) fn hand_out(&self) -> bool {
+        if !self.mode.arms() {
+            return false;
+        }
+        let mut state = lock(&self.state);
+        let any = state.next < state.end;
+        self.finish_left(&mut state);
+        self.release(state);
+        any
+    }
+
+    /// True if nobody waits for completions that are taken and not handed out. Whoever begins to wait later hands out what is
+    /// left before: `look_further`, `attend`. A poller never sleeps.
+    fn may_leave(&self) -> bool {
+        self.waiting.load(Ordering::Relaxed) == 0 && self.mode.arms()
+    }
+
+    /// Ends the first of a batch of `taken`, which is in `slot` and was asked for. If nobody waits for the rest it is left for
+    /// who asks, and spared the way through the slot.
+    #[inline(never)]
+    fn leave(mut guard: MutexGuard<'_, State>, taken: usize, queue: &WorkQueue, slot: &Slot) {
+        let (this, state) = (queue.cq(), &mut *guard);
+        state.run -= taken;
+        state.counters.completions += taken as u64;
+        let crowded = queue.end_own(slot, &state.completions[0]);
+        if this.may_leave() {
+            (state.next, state.end) = (1, taken);
+        } else {
+            this.finish_batch(state, 1, taken);
+        }
+        if crowded {
+            queue.let_in(&mut state.woken);
+        }
+        if !state.woken.is_empty() {
+            // Whoever is woken may panic, and the operation then looks again.
+            slot.keep(&state.completions[0]);
+        }
+        this.release(guard);
+    }
+
     /// Takes one batch of completions; how many.
-    #[inline(always)]
     fn take_batch(&self, state: &mut State) -> usize {
-        match self.cq.poll(&mut state.completions[..]) {
+        let found = self.cq.take(&mut state.completions[..]);
+        self.count(state, found)
+    }
+
+    /// How many were taken.
+    fn count(&self, state: &mut State, found: Result<usize, VerbError>) -> usize {
+        let found = found.and_then(|taken| if taken > 0 { Ok(taken) } else { self.cq.found_nothing() });
+        match found {
             Ok(taken) => {
                 state.counters.completions += taken as u64;
                 taken
@@ -314,54 +379,162 @@ impl CqShared {
         woken.finish();
     }
 
-    /// Waits for the work request `id` of `queue`, which is in `slot`: looks once, then as the mode says.
+    /// Waits for the work request of `queue` that is in `slot`, which is [new](Slot::is_new): looks once, then as the mode
+    /// says.
     ///
-    /// Gives the completion itself if it is the next one in the queue and a success: that is how an operation
-    /// ends that was not waited for, and spares it the way through its slot, which is free again then. Otherwise
-    /// the slot is complete.
+    /// Calls `take` when it is over: with what `see` makes of the completion if that is the next one and a success, which
+    /// spares the operation the way through its slot; the slot is released then. Otherwise the slot has the outcome.
     #[inline(always)]
-    pub(super) fn wait(
+    pub(super) fn look_first<S, R>(
         self: &Arc<Self>,
         queue: &WorkQueue,
         slot: &Slot,
-        id: WrId,
-        rounds: &mut u32,
         context: &mut Context<'_>,
-    ) -> Poll<Option<WorkCompletion>> {
-        let Some(mut state) = try_lock(&self.state) else {
-            return self.wait_locked(slot, rounds, context).map(|()| None);
-        };
-        let taken = self.take_batch(&mut state);
-        let State { completions, run, woken, .. } = &mut *state;
-        let next = &completions[0];
-        if taken > 0 && next.wr_id == id && next.status.is_success() && *run < RUN && slot.is_unwatched() {
-            // No more of it is copied than who waits looks at.
-            let completion = *next;
-            *run += 1;
-            queue.end_unwatched(slot, next, woken);
-            if taken > 1 && self.finish_batch(&mut state, 1, taken) {
-                drop(state);
-                self.drain();
-            } else {
-                self.release(state);
-            }
-            self.found(*rounds);
-            return Poll::Ready(Some(completion));
-        }
-        let more = self.finish_batch(&mut state, 0, taken);
-        self.wait_slow(state, more, slot, rounds, context).map(|()| None)
+        see: impl FnOnce(&WorkCompletion) -> S,
+        take: impl FnOnce(Option<S>) -> Poll<R>,
+    ) -> Poll<R> {
+        self.look(lock(&self.state), queue, slot, context, see, take)
     }
 
-    /// As [`wait`](Self::wait), always through the slot.
-    pub(super) fn wait_slot(self: &Arc<Self>, slot: &Slot, rounds: &mut u32, context: &mut Context<'_>) -> Poll<()> {
-        let Some(mut state) = try_lock(&self.state) else { return self.wait_locked(slot, rounds, context) };
+    /// As [`look_first`](Self::look_first), for an operation that is not complete and may have waited.
+    #[inline(always)]
+    pub(super) fn look_again<S, R>(
+        self: &Arc<Self>,
+        queue: &WorkQueue,
+        slot: &Slot,
+        context: &mut Context<'_>,
+        see: impl FnOnce(&WorkCompletion) -> S,
+        take: impl FnOnce(Option<S>) -> Poll<R>,
+    ) -> Poll<R> {
+        let rounds = slot.rounds();
+        // Else its waker is in the slot.
+        if slot.is_unwatched()
+            && let Some(state) = try_lock(&self.state)
+        {
+            // Counted while the slot is taken: all of this may be gone with its share when it is released.
+            let see = |completion: &WorkCompletion| {
+                self.found(rounds);
+                see(completion)
+            };
+            return self.look(state, queue, slot, context, see, take);
+        }
+        match self.wait_slot(slot, context) {
+            Poll::Ready(()) => take(None),
+            Poll::Pending => Poll::Pending,
+        }
+    }
+
+    /// Looks once; for an operation whose waker is not in the slot.
+    #[inline(always)]
+    fn look<'a, S, R>(
+        self: &'a Arc<Self>,
+        mut guard: MutexGuard<'a, State>,
+        queue: &WorkQueue,
+        slot: &Slot,
+        context: &mut Context<'_>,
+        see: impl FnOnce(&WorkCompletion) -> S,
+        take: impl FnOnce(Option<S>) -> Poll<R>,
+    ) -> Poll<R> {
+        let state = &mut *guard;
+        let waited = if state.next < state.end {
+            let at = state.next % BATCH;
+            let next = &state.completions[at];
+            if is_success_of(next, slot) {
+                let seen = see(next);
+                state.next += 1;
+                if queue.end_own(slot, next) {
+                    Self::let_in(guard, at, queue, slot);
+                } else {
+                    drop(guard);
+                }
+                slot.release_in(Some(queue));
+                return take(Some(seen));
+            }
+            self.look_further(guard, slot, context)
+        } else {
+            let found = self.cq.take(&mut state.completions[..]);
+            if let Ok(taken) = found
+                && taken > 0
+            {
+                let next = &state.completions[0];
+                if is_success_of(next, slot) && state.run >= taken {
+                    let seen = see(next);
+                    if taken > 1 {
+                        Self::leave(guard, taken, queue, slot);
+                    } else {
+                        state.run -= 1;
+                        state.counters.completions += 1;
+                        if queue.end_own(slot, next) {
+                            Self::let_in(guard, 0, queue, slot);
+                        } else {
+                            drop(guard);
+                        }
+                    }
+                    slot.release_in(Some(queue));
+                    return take(Some(seen));
+                }
+            }
+            self.look_at(guard, found, slot, context)
+        };
+        match waited {
+            Poll::Ready(()) => take(None),
+            Poll::Pending => Poll::Pending,
+        }
+    }
+
+    /// What was taken is not what was looked for, or others shall run first.
+    #[cold]
+    fn look_at<'a>(
+        self: &'a Arc<Self>,
+        mut guard: MutexGuard<'a, State>,
+        found: Result<usize, VerbError>,
+        slot: &Slot,
+        context: &mut Context<'_>,
+    ) -> Poll<()> {
+        let state = &mut *guard;
+        let taken = self.count(state, found);
+        if taken > state.run && self.may_leave() && is_success_of(&state.completions[0], slot) {
+            (state.run, state.next, state.end) = (RUN, 0, taken);
+            drop(guard);
+            context.waker().wake_by_ref();
+            return Poll::Pending;
+        }
+        let more = self.finish_batch(state, 0, taken);
+        self.wait_slow(guard, more, slot, context)
+    }
+
+    /// What was left is not what was looked for.
+    #[cold]
+    fn look_further<'a>(
+        self: &'a Arc<Self>,
+        mut state: MutexGuard<'a, State>,
+        slot: &Slot,
+        context: &mut Context<'_>,
+    ) -> Poll<()> {
+        self.finish_left(&mut state);
+        let more = !slot.is_complete() && self.drain_batch(&mut state);
+        self.wait_slow(state, more, slot, context)
+    }
+
+    /// Unlocks; before, lets in who waits for room in `queue`. Completion `at` has ended the operation in `slot`.
+    #[cold]
+    fn let_in(mut state: MutexGuard<'_, State>, at: usize, queue: &WorkQueue, slot: &Slot) {
+        queue.let_in(&mut state.woken);
+        // As in `leave`.
+        slot.keep(&state.completions[at]);
+        queue.cq().release(state);
+    }
+
+    /// As [`look_again`](Self::look_again), always through the slot.
+    pub(super) fn wait_slot(self: &Arc<Self>, slot: &Slot, context: &mut Context<'_>) -> Poll<()> {
+        let Some(mut state) = try_lock(&self.state) else { return self.wait_locked(slot, context) };
         let more = self.drain_batch(&mut state);
-        self.wait_slow(state, more, slot, rounds, context)
+        self.wait_slow(state, more, slot, context)
     }
 
     /// Somebody else is draining.
     #[cold]
-    fn wait_locked(self: &Arc<Self>, slot: &Slot, rounds: &mut u32, context: &mut Context<'_>) -> Poll<()> {
+    fn wait_locked(self: &Arc<Self>, slot: &Slot, context: &mut Context<'_>) -> Poll<()> {
         // A poller has the lock most of the time, and will find what there is.
         if matches!(self.mode, CompletionMode::BusyPoll(_)) {
             self.register(slot, context.waker(), &mut None);
@@ -369,7 +542,7 @@ impl CqShared {
         }
         let mut state = lock(&self.state);
         let more = self.drain_batch(&mut state);
-        self.wait_slow(state, more, slot, rounds, context)
+        self.wait_slow(state, more, slot, context)
     }
 
     #[inline(never)]
@@ -378,16 +551,13 @@ impl CqShared {
         mut state: MutexGuard<'a, State>,
         mut more: bool,
         slot: &Slot,
-        rounds: &mut u32,
         context: &mut Context<'_>,
     ) -> Poll<()> {
+        let rounds = slot.rounds();
         loop {
             if slot.is_complete() {
-                state.run += 1;
-                let yields = state.run > RUN;
-                if yields {
-                    state.run = 0;
-                }
+                let yields = state.run == 0;
+                state.run = if yields { RUN } else { state.run - 1 };
                 self.release(state);
                 if yields {
                     // Let others run; the result is there when the task comes back.
@@ -396,7 +566,7 @@ impl CqShared {
                 if more {
                     self.drain();
                 }
-                self.found(*rounds);
+                self.found(rounds);
                 return if yields { Poll::Pending } else { Poll::Ready(()) };
             }
             if !more {
@@ -406,15 +576,15 @@ impl CqShared {
             state = lock(&self.state);
             more = self.drain_batch(&mut state);
         }
-        state.run = 0;
+        state.run = RUN;
 
         let spins = match &self.mode {
             CompletionMode::Cooperative => self.drivers.load(Ordering::Relaxed) == 0,
-            CompletionMode::Hybrid if self.spin.allows(*rounds) => true,
+            CompletionMode::Hybrid if self.spin.allows(rounds) => true,
             CompletionMode::Hybrid => {
-                if *rounds > 0 {
+                if rounds > 0 {
                     self.spin.missed();
-                    *rounds = 0;
+                    slot.spin(0);
                 }
                 false
             }
@@ -422,7 +592,7 @@ impl CqShared {
         };
         if spins || state.failed.is_some() {
             // A dead queue is being taken down by whoever noticed; look again until it is.
-            *rounds = rounds.saturating_add(1);
+            slot.spin(rounds.saturating_add(1));
             self.release(state);
             context.waker().wake_by_ref();
             return Poll::Pending;
@@ -475,6 +645,7 @@ impl CqShared {
             return;
         }
         let mut state = lock(&self.state);
+        self.finish_left(&mut state);
         arm::before_park(&mut Draining { queue: self, state: &mut state });
         self.release(state);
         self.reactors.watch(self);
@@ -525,6 +696,12 @@ impl CqShared {
     pub(super) fn reactors(&self) -> &Reactors {
         &self.reactors
     }
+}
+
+/// True if `completion` is that of the work request in `slot`, and a success.
+#[inline(always)]
+fn is_success_of(completion: &WorkCompletion, slot: &Slot) -> bool {
+    completion.wr_id == slot.id() && completion.status.is_success()
 }
 
 /// The queue in the hands of whoever holds its lock.

@@ -4,68 +4,81 @@ use std::fmt;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
-use super::slot::{Detach, Held, Outcome};
+use super::slot::{Claim, Detach, Held, Outcome};
 use super::work_queue::{WorkQueue, index_of};
 use crate::error::{CompletionError, OpErrorKind};
 use crate::types::{WorkCompletion, WrId};
 
-/// One work request in flight with the buffers `B` it names.
+/// One work request in flight with the buffers `B` it names, or one that was refused.
 ///
 /// Dropping it detaches: the buffers move into the slot and are dropped when the completion has come.
 pub(crate) struct InFlight<B: Send + 'static> {
-    queue: Arc<WorkQueue>,
-    id: WrId,
-    rounds: u32,
     /// `None` once the outcome was taken.
-    buffer: Option<B>,
+    held: Option<(Claim, B)>,
 }
 
 impl<B: Send + 'static> InFlight<B> {
-    #[inline]
-    pub(super) fn new(queue: Arc<WorkQueue>, id: WrId, buffer: B) -> Self {
-        Self { queue, id, rounds: 0, buffer: Some(buffer) }
+    #[inline(always)]
+    pub(crate) fn new(claim: Claim, buffer: B) -> Self {
+        Self { held: Some((claim, buffer)) }
     }
 
     /// True if the completion has been found, and not been taken yet.
     pub(crate) fn is_finished(&self) -> bool {
-        self.queue.slots().slot(index_of(self.id)).is_complete()
+        self.held.as_ref().is_some_and(|(claim, _)| {
+            claim.is_complete() || {
+                claim.queue().cq().hand_out();
+                claim.is_complete()
+            }
+        })
     }
 
-    /// What `finish` makes of the completion and the buffers, once.
+    /// Why it was never posted, if it was not and that has not been told.
+    pub(crate) fn refusal(&self) -> Option<OpErrorKind> {
+        self.held.as_ref().and_then(|(claim, _)| claim.refusal())
+    }
+
+    /// What `finish` makes of the buffers and of what `see` has seen in the completion, once.
     ///
     /// # Panics
     ///
     /// If polled again after it was ready.
-    #[inline]
-    pub(crate) fn poll<R>(
+    #[inline(always)]
+    pub(crate) fn poll<S, R>(
         &mut self,
         context: &mut Context<'_>,
-        finish: impl FnOnce(B, Result<&WorkCompletion, OpErrorKind>) -> R,
+        see: impl Fn(&WorkCompletion) -> S,
+        finish: impl FnOnce(B, Result<S, OpErrorKind>) -> R,
     ) -> Poll<R> {
-        assert!(self.buffer.is_some(), "an operation was polled after it had completed");
-        let slot = self.queue.slots().slot(index_of(self.id));
-        if !slot.is_complete()
-            && let Some(completion) =
-                ready!(self.queue.cq().wait(&self.queue, slot, self.id, &mut self.rounds, context))
-        {
-            let Some(buffer) = self.buffer.take() else { unreachable!("checked above") };
-            return Poll::Ready(finish(buffer, Ok(&completion)));
+        let Some((claim, _)) = &self.held else { polled_again() };
+        let (claim, held) = (claim.same(), &mut self.held);
+        let end = |seen: Result<S, OpErrorKind>| {
+            let Some((_, buffer)) = held.take() else { polled_again() };
+            Poll::Ready(finish(buffer, seen))
+        };
+        if claim.is_new() {
+            let queue = claim.queue();
+            return queue.cq().look_first(queue, &claim, context, &see, |seen| {
+                end(match seen {
+                    Some(seen) => Ok(seen),
+                    None => claim.take(&see),
+                })
+            });
         }
-        let Some(buffer) = self.buffer.take() else { unreachable!("checked above") };
-        let result = slot.outcome(|outcome| match outcome {
-            // Spelled out: what succeeds goes straight through.
-            Ok(completion) if completion.status.is_success() => finish(buffer, Ok(completion)),
-            outcome => finish(buffer, success(outcome)),
-        });
-        self.queue.slots().release(slot, index_of(self.id));
-        Poll::Ready(result)
+        match claim.wait(context, &see) {
+            Poll::Ready(seen) => end(seen),
+            Poll::Pending => Poll::Pending,
+        }
     }
 
     #[cold]
     #[inline(never)]
     fn abandon(&mut self) {
-        if let Some(buffer) = self.buffer.take() {
-            detach(&self.queue, index_of(self.id), buffer);
+        if let Some((claim, buffer)) = self.held.take() {
+            match claim.share() {
+                Some(queue) => detach(&queue, index_of(claim.id()), buffer),
+                None => claim.release(),
+            }
         }
     }
 }
@@ -73,9 +86,35 @@ impl<B: Send + 'static> InFlight<B> {
 impl<B: Send + 'static> Drop for InFlight<B> {
     #[inline(always)]
     fn drop(&mut self) {
-        if self.buffer.is_some() {
+        if self.held.is_some() {
             self.abandon();
         }
+    }
+}
+
+#[cold]
+#[inline(never)]
+fn polled_again() -> ! {
+    panic!("an operation was polled after it had completed")
+}
+
+impl Claim {
+    /// Goes on to wait for what `see` makes of a success, or for why it is none.
+    #[inline(never)]
+    fn wait<S>(&self, context: &mut Context<'_>, see: &impl Fn(&WorkCompletion) -> S) -> Poll<Result<S, OpErrorKind>> {
+        if self.is_complete() {
+            return Poll::Ready(self.take(see));
+        }
+        let queue = self.queue();
+        queue.cq().look_again(queue, self, context, see, |seen| Poll::Ready(seen.map_or_else(|| self.take(see), Ok)))
+    }
+
+    /// Takes the result, which is there, and ends the life of the slot.
+    #[inline(never)]
+    fn take<S>(&self, see: &impl Fn(&WorkCompletion) -> S) -> Result<S, OpErrorKind> {
+        let seen = self.outcome(|outcome| success(outcome).map(see));
+        self.release();
+        seen
     }
 }
 
@@ -121,7 +160,8 @@ fn detach<T: Send + 'static>(queue: &WorkQueue, index: u32, held: T) {
 
 impl<B: Send + 'static> fmt::Debug for InFlight<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("InFlight").field("id", &self.id).field("done", &self.buffer.is_none()).finish_non_exhaustive()
+        let id = self.held.as_ref().map(|(claim, _)| claim.id());
+        f.debug_struct("InFlight").field("id", &id).finish_non_exhaustive()
     }
 }
 
@@ -130,13 +170,12 @@ pub(crate) struct InFlightBatch<B: Send + 'static> {
     queue: Arc<WorkQueue>,
     last: WrId,
     len: usize,
-    rounds: u32,
     buffers: Option<Vec<B>>,
 }
 
 impl<B: Send + 'static> InFlightBatch<B> {
     pub(super) fn new(queue: Arc<WorkQueue>, last: WrId, len: usize, buffers: Vec<B>) -> Self {
-        Self { queue, last, len, rounds: 0, buffers: Some(buffers) }
+        Self { queue, last, len, buffers: Some(buffers) }
     }
 
     /// The buffers, once, with the outcome of each work request written to `results` in order.
@@ -154,7 +193,7 @@ impl<B: Send + 'static> InFlightBatch<B> {
         let slot = slots.slot(last);
         // A batch has its chain of slots looked through at the end, so it does not end on the short way.
         while !slot.is_complete() {
-            ready!(self.queue.cq().wait_slot(slot, &mut self.rounds, context));
+            ready!(self.queue.cq().wait_slot(slot, context));
         }
         results.clear();
         results.resize(self.len, Ok(()));

@@ -9,7 +9,7 @@ use ::loom::thread;
 
 use super::arm::{self, Watched};
 use super::room::Room;
-use super::slot::{Detach, Finished, Generation, Held, NONE, Outcome, Registered, Slot};
+use super::slot::{Detach, Finished, Held, Outcome, Registered, Slot};
 use crate::error::OpErrorKind;
 use crate::types::{WorkCompletion, WrId};
 
@@ -38,10 +38,11 @@ impl Flag {
     }
 }
 
-fn claimed() -> (Arc<Slot>, Generation) {
-    let slot = Arc::new(Slot::new());
-    let generation = slot.claim(NONE).expect("a new slot is free");
-    (slot, generation)
+fn claimed() -> (Arc<Slot>, WrId) {
+    let slot = Arc::new(Slot::new(POSTED.wr_id, None));
+    let claim = slot.claim().expect("a new slot is free");
+    let id = claim.id();
+    (slot, id)
 }
 
 fn take(slot: &Slot) -> Outcome {
@@ -51,12 +52,12 @@ fn take(slot: &Slot) -> Outcome {
 }
 
 /// As the work queue does with a completion.
-fn completed(slot: &Slot, generation: Generation) -> Finished {
-    if slot.finish_unwatched(generation, &POSTED) { Finished::Unwatched } else { slot.finish(generation, Ok(POSTED)) }
+fn completed(slot: &Slot, id: WrId) -> Finished {
+    if slot.finish_unwatched(id, &POSTED) { Finished::Unwatched } else { slot.finish(id, Ok(POSTED)) }
 }
 
-fn finish(slot: &Slot, generation: Generation) -> Option<Held> {
-    match completed(slot, generation) {
+fn finish(slot: &Slot, id: WrId) -> Option<Held> {
+    match completed(slot, id) {
         Finished::Stale => panic!("the slot is in flight"),
         Finished::Unwatched => None,
         Finished::Wake(waker) => {
@@ -73,10 +74,10 @@ fn finish(slot: &Slot, generation: Generation) -> Option<Held> {
 #[test]
 fn loom_a_registered_waker_is_woken_or_the_result_is_seen() {
     ::loom::model(|| {
-        let (slot, generation) = claimed();
+        let (slot, id) = claimed();
         let drainer = thread::spawn({
             let slot = slot.clone();
-            move || assert!(finish(&slot, generation).is_none())
+            move || assert!(finish(&slot, id).is_none())
         });
         let (woken, waker) = flag();
         let registered = slot.register(&waker, &mut None);
@@ -86,17 +87,17 @@ fn loom_a_registered_waker_is_woken_or_the_result_is_seen() {
             assert!(woken.woken(), "{registered:?} and never woken");
         }
         assert_eq!(take(&slot), Ok(POSTED));
-        assert!(slot.claim(NONE).is_some(), "the slot is free again");
+        assert!(slot.claim().is_some(), "the slot is free again");
     });
 }
 
 #[test]
 fn loom_the_latest_of_two_wakers_is_woken() {
     ::loom::model(|| {
-        let (slot, generation) = claimed();
+        let (slot, id) = claimed();
         let drainer = thread::spawn({
             let slot = slot.clone();
-            move || assert!(finish(&slot, generation).is_none())
+            move || assert!(finish(&slot, id).is_none())
         });
         let (_, first) = flag();
         let (woken, second) = flag();
@@ -123,7 +124,7 @@ impl Drop for Buffer {
 fn loom_an_abandoned_operation_is_freed_once_and_never_before_its_completion() {
     for waits in [false, true] {
         ::loom::model(move || {
-            let (slot, generation) = claimed();
+            let (slot, id) = claimed();
             let drops = Arc::new(AtomicU32::new(0));
             let (_, waker) = flag();
             if waits {
@@ -133,7 +134,7 @@ fn loom_an_abandoned_operation_is_freed_once_and_never_before_its_completion() {
                 let (slot, drops) = (slot.clone(), drops.clone());
                 move || {
                     assert_eq!(drops.load(Ordering::SeqCst), 0, "the device still uses it");
-                    drop(finish(&slot, generation));
+                    drop(finish(&slot, id));
                 }
             });
             match slot.detach(Some(Box::new(Buffer(drops.clone())))) {
@@ -145,7 +146,7 @@ fn loom_an_abandoned_operation_is_freed_once_and_never_before_its_completion() {
             }
             drainer.join().unwrap();
             assert_eq!(drops.load(Ordering::SeqCst), 1);
-            assert!(slot.claim(NONE).is_some(), "the slot is free again");
+            assert!(slot.claim().is_some(), "the slot is free again");
         });
     }
 }
@@ -160,13 +161,35 @@ fn loom_a_late_completion_of_an_earlier_life_changes_nothing() {
             let slot = slot.clone();
             move || assert!(matches!(slot.finish(old, Err(OpErrorKind::Closed)), Finished::Stale))
         });
-        let new = slot.claim(NONE).expect("taken slots are free");
+        let new = slot.claim().expect("taken slots are free").id();
         stale.join().unwrap();
         assert_ne!(old, new);
         assert!(!slot.is_complete());
         assert!(finish(&slot, new).is_none());
         assert_eq!(take(&slot), Ok(POSTED));
     });
+}
+
+/// The last life of a slot ends, by the result being looked at or by the future having been dropped, while its queue does.
+#[test]
+fn loom_the_share_of_a_slot_is_let_go_once() {
+    for detaches in [false, true] {
+        ::loom::model(move || {
+            let (slot, id) = claimed();
+            // The queue ends only after all that was in flight.
+            assert!(finish(&slot, id).is_none());
+            let queue = thread::spawn({
+                let slot = slot.clone();
+                move || slot.end()
+            });
+            if detaches {
+                assert!(matches!(slot.detach(None), Detach::Complete(None)));
+            }
+            let last = slot.free();
+            assert!(queue.join().unwrap() != last, "by both, or by none");
+            assert!(last || slot.claim().is_none(), "no life begins in a queue that has ended");
+        });
+    }
 }
 
 /// A poster with one line of waiting work, and a drainer that frees room: as `WorkQueue` uses `Room`.
@@ -195,11 +218,11 @@ impl Line {
 #[test]
 fn loom_whoever_waits_for_room_gets_it() {
     ::loom::model(|| {
-        let line = Arc::new(Line { room: Room::new(1), posting: Mutex::new(Posting { posted: 1, waiting: 0 }) });
+        let line = Arc::new(Line { room: Room::new(1, false), posting: Mutex::new(Posting { posted: 1, waiting: 0 }) });
         let drainer = thread::spawn({
             let line = line.clone();
             move || {
-                if line.room.retire_through(0) {
+                if line.room.retire(0) {
                     line.post_waiting(&mut line.posting.lock().unwrap());
                 }
             }
@@ -234,7 +257,7 @@ struct Queue {
     device: Mutex<Device>,
     state: Mutex<bool>,
     slot: Slot,
-    generation: Generation,
+    id: WrId,
     waiting: AtomicU32,
 }
 
@@ -248,7 +271,7 @@ impl Watched for Draining<'_> {
     fn drain(&mut self) {
         let taken = std::mem::take(&mut self.queue.device.lock().unwrap().completions);
         for _ in 0..taken {
-            match completed(&self.queue.slot, self.queue.generation) {
+            match completed(&self.queue.slot, self.queue.id) {
                 Finished::Wake(waker) => {
                     self.queue.waiting.fetch_sub(1, Ordering::Relaxed);
                     self.woken.push(waker);
@@ -297,13 +320,13 @@ fn loom_a_completion_is_never_slept_through() {
     // Armed before by somebody else, or not.
     for armed in [false, true] {
         ::loom::model(move || {
-            let slot = Slot::new();
-            let generation = slot.claim(NONE).expect("a new slot is free");
+            let slot = Slot::new(POSTED.wr_id, None);
+            let id = slot.claim().expect("a new slot is free").id();
             let queue = Arc::new(Queue {
                 device: Mutex::new(Device { armed, ..Device::default() }),
                 state: Mutex::new(armed),
                 slot,
-                generation,
+                id,
                 waiting: AtomicU32::new(0),
             });
             let device = thread::spawn({

@@ -41,6 +41,7 @@ pub use mode::CompletionMode;
 pub use queue::{CompletionQueue, CompletionQueueBuilder, CompletionQueueCounters};
 pub use request::WorkQueueCounters;
 pub(crate) use request::{Limits, Patience, Refusal, Request, What};
+pub(crate) use slot::Claim;
 pub(crate) use teardown::{QueuePairCore, Shared, end_shared};
 pub(crate) use wake::Deferral;
 pub(crate) use work_queue::{Poster, WorkQueue};

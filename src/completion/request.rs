@@ -48,13 +48,19 @@ pub(crate) struct Request<'a> {
     pub(crate) room: u64,
 }
 
-/// Why nothing was posted, with the buffers.
+/// Why nothing was posted.
 #[derive(Debug)]
-pub(crate) enum Refusal<B> {
+pub(crate) enum Refusal {
     /// No room, and no patience.
-    Full(B),
+    Full,
     /// It cannot be done.
-    Error(OpErrorKind, B),
+    Error(OpErrorKind),
+}
+
+impl From<OpErrorKind> for Refusal {
+    fn from(kind: OpErrorKind) -> Self {
+        Self::Error(kind)
+    }
 }
 
 pub(super) fn data_of<'a>(sges: &'a [Sge], inline: Option<&'a [u8]>, window: Option<&'a WindowBind>) -> Data<'a> {

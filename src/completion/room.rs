@@ -1,6 +1,6 @@
 //! Room in a work queue of the device: counted, so that posting never overruns it.
 
-use crate::sync::{AtomicBool, AtomicU32, Ordering, between_store_and_load};
+use crate::sync::{AtomicU8, AtomicU32, Ordering, between_store_and_load};
 
 /// Work requests that the device has room for.
 ///
@@ -13,55 +13,74 @@ pub(super) struct Room {
     depth: u32,
     /// Work requests whose room is free again, counted from the first, modulo 2^32.
     retired: AtomicU32,
-    /// Somebody waits.
-    crowded: AtomicBool,
+    /// The same where they are done [in any order](ANY_ORDER).
+    done: AtomicU32,
+    /// What else the drainer has to do: nothing most of the time, which is one question.
+    flags: AtomicU8,
 }
 
+/// Somebody waits.
+const CROWDED: u8 = 1;
+/// Work requests are not done in the order in which they were posted.
+const ANY_ORDER: u8 = 2;
+
 impl Room {
-    pub(super) fn new(depth: u32) -> Self {
-        Self { depth, retired: AtomicU32::new(0), crowded: AtomicBool::new(false) }
+    pub(super) fn new(depth: u32, any_order: bool) -> Self {
+        let flags = AtomicU8::new(if any_order { ANY_ORDER } else { 0 });
+        Self { depth, retired: AtomicU32::new(0), done: AtomicU32::new(0), flags }
+    }
+
+    fn any_order(&self) -> bool {
+        self.flags.load(Ordering::Relaxed) & ANY_ORDER != 0
     }
 
     // The poster.
 
     /// Work requests the device holds, if `posted` were given to it so far.
-    #[inline]
     pub(super) fn in_flight(&self, posted: u32) -> u32 {
-        posted.wrapping_sub(self.retired.load(Ordering::SeqCst))
+        let retired = if self.any_order() { &self.done } else { &self.retired };
+        posted.wrapping_sub(retired.load(Ordering::SeqCst))
     }
 
     /// Work requests there is room for, if `posted` were given to the device so far.
-    #[inline]
     pub(super) fn left(&self, posted: u32) -> u32 {
         self.depth.saturating_sub(self.in_flight(posted))
     }
 
     /// Announces that somebody waits. Ask for room again afterwards.
     pub(super) fn crowd(&self) {
-        self.crowded.store(true, Ordering::SeqCst);
+        self.flags.fetch_or(CROWDED, Ordering::SeqCst);
         between_store_and_load();
     }
 
     /// Nobody waits any more.
     pub(super) fn clear(&self) {
-        self.crowded.store(false, Ordering::SeqCst);
+        self.flags.fetch_and(!CROWDED, Ordering::SeqCst);
     }
 
     // The drainer.
 
-    /// All up to and including `position` are done; true if somebody waits for room.
-    #[inline]
-    pub(super) fn retire_through(&self, position: u32) -> bool {
+    /// The work request at `position` is done, and with it all before it, if they are done in order; true if somebody waits
+    /// for room.
+    #[inline(always)]
+    pub(super) fn retire(&self, position: u32) -> bool {
         self.retired.store(position.wrapping_add(1), Ordering::SeqCst);
         between_store_and_load();
-        self.crowded.load(Ordering::SeqCst)
+        self.flags.load(Ordering::SeqCst) != 0 && self.retire_slow()
     }
 
-    /// One is done, in no particular order; true if somebody waits for room.
-    #[inline]
-    pub(super) fn retire_one(&self) -> bool {
-        self.retired.fetch_add(1, Ordering::SeqCst);
-        between_store_and_load();
-        self.crowded.load(Ordering::SeqCst)
+    #[inline(never)]
+    fn retire_slow(&self) -> bool {
+        if self.any_order() {
+            self.done.fetch_add(1, Ordering::SeqCst);
+            between_store_and_load();
+        }
+        self.flags.load(Ordering::SeqCst) & CROWDED != 0
+    }
+
+    /// The device has forgotten all of `posted`.
+    pub(super) fn retire_all(&self, posted: u32) {
+        self.retired.store(posted, Ordering::SeqCst);
+        self.done.store(posted, Ordering::SeqCst);
     }
 }

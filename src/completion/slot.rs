@@ -13,47 +13,50 @@
 //! Three parties, each alone of its kind: the poster claims (under the lock of its work queue), the drainer
 //! finishes (under the lock of the completion queue, or of the work queue for what was never posted), the
 //! operation's future registers, takes or detaches.
-//! Beside the phase the state holds a generation, so that a completion that comes late for an earlier life
-//! of the slot is told apart.
+//! Beside the phase stands the number of the work request, another one in each life, so that a completion that comes
+//! late for an earlier life of the slot is told apart.
+//!
+//! Each slot owns a share of its work queue, which its operation therefore need not count. When the queue has ended
+//! ([`orphan`](Slot::orphan)), free slots let go of theirs at once, the others when they are released.
 
 #![allow(unsafe_code)]
 
 use std::any::Any;
+use std::ops::Deref;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
 use std::task::Waker;
 
+use super::slots::INDEX_BITS;
+use super::work_queue::WorkQueue;
 use crate::error::OpErrorKind;
-use crate::sync::{AtomicU32, Ordering, UnsafeCell};
-use crate::types::WorkCompletion;
+use crate::sync::{AtomicPtr, AtomicU32, AtomicU64, Ordering, UnsafeCell};
+use crate::types::{WorkCompletion, WrId};
 
 const FREE: u32 = 0;
 const SUBMITTED: u32 = 1;
 const WAITING: u32 = 2;
 const WAKING: u32 = 3;
+/// A bit of its own, to be asked for in one instruction.
 const COMPLETE: u32 = 4;
-const DETACHED: u32 = 5;
-
-const PHASE_BITS: u32 = 3;
-const PHASE: u32 = (1 << PHASE_BITS) - 1;
+const DETACHED: u32 = 8;
+const PHASE: u32 = 15;
+/// Beside the phase: the work queue has ended, so whoever releases the slot lets go of its share.
+const ORPHAN: u32 = 16;
+/// Beside the phase: its operation has spun for it.
+const SPUN: u32 = 32;
+/// Beside the phase: a thread polls for all, so it is not to be fought for the lock.
+const POLLED: u32 = 64;
 
 /// No slot: end of a chain.
 pub(super) const NONE: u32 = u32::MAX;
 
-/// Which life of a slot: as many bits as a work request number has room for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Generation(u32);
-
-impl Generation {
-    pub(super) const BITS: u32 = 20;
-    const MASK: u32 = (1 << Self::BITS) - 1;
-
-    pub(super) const fn new(value: u32) -> Self {
-        Self(value & Self::MASK)
-    }
-
-    pub(super) const fn value(self) -> u32 {
-        self.0
-    }
-}
+/// Bits of a work request number that tell lives of a slot apart: the uppermost.
+const GENERATION_BITS: u32 = 20;
+const GENERATION: u64 = 1 << (u64::BITS - GENERATION_BITS);
+/// Bits below: which slot of which work queue.
+pub(super) const PLACE_BITS: u32 = u64::BITS - GENERATION_BITS;
+pub(super) const OWNER_BITS: u32 = PLACE_BITS - INDEX_BITS;
 
 /// How a work request ended: the device says how, or it never got a completion.
 pub(crate) type Outcome = Result<WorkCompletion, OpErrorKind>;
@@ -109,12 +112,22 @@ pub(super) enum Detach {
 }
 
 /// One work request in flight.
-pub(super) struct Slot {
+pub(crate) struct Slot {
+    /// Of the work request, or of the next if the slot is free.
+    id: AtomicU64,
     state: AtomicU32,
+    /// State in which each life begins.
+    first: AtomicU32,
     /// Position in its work queue, counted from the first work request.
     position: AtomicU32,
+    /// Null for an operation that was never posted. Constant; every field is a cell, for a slot may go while it is referred to.
+    queue: AtomicPtr<WorkQueue>,
+    /// Where to look for a free slot after this.
+    next: AtomicPtr<Self>,
     /// The work request before it in the same batch, or [`NONE`].
     previous: AtomicU32,
+    /// Rounds that its operation has spun, if SPUN is set.
+    rounds: AtomicU32,
     /// Of the future while SUBMITTED, of the drainer while WAKING.
     waker: UnsafeCell<Option<Waker>>,
     /// Of the drainer until COMPLETE, then of the future.
@@ -123,35 +136,50 @@ pub(super) struct Slot {
     held: UnsafeCell<Option<Held>>,
 }
 
-// SAFETY: C1: each cell has one owner at a time, named at the field and handed over by `state`.
+// SAFETY: C1: each cell has one owner at a time, named at the field and handed over by `state`; the queue is shared by
+// threads, and the slot owns a share of it.
 unsafe impl Send for Slot {}
 // SAFETY: C1: as above; the hand-over is by acquire and release on `state`.
 unsafe impl Sync for Slot {}
 
 impl Slot {
-    pub(super) fn new() -> Self {
+    /// With the number of its first life, and the queue of which it takes a share, if any.
+    pub(super) fn new(id: WrId, queue: Option<Arc<WorkQueue>>) -> Self {
         Self {
+            id: AtomicU64::new(id.0),
             state: AtomicU32::new(FREE),
+            first: AtomicU32::new(match &queue {
+                Some(queue) if queue.is_polled() => SUBMITTED | POLLED,
+                _ => SUBMITTED,
+            }),
             position: AtomicU32::new(0),
+            queue: AtomicPtr::new(queue.map_or(ptr::null(), Arc::into_raw).cast_mut()),
+            next: AtomicPtr::new(ptr::null_mut()),
             previous: AtomicU32::new(NONE),
+            rounds: AtomicU32::new(0),
             waker: UnsafeCell::new(None),
             outcome: UnsafeCell::new(Err(OpErrorKind::Closed)),
             held: UnsafeCell::new(None),
         }
     }
 
+    /// Number of the work request.
+    #[inline(always)]
+    pub(super) fn id(&self) -> WrId {
+        WrId(self.id.load(Ordering::Relaxed))
+    }
+
     // The poster.
 
     /// Starts a life if the slot is free.
     #[inline(always)]
-    pub(super) fn claim(&self, previous: u32) -> Option<Generation> {
-        let state = self.state.load(Ordering::Acquire);
-        if state & PHASE != FREE {
+    pub(super) fn claim(&self) -> Option<Claim> {
+        if self.state.load(Ordering::Acquire) != FREE {
             return None;
         }
-        self.previous.store(previous, Ordering::Relaxed);
-        self.state.store(state | SUBMITTED, Ordering::Release);
-        Some(Generation::new(state >> PHASE_BITS))
+        // Released, so that who sees this life sees its number.
+        self.state.store(self.first.load(Ordering::Relaxed), Ordering::Release);
+        Some(Claim(NonNull::from(self)))
     }
 
     /// Notes where in the work queue it was posted, before it is.
@@ -160,18 +188,17 @@ impl Slot {
         self.position.store(position, Ordering::Relaxed);
     }
 
-    /// Ends a life that never began: nothing was posted.
-    pub(super) fn unclaim(&self) {
-        self.free(self.state.load(Ordering::Relaxed));
+    /// Notes which slot comes before it in a batch, or [`NONE`].
+    pub(super) fn follow(&self, previous: u32) {
+        self.previous.store(previous, Ordering::Relaxed);
+    }
+
+    /// Notes which slot comes after it in the table.
+    pub(super) fn link(&self, next: &Self) {
+        self.next.store(ptr::from_ref(next).cast_mut(), Ordering::Relaxed);
     }
 
     // The drainer.
-
-    /// True if it is in flight and nobody waits for it.
-    #[inline]
-    pub(super) fn is_unwatched(&self) -> bool {
-        self.state.load(Ordering::Acquire) & PHASE == SUBMITTED
-    }
 
     #[inline]
     pub(super) fn position(&self) -> u32 {
@@ -184,40 +211,60 @@ impl Slot {
         (previous != NONE).then_some(previous)
     }
 
-    /// True if `generation` is the life it is in, and that is not over.
-    #[inline]
-    pub(super) fn is_current(&self, generation: Generation) -> bool {
+    /// The phase, if `id` is the life it is in.
+    #[inline(always)]
+    fn phase_in(&self, id: WrId) -> Option<u32> {
+        // The phase first: what is in flight now is so in the life that the number read afterwards tells, or in a later one.
         let state = self.state.load(Ordering::Acquire);
-        Generation::new(state >> PHASE_BITS) == generation && matches!(state & PHASE, SUBMITTED | WAITING | DETACHED)
+        (self.id() == id).then_some(state & PHASE)
     }
 
-    /// True if `generation` is the life it is in, and nobody waits for it.
+    /// True if `id` is the life it is in, and that is not over.
+    #[inline]
+    pub(super) fn is_current(&self, id: WrId) -> bool {
+        matches!(self.phase_in(id), Some(SUBMITTED | WAITING | DETACHED))
+    }
+
+    /// True if `id` is the life it is in, and nobody waits for it.
     #[inline(always)]
-    pub(super) fn is_unwatched_in(&self, generation: Generation) -> bool {
-        self.state.load(Ordering::Acquire) == generation.value() << PHASE_BITS | SUBMITTED
+    pub(super) fn is_unwatched_in(&self, id: WrId) -> bool {
+        self.phase_in(id) == Some(SUBMITTED)
     }
 
     /// Leaves the completion to the operation, if nobody waits for it in this life; false if somebody does by now.
     #[inline(always)]
-    pub(super) fn finish_unwatched(&self, generation: Generation, completion: &WorkCompletion) -> bool {
-        let unwatched = generation.value() << PHASE_BITS | SUBMITTED;
-        if self.state.load(Ordering::Acquire) != unwatched {
+    pub(super) fn finish_unwatched(&self, id: WrId, completion: &WorkCompletion) -> bool {
+        // As `phase_in`.
+        let state = self.state.load(Ordering::Acquire);
+        if state & PHASE != SUBMITTED || self.id() != id {
             return false;
         }
         // SAFETY: C1: the phase is SUBMITTED, so the cell is the drainer's; there is one drainer.
         self.outcome.with_mut(|cell| unsafe { *cell = Ok(*completion) });
-        let complete = self.phase(unwatched, COMPLETE);
-        self.state.compare_exchange(unwatched, complete, Ordering::Release, Ordering::Relaxed).is_ok()
+        let complete = self.phase(state, COMPLETE);
+        self.state.compare_exchange(state, complete, Ordering::Release, Ordering::Relaxed).is_ok()
+    }
+
+    /// Ends the flight of an operation whose future is the drainer, and has not registered: it has the result already.
+    #[inline(always)]
+    pub(super) fn finish_own(&self) {
+        self.state.store(COMPLETE, Ordering::Relaxed);
+    }
+
+    /// Keeps the result of an operation that [has it](Self::finish_own) already, in case it does not get to use it.
+    #[cold]
+    pub(super) fn keep(&self, completion: &WorkCompletion) {
+        // SAFETY: C1: COMPLETE makes the outcome the future's, in whose hands this is.
+        self.outcome.with_mut(|cell| unsafe { *cell = Ok(*completion) });
     }
 
     /// Hands the outcome over to whoever owns the operation.
     #[cold]
-    pub(super) fn finish(&self, generation: Generation, outcome: Outcome) -> Finished {
-        let mut state = self.state.load(Ordering::Acquire);
-        let current = Generation::new(state >> PHASE_BITS) == generation;
-        if !current || !matches!(state & PHASE, SUBMITTED | WAITING | DETACHED) {
+    pub(super) fn finish(&self, id: WrId, outcome: Outcome) -> Finished {
+        if !self.is_current(id) {
             return Finished::Stale;
         }
+        let mut state = self.state.load(Ordering::Acquire);
         // SAFETY: C1: the phase is neither COMPLETE nor FREE, so the cell is the drainer's; there is one
         // drainer, for it holds the lock of the completion queue.
         self.outcome.with_mut(|cell| unsafe { *cell = outcome });
@@ -234,7 +281,7 @@ impl Slot {
                     let to = self.phase(state, WAKING);
                     self.state.compare_exchange(state, to, Ordering::Acquire, Ordering::Relaxed)
                 }
-                DETACHED => return self.reap(state, None),
+                DETACHED => return self.reap(None),
                 _ => unreachable!("only the drainer leaves the phases in flight"),
             };
             match result {
@@ -246,7 +293,7 @@ impl Slot {
         let waker = self.waker.with_mut(|cell| unsafe { (*cell).take() });
         let before = self.state.swap(self.phase(state, COMPLETE), Ordering::AcqRel);
         if before & PHASE == DETACHED {
-            return self.reap(before, waker);
+            return self.reap(waker);
         }
         waker.map_or(Finished::Unwatched, Finished::Wake)
     }
@@ -269,34 +316,77 @@ impl Slot {
         Some((waker, back.is_ok()))
     }
 
-    /// Ends the life: the result was looked at, or a batch of which it is a part was abandoned and is done.
-    #[inline]
+    /// Ends the life: nothing was posted, the result was looked at, or nobody will.
+    ///
+    /// The slot may be gone afterwards, with its queue.
+    #[inline(always)]
     pub(super) fn release(&self) {
-        self.free(self.state.load(Ordering::Relaxed));
+        self.release_in(self.queue());
+    }
+
+    /// As [`release`](Self::release), of a slot of `queue`.
+    #[inline(always)]
+    pub(super) fn release_in(&self, queue: Option<&WorkQueue>) {
+        if let Some(queue) = queue {
+            queue.slots().hint(self);
+        }
+        if self.free() {
+            self.let_go();
+        }
+    }
+
+    /// Ends the life; true if that was the last.
+    #[inline(always)]
+    pub(super) fn free(&self) -> bool {
+        self.id.store(self.id().0.wrapping_add(GENERATION), Ordering::Relaxed);
+        self.state.swap(FREE, Ordering::AcqRel) & ORPHAN != 0
     }
 
     /// Takes what a detached operation owned and frees the slot, if it is not of a batch.
     #[cold]
-    fn reap(&self, seen: u32, taken: Option<Waker>) -> Finished {
-        debug_assert_eq!(seen & PHASE, DETACHED);
+    fn reap(&self, taken: Option<Waker>) -> Finished {
+        // Acquires what the future has left.
         let state = self.state.load(Ordering::Acquire);
+        debug_assert_eq!(state & PHASE, DETACHED);
         // SAFETY: C3: DETACHED (acquired) says that the future is gone: both cells are the drainer's.
         let waker = self.waker.with_mut(|cell| unsafe { (*cell).take() }).or(taken);
         // SAFETY: C3: as above.
         let held = self.held.with_mut(|cell| unsafe { (*cell).take() });
         let batch = self.previous().is_some();
         if !batch {
-            self.free(state);
+            self.release();
         }
         Finished::Detached { held, waker, batch }
     }
 
     // The operation's future.
 
+    /// True if it is in flight, and its operation has not waited for it.
+    #[inline(always)]
+    pub(super) fn is_new(&self) -> bool {
+        self.state.load(Ordering::Acquire) == SUBMITTED
+    }
+
+    /// True if no waker was registered.
+    pub(super) fn is_unwatched(&self) -> bool {
+        self.state.load(Ordering::Acquire) & PHASE == SUBMITTED
+    }
+
+    /// Rounds that its operation has spun.
+    pub(super) fn rounds(&self) -> u32 {
+        if self.state.load(Ordering::Relaxed) & SPUN == 0 { 0 } else { self.rounds.load(Ordering::Relaxed) }
+    }
+
+    /// Notes how many rounds its operation has spun.
+    pub(super) fn spin(&self, rounds: u32) {
+        self.rounds.store(rounds, Ordering::Relaxed);
+        self.state.fetch_or(SPUN, Ordering::Relaxed);
+    }
+
     /// True if the result is there.
-    #[inline]
+    #[inline(always)]
     pub(super) fn is_complete(&self) -> bool {
-        self.state.load(Ordering::Acquire) & PHASE == COMPLETE
+        self.state.load(Ordering::Acquire) & COMPLETE != 0
     }
 
     /// Asks to be woken when the result is there. An earlier waker ends up in `replaced`, to be dropped without any
@@ -376,20 +466,144 @@ impl Slot {
     // All.
 
     /// The life it is in, for whoever ends all of them.
-    pub(super) fn in_flight(&self) -> Option<Generation> {
+    pub(super) fn in_flight(&self) -> Option<WrId> {
         let state = self.state.load(Ordering::Acquire);
-        matches!(state & PHASE, SUBMITTED | WAITING | DETACHED).then(|| Generation::new(state >> PHASE_BITS))
+        matches!(state & PHASE, SUBMITTED | WAITING | DETACHED).then(|| self.id())
+    }
+
+    /// The queue has ended, and nothing of it is in flight: a free slot lets go of its share of it now, any other when it is
+    /// released.
+    pub(super) fn orphan(&self) {
+        if self.end() {
+            self.let_go();
+        }
+    }
+
+    /// No life begins any more; true if none is left to end.
+    pub(super) fn end(&self) -> bool {
+        self.state.fetch_or(ORPHAN, Ordering::AcqRel) & PHASE == FREE
+    }
+
+    /// Drops the share of the queue; the slot itself, if it is of none.
+    #[cold]
+    fn let_go(&self) {
+        let queue = self.queue.load(Ordering::Relaxed);
+        if queue.is_null() {
+            // SAFETY: C1: made by `Claim::refused`, whose only holder has just released it.
+            drop(unsafe { Box::from_raw(ptr::from_ref(self).cast_mut()) });
+        } else {
+            // SAFETY: C1: the share that `new` took; ORPHAN is set once, and of it and the last release one sees the other.
+            unsafe { Arc::decrement_strong_count(queue.cast_const()) };
+        }
+    }
+
+    #[inline(always)]
+    fn queue(&self) -> Option<&WorkQueue> {
+        // SAFETY: C1: the slot owns a share of it, until it is let go.
+        unsafe { self.queue.load(Ordering::Relaxed).as_ref() }
     }
 
     #[inline]
     fn phase(&self, state: u32, phase: u32) -> u32 {
         state & !PHASE | phase
     }
+}
 
-    /// Free, in the next life.
-    #[inline]
-    fn free(&self, state: u32) {
-        let next = Generation::new((state >> PHASE_BITS).wrapping_add(1));
-        self.state.store(next.value() << PHASE_BITS | FREE, Ordering::Release);
+/// A slot in the hands of its operation. Forgetting it leaks the slot.
+pub(crate) struct Claim(NonNull<Slot>);
+
+// SAFETY: C1: it is a reference to a slot, which is `Sync`.
+unsafe impl Send for Claim {}
+// SAFETY: C1: as above.
+unsafe impl Sync for Claim {}
+
+impl Claim {
+    /// The same claim, for who takes it out of its place meanwhile.
+    #[inline(always)]
+    pub(super) fn same(&self) -> Self {
+        Self(self.0)
+    }
+
+    /// A slot of its own for an operation that was never posted.
+    #[cold]
+    pub(crate) fn refused(kind: OpErrorKind) -> Self {
+        tracing::debug!(error = %kind, "operation refused");
+        let mut slot = Slot::new(WrId(0), None);
+        slot.state = AtomicU32::new(COMPLETE | ORPHAN);
+        slot.outcome = UnsafeCell::new(Err(kind));
+        Self(NonNull::from(Box::leak(Box::new(slot))))
+    }
+
+    /// Why it was never posted, if it was not.
+    pub(super) fn refusal(&self) -> Option<OpErrorKind> {
+        if self.queue.load(Ordering::Relaxed).is_null() { self.outcome(|outcome| outcome.err()) } else { None }
+    }
+
+    /// Where the work is in flight.
+    ///
+    /// # Panics
+    ///
+    /// If it was never posted.
+    #[inline(always)]
+    pub(super) fn queue(&self) -> &WorkQueue {
+        // SAFETY: C1: the slot is claimed, so it has its share of the queue.
+        match unsafe { self.queue.load(Ordering::Relaxed).as_ref() } {
+            Some(queue) => queue,
+            None => unreachable!("complete from the start"),
+        }
+    }
+
+    /// A share of the queue, for who is about to give the slot away; none if it was never posted.
+    pub(super) fn share(&self) -> Option<Arc<WorkQueue>> {
+        let queue = self.queue.load(Ordering::Relaxed).cast_const();
+        if queue.is_null() {
+            return None;
+        }
+        // SAFETY: C1: the slot is claimed, so it has its share of the queue.
+        unsafe {
+            Arc::increment_strong_count(queue);
+            Some(Arc::from_raw(queue))
+        }
+    }
+}
+
+impl Deref for Claim {
+    type Target = Slot;
+
+    #[inline(always)]
+    fn deref(&self) -> &Slot {
+        // SAFETY: C1: the slot is of the queue that it keeps, and never moves.
+        unsafe { self.0.as_ref() }
+    }
+}
+
+/// Where to look for a free slot first.
+pub(super) struct Hint(AtomicPtr<Slot>);
+
+impl Hint {
+    pub(super) fn new() -> Self {
+        Self(AtomicPtr::new(ptr::null_mut()))
+    }
+
+    /// Starts a life in that slot, if it is free.
+    #[inline(always)]
+    pub(super) fn claim(&self) -> Option<Claim> {
+        // SAFETY: C1: it is a slot of the table that the hint is part of, and slots never move.
+        let slot = unsafe { self.0.load(Ordering::Relaxed).as_ref() }?;
+        self.claim_at(slot)
+    }
+
+    /// Starts a life in `slot`, of the same table, if it is free.
+    #[inline(always)]
+    pub(super) fn claim_at(&self, slot: &Slot) -> Option<Claim> {
+        let claim = slot.claim()?;
+        self.0.store(slot.next.load(Ordering::Relaxed), Ordering::Relaxed);
+        Some(claim)
+    }
+
+    /// `slot` is of the table that the hint is part of.
+    #[inline(always)]
+    pub(super) fn set(&self, slot: &Slot) {
+        self.0.store(ptr::from_ref(slot).cast_mut(), Ordering::Relaxed);
     }
 }

@@ -1,11 +1,11 @@
 //! The slots of one work queue: found by number, growing in steps that never move them.
 
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
-use super::slot::{Generation, NONE, Slot};
-use crate::sync::{AtomicU32, Ordering};
+use super::slot::{Claim, Hint, NONE, Slot};
+use super::work_queue::WorkQueue;
 
-/// Slots of the first step, 3 KiB; each further step doubles what there is.
+/// Slots of the first step, 4 KiB; each further step doubles what there is.
 const FIRST: u32 = 32;
 const FIRST_BITS: u32 = FIRST.trailing_zeros();
 
@@ -23,7 +23,7 @@ pub(super) struct Slots {
     /// Made when the first step is full: most queues need no more than one pointer for it.
     steps: OnceLock<Box<[Step; STEPS]>>,
     /// Where to look for a free slot first: that which was released last, for its memory is near.
-    hint: AtomicU32,
+    hint: Hint,
 }
 
 /// Slots that were added together.
@@ -34,11 +34,13 @@ type Step = OnceLock<Box<[Slot]>>;
 pub(super) struct Cursor {
     /// Slots there are.
     len: u32,
+    /// Where the last search ended.
+    next: u32,
 }
 
 impl Slots {
     pub(super) fn new() -> Self {
-        Self { first: OnceLock::new(), steps: OnceLock::new(), hint: AtomicU32::new(0) }
+        Self { first: OnceLock::new(), steps: OnceLock::new(), hint: Hint::new() }
     }
 
     /// Step and offset of a slot beyond the first step: 32..64, 64..128, 128..256, …
@@ -70,62 +72,65 @@ impl Slots {
         }
     }
 
-    /// Starts a life in a free slot; `None` if there are 2^20 and all are taken.
+    /// Starts a life in the slot that is probably free.
+    #[inline(always)]
+    pub(super) fn claim_next(&self) -> Option<Claim> {
+        self.hint.claim()
+    }
+
+    /// Starts a life in a free slot of `queue`, of which this is the table; `None` if there are 2^20 and all are taken.
     ///
     /// One operation after the other uses the same slot; of many that end in the order they began, each uses that
     /// which was released before.
     #[inline(always)]
-    pub(super) fn claim(&self, cursor: &mut Cursor, previous: u32) -> Option<(&Slot, u32, Generation)> {
-        let index = self.hint.load(Ordering::Relaxed);
-        if let Some(slot) = self.find(index)
-            && let Some(generation) = slot.claim(previous)
-        {
-            self.hint.store(index + 1, Ordering::Relaxed);
-            return Some((slot, index, generation));
+    pub(super) fn claim(&self, cursor: &mut Cursor, queue: &Arc<WorkQueue>) -> Option<Claim> {
+        match self.hint.claim() {
+            None => self.search(cursor, |index| Slot::new(queue.first_id(index), Some(queue.clone()))),
+            claim => claim,
         }
-        self.search(cursor, previous)
     }
 
     #[cold]
-    fn search(&self, cursor: &mut Cursor, previous: u32) -> Option<(&Slot, u32, Generation)> {
-        let start = self.hint.load(Ordering::Relaxed);
+    fn search(&self, cursor: &mut Cursor, make: impl Fn(u32) -> Slot) -> Option<Claim> {
         for step in 0..cursor.len {
-            let index = start.wrapping_add(step) % cursor.len;
-            let slot = self.slot(index);
-            if let Some(generation) = slot.claim(previous) {
-                self.hint.store(index + 1, Ordering::Relaxed);
+            let index = cursor.next.wrapping_add(step) % cursor.len;
+            if let Some(claim) = self.hint.claim_at(self.slot(index)) {
+                cursor.next = index + 1;
                 // More than half of them are held: search less next time.
                 if step > cursor.len / 2 {
-                    self.grow(cursor);
+                    self.grow(cursor, make);
                 }
-                return Some((slot, index, generation));
+                return Some(claim);
             }
         }
-        let index = cursor.len;
-        self.grow(cursor)?;
-        self.hint.store(index + 1, Ordering::Relaxed);
-        let slot = self.slot(index);
-        slot.claim(previous).map(|generation| (slot, index, generation))
+        cursor.next = cursor.len;
+        self.grow(cursor, make)?;
+        self.hint.claim_at(self.slot(cursor.next))
     }
 
-    fn grow(&self, cursor: &mut Cursor) -> Option<()> {
+    fn grow(&self, cursor: &mut Cursor, make: impl Fn(u32) -> Slot) -> Option<()> {
         if cursor.len == 0 {
-            self.first.get_or_init(|| Box::new(std::array::from_fn(|_| Slot::new())));
+            self.first.get_or_init(|| Box::new(std::array::from_fn(|index| make(index as u32))));
             cursor.len = FIRST;
         } else {
             let (step, _) = Self::place(cursor.len);
             let steps = self.steps.get_or_init(|| Box::new([const { OnceLock::new() }; STEPS]));
-            steps.get(step)?.get_or_init(|| (0..cursor.len).map(|_| Slot::new()).collect());
+            steps.get(step)?.get_or_init(|| (cursor.len..2 * cursor.len).map(make).collect());
             cursor.len *= 2;
+        }
+        // In a ring.
+        let mut before = self.slot(cursor.len - 1);
+        for (_, slot) in self.iter() {
+            before.link(slot);
+            before = slot;
         }
         Some(())
     }
 
-    /// Ends the life of slot `index`, whose result was looked at.
+    /// `slot` is about to be free.
     #[inline(always)]
-    pub(super) fn release(&self, slot: &Slot, index: u32) {
-        slot.release();
-        self.hint.store(index, Ordering::Relaxed);
+    pub(super) fn hint(&self, slot: &Slot) {
+        self.hint.set(slot);
     }
 
     /// Frees the slots of a batch, from its last to its first.
@@ -134,7 +139,8 @@ impl Slots {
         while let Some(index) = next {
             let slot = self.slot(index);
             next = slot.previous();
-            self.release(slot, index);
+            slot.follow(NONE);
+            slot.release();
         }
     }
 
@@ -147,6 +153,7 @@ impl Slots {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
+    use crate::types::WrId;
 
     #[test]
     fn numbers_map_to_steps_without_gap_or_overlap() {
@@ -163,27 +170,33 @@ mod tests {
         assert_eq!(Slots::place((1 << INDEX_BITS) - 1).0, STEPS - 1);
     }
 
+    fn claim(slots: &Slots, cursor: &mut Cursor) -> Claim {
+        slots.hint.claim().or_else(|| slots.search(cursor, |index| Slot::new(WrId(index.into()), None))).unwrap()
+    }
+
     #[test]
     fn slots_held_by_idle_operations_do_not_make_the_table_grow_for_ever() {
         let (slots, mut cursor) = (Slots::new(), Cursor::default());
         for _ in 0..100 {
-            slots.claim(&mut cursor, NONE).unwrap();
+            claim(&slots, &mut cursor);
         }
         for _ in 0..100_000 {
-            slots.claim(&mut cursor, NONE).unwrap().0.unclaim();
+            claim(&slots, &mut cursor).release();
         }
         assert!(cursor.len <= 512, "{} slots for 100 held", cursor.len);
     }
 
     #[test]
-    fn a_slot_comes_back_in_another_generation() {
+    fn a_slot_comes_back_in_another_life() {
         let (slots, mut cursor) = (Slots::new(), Cursor::default());
-        let (slot, index, first) = slots.claim(&mut cursor, NONE).unwrap();
-        slot.unclaim();
+        let slot = claim(&slots, &mut cursor);
+        let first = slot.id();
+        assert!(slot.is_current(first));
+        slot.release();
         assert!(!slot.is_current(first));
-        slots.hint.store(index, Ordering::Relaxed);
-        let (_, again, second) = slots.claim(&mut cursor, NONE).unwrap();
-        assert_eq!(again, index);
-        assert_ne!(first, second);
+        slots.hint(&slot);
+        let again = claim(&slots, &mut cursor);
+        assert!(std::ptr::eq(&raw const *slot, &raw const *again));
+        assert!(again.is_current(again.id()) && !again.is_current(first));
     }
 }

@@ -9,10 +9,9 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use super::drain::CqShared;
-use super::in_flight::InFlight;
 use super::request::{Limits, Patience, Refusal, Request, What, WorkQueueCounters, data_of};
 use super::room::Room;
-use super::slot::{Finished, Generation, NONE, Outcome, Slot};
+use super::slot::{Claim, Finished, OWNER_BITS, Outcome, PLACE_BITS, Slot};
 use super::slots::{Cursor, INDEX_BITS, Slots};
 use super::wake::WakeList;
 use crate::error::{LimitError, OpErrorKind, VerbError};
@@ -41,8 +40,10 @@ pub(crate) enum Poster {
 pub(crate) struct WorkQueue {
     pub(super) slots: Slots,
     pub(super) limits: Limits,
-    /// Upper bits of its work request numbers: where the completion queue finds it.
-    label: u64,
+    /// Where the completion queue finds it.
+    owner: Owner,
+    /// Most bytes of a request of one element that nothing else need be asked about; 0 if there is always something.
+    plain: u64,
     /// Shared receives complete in any order, others as posted.
     shared: bool,
     pub(super) room: Room,
@@ -59,14 +60,16 @@ pub(super) struct Posting {
     pub(super) cursor: Cursor,
     /// Work requests given to the device. Modulo 2^32 it is the position of the next.
     pub(super) posted: u64,
+    /// Up to where they are known to have room, and need not line up. Not beyond `posted` if somebody is in line, or nothing
+    /// can be posted.
+    until: u64,
     pub(super) waited: u64,
     pub(super) queued: VecDeque<Queued>,
 }
 
 /// A work request that waits for room.
 pub(super) struct Queued {
-    pub(super) index: u32,
-    pub(super) generation: Generation,
+    pub(super) id: WrId,
     pub(super) what: What,
     pub(super) flags: SendFlags,
     pub(super) sges: SgeList,
@@ -81,23 +84,13 @@ pub(super) struct Queued {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Owner(pub(super) u32);
 
-const OWNER_SHIFT: u32 = INDEX_BITS + Generation::BITS;
-
 impl Owner {
     /// Work queues of one completion queue.
-    pub(super) const MAX: u32 = 1 << (64 - OWNER_SHIFT);
+    pub(super) const MAX: u32 = 1 << OWNER_BITS;
 
     #[inline]
     pub(super) fn of(id: WrId) -> Self {
-        Self((id.0 >> OWNER_SHIFT) as u32)
-    }
-}
-
-impl Generation {
-    /// Life of the slot of a work request.
-    #[inline]
-    pub(super) fn of(id: WrId) -> Self {
-        Self::new((id.0 >> INDEX_BITS) as u32)
+        Self(((id.0 % (1 << PLACE_BITS)) >> INDEX_BITS) as u32)
     }
 }
 
@@ -112,15 +105,17 @@ impl WorkQueue {
         Self {
             slots: Slots::new(),
             limits,
-            label: u64::from(owner.0) << OWNER_SHIFT,
+            owner,
+            plain: if limits.max_sge > 0 { limits.max_message } else { 0 },
             shared: matches!(poster, Poster::Shared(_)),
-            room: Room::new(limits.depth),
+            room: Room::new(limits.depth, matches!(poster, Poster::Shared(_))),
             failed: AtomicU32::new(0),
             flushed: AtomicU32::new(0),
             posting: Mutex::new(Posting {
                 poster: Some(poster),
                 cursor: Cursor::default(),
                 posted: 0,
+                until: 0,
                 waited: 0,
                 queued: VecDeque::new(),
             }),
@@ -129,7 +124,7 @@ impl WorkQueue {
     }
 
     pub(super) fn owner(&self) -> Owner {
-        Owner::of(WrId(self.label))
+        self.owner
     }
 
     pub(super) fn is_shared(&self) -> bool {
@@ -140,33 +135,30 @@ impl WorkQueue {
         &self.cq
     }
 
+    /// True if a thread polls for all.
+    pub(super) fn is_polled(&self) -> bool {
+        !self.cq.mode().arms()
+    }
+
     pub(super) fn slots(&self) -> &Slots {
         &self.slots
     }
 
-    #[inline]
-    pub(super) fn wr_id(&self, index: u32, generation: Generation) -> WrId {
-        WrId(self.label | u64::from(generation.value()) << INDEX_BITS | u64::from(index))
+    /// Number of the first work request in slot `index`.
+    pub(super) fn first_id(&self, index: u32) -> WrId {
+        WrId(u64::from(self.owner.0) << INDEX_BITS | u64::from(index))
     }
 
-    /// Posts one work request if that is simple: one buffer, nothing to complain about, room in the queue. Gives the
-    /// buffer back in any other case, which [`submit`](Self::submit) goes through with more care; nothing was posted then.
+    /// Posts one work request if that is simple: one buffer, nothing to complain about, room in the queue. Nothing was
+    /// posted in any other case, which [`submit`](Self::submit) goes through with more care.
     #[inline(always)]
     pub(crate) fn submit_now<B: Source>(
         self: &Arc<Self>,
         what: What,
         flags: SendFlags,
         room: u64,
-        buffer: B,
-    ) -> Result<InFlight<B>, B> {
-        match self.post_now(what, flags, room, &buffer) {
-            Some(id) => Ok(InFlight::new(self.clone(), id, buffer)),
-            None => Err(buffer),
-        }
-    }
-
-    #[inline(always)]
-    fn post_now<B: Source>(&self, what: What, flags: SendFlags, room: u64, buffer: &B) -> Option<WrId> {
+        buffer: &B,
+    ) -> Option<Claim> {
         let (sge, pd) = buffer.single()?;
         match what {
             What::Send(op) if self.is_plain(sge, pd, room) => self.send_now(op, flags, sge),
@@ -178,49 +170,48 @@ impl WorkQueue {
     /// True if there is nothing to complain about in this one element. To some devices one of no bytes means 2^31.
     #[inline(always)]
     pub(super) fn is_plain(&self, sge: Sge, pd: PdKey, room: u64) -> bool {
-        pd == self.limits.pd
-            && sge.length > 0
-            && self.limits.max_sge > 0
-            && u64::from(sge.length) <= room.min(self.limits.max_message)
+        let length = u64::from(sge.length);
+        pd == self.limits.pd && length > 0 && length <= room && length <= self.plain
     }
 
     /// Gives a send to the device if there is room. In place: a call would cost as much as what it keeps out of line.
     #[inline(always)]
-    fn send_now(&self, op: SendOp, flags: SendFlags, sge: Sge) -> Option<WrId> {
+    fn send_now(self: &Arc<Self>, op: SendOp, flags: SendFlags, sge: Sge) -> Option<Claim> {
         let mut posting = lock(&self.posting);
         let posting = &mut *posting;
-        if !self.is_clear(posting) {
+        if posting.posted >= posting.until && !self.is_clear(posting) {
             return None;
         }
         let Some(Poster::Send(qp)) = &posting.poster else { return None };
-        let (slot, index, generation) = self.slots.claim(&mut posting.cursor, NONE)?;
-        slot.place(posting.posted as u32);
-        let wr_id = self.wr_id(index, generation);
+        let claim = self.slots.claim_next()?;
+        claim.place(posting.posted as u32);
+        let wr_id = claim.id();
         let wr = SendWr { wr_id, op, flags, data: Data::Sges(&[sge]), target: None };
         // SAFETY: S1: the element names a buffer that the operation owns. It keeps it until the slot is COMPLETE,
         // or leaves it in the slot, which is emptied only when the device is done or the queue was destroyed.
         if unsafe { qp.post_send_one(wr) }.is_err() {
-            slot.unclaim();
+            claim.release();
             return None;
         }
         posting.posted += 1;
-        trace_posted(wr_id, What::Send(op));
-        Some(wr_id)
+        if is_traced() {
+            trace_posted(wr_id, What::Send(op));
+        }
+        Some(claim)
     }
 
     /// Gives a receive to the device if there is room.
     #[inline(never)]
-    fn receive_now(&self, sge: Sge) -> Option<WrId> {
+    fn receive_now(self: &Arc<Self>, sge: Sge) -> Option<Claim> {
         let mut posting = lock(&self.posting);
         let posting = &mut *posting;
-        if !self.is_clear(posting) {
+        if posting.posted >= posting.until && !self.is_clear(posting) {
             return None;
         }
         let poster = posting.poster.as_ref()?;
-        let (slot, index, generation) = self.slots.claim(&mut posting.cursor, NONE)?;
-        slot.place(posting.posted as u32);
-        let wr_id = self.wr_id(index, generation);
-        let list = [RecvWr { wr_id, sges: &[sge] }];
+        let claim = self.slots.claim(&mut posting.cursor, self)?;
+        claim.place(posting.posted as u32);
+        let list = [RecvWr { wr_id: claim.id(), sges: &[sge] }];
         let posted = match poster {
             // SAFETY: S1: as for sends.
             Poster::Receive(qp) => unsafe { qp.post_recv(&list) },
@@ -229,18 +220,28 @@ impl WorkQueue {
             Poster::Send(_) => Err(WRONG_QUEUE),
         };
         if posted.is_err() {
-            slot.unclaim();
+            claim.release();
             return None;
         }
         posting.posted += 1;
-        trace_posted(wr_id, What::Receive);
-        Some(wr_id)
+        if is_traced() {
+            trace_posted(claim.id(), What::Receive);
+        }
+        Some(claim)
     }
 
-    /// True if the next work request can go to the device now.
-    #[inline]
-    fn is_clear(&self, posting: &Posting) -> bool {
-        posting.queued.is_empty() && self.room.left(posting.posted as u32) > 0
+    /// True if the next work request can go to the device now. Finds out how many can.
+    #[inline(never)]
+    pub(super) fn is_clear(&self, posting: &mut Posting) -> bool {
+        let clear = posting.queued.is_empty() && posting.poster.is_some();
+        let left = if clear { self.room.left(posting.posted as u32) } else { 0 };
+        posting.until = posting.posted + u64::from(left);
+        left > 0
+    }
+
+    /// As [`is_clear`](Self::is_clear), for `count` work requests.
+    pub(super) fn has_room(&self, posting: &mut Posting, count: usize) -> bool {
+        self.is_clear(posting) && posting.until - posting.posted >= count as u64
     }
 
     /// Posts one work request of any kind, or lines it up if there is no room.
@@ -248,44 +249,41 @@ impl WorkQueue {
     pub(crate) fn submit<B: Source>(
         self: &Arc<Self>,
         request: Request<'_>,
-        buffer: B,
+        buffer: &B,
         patience: Patience,
-    ) -> Result<InFlight<B>, Refusal<B>> {
+    ) -> Result<Claim, Refusal> {
         let mut sges = SgeList::new();
-        let gathered = self.gather(&buffer, &mut sges);
-        if let Err(error) = gathered.and_then(|()| self.check(&sges, request.inline, request.room)) {
-            return Err(Refusal::Error(error, buffer));
-        }
+        self.gather(buffer, &mut sges)?;
+        self.check(&sges, request.inline, request.room)?;
 
         let mut posting = lock(&self.posting);
         if posting.poster.is_none() {
-            return Err(Refusal::Error(OpErrorKind::Closed, buffer));
+            return Err(OpErrorKind::Closed.into());
         }
-        let direct = self.is_clear(&posting);
+        let direct = self.is_clear(&mut posting);
         if self.limits.depth == 0 {
             // There will never be room.
-            let nothing = LimitError { field: "work requests", asked: 1, allowed: 0 };
-            return Err(Refusal::Error(nothing.into(), buffer));
+            return Err(OpErrorKind::from(LimitError { field: "work requests", asked: 1, allowed: 0 }).into());
         }
         if !direct && patience == Patience::Try {
-            return Err(Refusal::Full(buffer));
+            drop(posting);
+            // Completions that were taken and not handed out may stand for room.
+            return if self.cq.hand_out() { self.submit(request, buffer, patience) } else { Err(Refusal::Full) };
         }
-        let Some((slot, index, generation)) = self.slots.claim(&mut posting.cursor, NONE) else {
-            return Err(Refusal::Error(self.too_many(), buffer));
+        let Some(claim) = self.slots.claim(&mut posting.cursor, self) else {
+            return Err(self.too_many().into());
         };
         if direct {
             let data = data_of(&sges, request.inline, request.window);
             let target = request.to.map(|(handle, qpn, qkey)| handle.target(qpn, qkey));
-            let wr =
-                SendWr { wr_id: self.wr_id(index, generation), op: SendOp::Send, flags: request.flags, data, target };
-            if let Err(error) = self.post_one(&mut posting, index, request.what, wr, &sges) {
-                slot.unclaim();
-                return Err(Refusal::Error(OpErrorKind::Post(error), buffer));
+            let wr = SendWr { wr_id: claim.id(), op: SendOp::Send, flags: request.flags, data, target };
+            if let Err(error) = self.post_one(&mut posting, request.what, wr, &sges) {
+                claim.release();
+                return Err(OpErrorKind::Post(error).into());
             }
         } else {
             let queued = Queued {
-                index,
-                generation,
+                id: claim.id(),
                 what: request.what,
                 flags: request.flags,
                 sges,
@@ -297,20 +295,13 @@ impl WorkQueue {
             self.line_up(&mut posting, queued);
             self.announce(posting);
         }
-        Ok(InFlight::new(self.clone(), self.wr_id(index, generation), buffer))
+        Ok(claim)
     }
 
     /// Gives one work request to the device.
     #[inline]
-    fn post_one(
-        &self,
-        posting: &mut Posting,
-        index: u32,
-        what: What,
-        wr: SendWr<'_>,
-        sges: &[Sge],
-    ) -> Result<(), VerbError> {
-        self.slots.slot(index).place(posting.posted as u32);
+    fn post_one(&self, posting: &mut Posting, what: What, wr: SendWr<'_>, sges: &[Sge]) -> Result<(), VerbError> {
+        self.slots.slot(index_of(wr.wr_id)).place(posting.posted as u32);
         let result = match (what, &posting.poster) {
             // SAFETY: S1: for all three: the elements name buffers that the operation owns, and what a window is bound
             // to, the window keeps until it is not bound any more. The operation keeps them until
@@ -324,7 +315,9 @@ impl WorkQueue {
             _ => Err(WRONG_QUEUE),
         };
         result.map_err(|refused| refused.error)?;
-        trace_posted(wr.wr_id, what);
+        if is_traced() {
+            trace_posted(wr.wr_id, what);
+        }
         posting.posted += 1;
         Ok(())
     }
@@ -333,6 +326,7 @@ impl WorkQueue {
     #[cold]
     pub(super) fn line_up(&self, posting: &mut Posting, queued: Queued) {
         posting.queued.push_back(queued);
+        posting.until = posting.posted;
         posting.waited += 1;
         self.cq.now_waiting();
     }
@@ -360,18 +354,18 @@ impl WorkQueue {
             self.cq.no_longer_waiting();
             let data = data_of(&next.sges, next.inline.as_deref(), next.window.as_deref());
             let target = next.to.as_ref().map(|(handle, qpn, qkey)| handle.target(*qpn, *qkey));
-            let wr_id = self.wr_id(next.index, next.generation);
-            let wr = SendWr { wr_id, op: SendOp::Send, flags: next.flags, data, target };
-            if let Err(error) = self.post_one(posting, next.index, next.what, wr, &next.sges) {
+            let wr = SendWr { wr_id: next.id, op: SendOp::Send, flags: next.flags, data, target };
+            if let Err(error) = self.post_one(posting, next.what, wr, &next.sges) {
                 // The last of a batch ends with nothing but its completion: parts before it may be with the device. One
                 // before it that nothing stands in for would count as done with the next completion behind it.
-                let is_before = |behind: &Queued| self.slots.slot(behind.index).previous() == Some(next.index);
+                let is_before =
+                    |behind: &Queued| self.slots.slot(index_of(behind.id)).previous() == Some(index_of(next.id));
                 let held = !posting.queued.front().is_some_and(is_before);
-                if next.batch && (self.flush_behind(posting, next.index, wr, error, woken) || held) {
+                if next.batch && (self.flush_behind(posting, wr, error, woken) || held) {
                     continue;
                 }
                 let failed = Outcome::Err(OpErrorKind::Post(error));
-                self.settle(next.index, next.generation, failed, woken);
+                self.settle(next.id, failed, woken);
             }
         }
         if posting.queued.is_empty() {
@@ -380,52 +374,59 @@ impl WorkQueue {
     }
 
     /// Ends a work request by its completion, a success, in the hands of the operation that waits for it: the
-    /// caller is both the drainer and the future, so nothing is handed over.
+    /// caller is both the drainer and the future, so nothing is handed over. True if somebody waits for room, who is to be
+    /// [let in](Self::let_in).
     #[inline(always)]
-    pub(super) fn end_unwatched(&self, slot: &Slot, wc: &WorkCompletion, woken: &mut WakeList) {
-        trace_completed(wc);
-        let position = slot.position();
-        self.slots.release(slot, index_of(wc.wr_id));
-        self.retire(position, woken);
+    pub(super) fn end_own(&self, slot: &Slot, wc: &WorkCompletion) -> bool {
+        if is_traced() {
+            trace_completed(wc);
+        }
+        slot.finish_own();
+        // A completion stands for all unsignalled work before it.
+        self.room.retire(slot.position())
     }
 
-    /// Room is free; who waits for it gets it. A completion stands for all unsignalled work before it.
-    #[inline(always)]
-    fn retire(&self, position: u32, woken: &mut WakeList) {
-        let crowded = if self.shared { self.room.retire_one() } else { self.room.retire_through(position) };
-        if crowded {
-            self.post_queued(&mut lock(&self.posting), woken);
-        }
+    /// Posts for those who wait for room.
+    #[cold]
+    pub(super) fn let_in(&self, woken: &mut WakeList) {
+        self.post_queued(&mut lock(&self.posting), woken);
     }
 
     /// A completion has come: its slot is finished, room is free, and who waits for room gets it.
     #[inline(always)]
     pub(super) fn complete(&self, wc: &WorkCompletion, woken: &mut WakeList) {
-        let generation = Generation::of(wc.wr_id);
         let Some(slot) = self.slots.find(index_of(wc.wr_id)) else { return stale(wc) };
-        if !wc.status.is_success() || !slot.is_unwatched_in(generation) {
-            return self.complete_watched(slot, generation, wc, woken);
+        if !wc.status.is_success() || !slot.is_unwatched_in(wc.wr_id) {
+            return self.complete_watched(slot, wc, woken);
         }
-        trace_completed(wc);
+        if is_traced() {
+            trace_completed(wc);
+        }
         // First the room, then the result: whoever has seen the result finds the room.
-        self.retire(slot.position(), woken);
-        if !slot.finish_unwatched(generation, wc) {
-            self.settle(index_of(wc.wr_id), generation, Ok(*wc), woken);
+        if self.room.retire(slot.position()) {
+            self.let_in(woken);
+        }
+        if !slot.finish_unwatched(wc.wr_id, wc) {
+            self.settle(wc.wr_id, Ok(*wc), woken);
         }
     }
 
     /// As [`complete`](Self::complete), if it failed or somebody waits for it.
     #[inline(never)]
-    fn complete_watched(&self, slot: &Slot, generation: Generation, wc: &WorkCompletion, woken: &mut WakeList) {
-        if !slot.is_current(generation) {
+    fn complete_watched(&self, slot: &Slot, wc: &WorkCompletion, woken: &mut WakeList) {
+        if !slot.is_current(wc.wr_id) {
             return stale(wc);
         }
-        trace_completed(wc);
+        if is_traced() {
+            trace_completed(wc);
+        }
         if !wc.status.is_success() {
             self.count_failure(wc);
         }
-        self.retire(slot.position(), woken);
-        self.settle(index_of(wc.wr_id), generation, Ok(*wc), woken);
+        if self.room.retire(slot.position()) {
+            self.let_in(woken);
+        }
+        self.settle(wc.wr_id, Ok(*wc), woken);
     }
 
     #[cold]
@@ -441,9 +442,9 @@ impl WorkQueue {
 
     /// Hands the outcome to the operation; what that leaves to do is added to `woken`.
     #[inline]
-    pub(super) fn settle(&self, index: u32, generation: Generation, outcome: Outcome, woken: &mut WakeList) {
-        let finished = self.slots.slot(index).finish(generation, outcome);
-        self.follow_up(index, finished, woken);
+    pub(super) fn settle(&self, id: WrId, outcome: Outcome, woken: &mut WakeList) {
+        let finished = self.slots.slot(index_of(id)).finish(id, outcome);
+        self.follow_up(index_of(id), finished, woken);
     }
 
     #[cold]
@@ -467,7 +468,17 @@ impl WorkQueue {
     /// Stops posting. What is posted stays with the device, and what is in line stays there: it may be the end of a
     /// batch of which a part is posted, and a batch gives its buffers back when its last work request ends.
     pub(super) fn close(&self) -> Option<Poster> {
-        lock(&self.posting).poster.take()
+        let mut posting = lock(&self.posting);
+        posting.until = posting.posted;
+        posting.poster.take()
+    }
+
+    /// The completion queue forgets it, and nothing is in flight on it any more: it lives as long as somebody holds it, or
+    /// an operation that was not looked at. The poster is for the caller to drop, without a lock.
+    pub(super) fn orphan(&self) -> Option<Poster> {
+        let poster = self.close();
+        self.slots.iter().for_each(|(_, slot)| slot.orphan());
+        poster
     }
 
     /// Ends a shared receive queue that nothing draws from any more.
@@ -484,20 +495,20 @@ impl WorkQueue {
         }
         self.room.clear();
         let mut chain = Vec::new();
-        for (index, slot) in self.slots.iter() {
+        for (_, slot) in self.slots.iter() {
             // A batch ends with its last work request: those before it end first, wherever their slots are.
-            let mut next = Some((index, slot));
-            while let Some((index, slot)) = next
-                && let Some(generation) = slot.in_flight()
+            let mut next = Some(slot);
+            while let Some(slot) = next
+                && let Some(id) = slot.in_flight()
             {
-                chain.push((index, generation));
-                next = slot.previous().map(|previous| (previous, self.slots.slot(previous)));
+                chain.push(id);
+                next = slot.previous().map(|previous| self.slots.slot(previous));
             }
-            while let Some((index, generation)) = chain.pop() {
-                self.settle(index, generation, Outcome::Err(kind), woken);
+            while let Some(id) = chain.pop() {
+                self.settle(id, Outcome::Err(kind), woken);
             }
         }
-        self.room.retire_through((posting.posted as u32).wrapping_sub(1));
+        self.room.retire_all(posting.posted as u32);
     }
 
     /// Wakes all that wait, to look again.
@@ -563,28 +574,20 @@ impl WorkQueue {
     }
 }
 
-/// At no cost but a comparison when off; out of line, to leave the path its registers.
-#[inline]
-fn trace_completed(wc: &WorkCompletion) {
-    #[cold]
-    fn trace(wc: &WorkCompletion) {
-        tracing::trace!(wr_id = %wc.wr_id, status = ?wc.status, "completed");
-    }
-    if tracing::Level::TRACE <= tracing::level_filters::LevelFilter::current() {
-        trace(wc);
-    }
+/// True if somebody wants to see each work request.
+#[inline(always)]
+pub(super) fn is_traced() -> bool {
+    tracing::Level::TRACE <= tracing::level_filters::LevelFilter::current()
 }
 
-/// As [`trace_completed`].
-#[inline]
+#[cold]
+fn trace_completed(wc: &WorkCompletion) {
+    tracing::trace!(wr_id = %wc.wr_id, status = ?wc.status, "completed");
+}
+
+#[cold]
 fn trace_posted(id: WrId, what: What) {
-    #[cold]
-    fn trace(id: WrId, what: What) {
-        tracing::trace!(wr_id = %id, ?what, "posted");
-    }
-    if tracing::Level::TRACE <= tracing::level_filters::LevelFilter::current() {
-        trace(id, what);
-    }
+    tracing::trace!(wr_id = %id, ?what, "posted");
 }
 
 #[cold]

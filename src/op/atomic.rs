@@ -114,9 +114,13 @@ impl Finish for Original {
     type Held = BufMut;
     type Buffer = ();
     type Output = u64;
+    type Seen = ();
 
     #[inline]
-    fn finish(held: BufMut, _completion: &WorkCompletion) -> u64 {
+    fn see(_completion: &WorkCompletion) {}
+
+    #[inline]
+    fn finish(held: BufMut, (): ()) -> u64 {
         // Devices leave it in the byte order of this machine.
         match held.first_chunk() {
             Some(bytes) => u64::from_ne_bytes(*bytes),

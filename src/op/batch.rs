@@ -168,8 +168,8 @@ impl QueuePair {
             }
             None => match self.send_queue().submit_batch(&entries, self.flags, signal_every, buffers, patience) {
                 Ok(in_flight) => (Some(in_flight), Vec::new()),
-                Err(Refusal::Full(buffers)) => return Err(Batch { entries, buffers, results, signal_every, flags }),
-                Err(Refusal::Error(kind, buffers)) => {
+                Err((Refusal::Full, buffers)) => return Err(Batch { entries, buffers, results, signal_every, flags }),
+                Err((Refusal::Error(kind), buffers)) => {
                     results.resize(entries.len(), Err(kind));
                     (None, buffers)
                 }

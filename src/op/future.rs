@@ -6,7 +6,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use crate::completion::{InFlight, Patience, Refusal, Request, What, WorkQueue};
+use crate::completion::{Claim, InFlight, Patience, Refusal, Request, What, WorkQueue};
 use crate::error::{OpError, OpErrorKind, TryError};
 use crate::types::{SendFlags, WorkCompletion};
 use crate::verbs::Source;
@@ -20,9 +20,17 @@ pub trait Finish: Unpin + 'static {
     /// What comes back on success.
     type Output;
 
+    /// What it needs to know of the completion.
+    #[doc(hidden)]
+    type Seen;
+
+    /// Looks at the completion of a success.
+    #[doc(hidden)]
+    fn see(completion: &WorkCompletion) -> Self::Seen;
+
     /// The result of a success.
     #[doc(hidden)]
-    fn finish(held: Self::Held, completion: &WorkCompletion) -> Self::Output;
+    fn finish(held: Self::Held, seen: Self::Seen) -> Self::Output;
 
     /// The caller's part of what was held.
     #[doc(hidden)]
@@ -42,13 +50,7 @@ pub trait Finish: Unpin + 'static {
 /// If polled again after it was ready.
 #[must_use = "it is posted already, but only awaiting it tells whether it succeeded"]
 pub struct Operation<F: Finish> {
-    state: State<F::Held>,
-}
-
-enum State<H: std::marker::Send + 'static> {
-    InFlight(InFlight<H>),
-    /// `None` once that was told. Boxed to keep the usual operation small.
-    Refused(Option<Box<(OpErrorKind, H)>>),
+    in_flight: InFlight<F::Held>,
 }
 
 impl<F: Finish> Operation<F> {
@@ -56,22 +58,21 @@ impl<F: Finish> Operation<F> {
     /// remote end, if it is memory.
     #[inline(always)]
     pub(super) fn post(queue: &Arc<WorkQueue>, what: What, flags: SendFlags, room: u64, held: F::Held) -> Self {
-        match queue.submit_now(what, flags, room, held) {
-            Ok(in_flight) => Self { state: State::InFlight(in_flight) },
-            Err(held) => {
-                Self::post_any(queue, Request { what, flags, inline: None, window: None, to: None, room }, held)
+        // One place to put it together, so that it is where it will be awaited: no call is given all of it.
+        let (claim, held) = match queue.submit_now(what, flags, room, &held) {
+            Some(claim) => (claim, held),
+            None => {
+                let request = Request { what, flags, inline: None, window: None, to: None, room };
+                let own = held;
+                (submit(queue, request, &own), own)
             }
-        }
+        };
+        Self { in_flight: InFlight::new(claim, held) }
     }
 
     /// As [`post`](Self::post), of any kind.
-    #[inline(never)]
     pub(super) fn post_any(queue: &Arc<WorkQueue>, request: Request<'_>, held: F::Held) -> Self {
-        match queue.submit(request, held, Patience::Queue) {
-            Ok(in_flight) => Self { state: State::InFlight(in_flight) },
-            Err(Refusal::Error(kind, held)) => Self::refused(kind, held),
-            Err(Refusal::Full(_)) => unreachable!("patience waits for room"),
-        }
+        Self { in_flight: InFlight::new(submit(queue, request, &held), held) }
     }
 
     /// Posts, if there is room.
@@ -81,65 +82,56 @@ impl<F: Finish> Operation<F> {
         request: Request<'_>,
         held: F::Held,
     ) -> Result<Self, TryError<F::Buffer>> {
-        match queue.submit(request, held, Patience::Try) {
-            Ok(in_flight) => Ok(Self { state: State::InFlight(in_flight) }),
-            Err(Refusal::Full(held)) => Err(TryError::Full(F::give_back(held))),
-            Err(Refusal::Error(kind, held)) => Err(TryError::Refused(OpError::new(kind, F::give_back(held)))),
+        match queue.submit(request, &held, Patience::Try) {
+            Ok(claim) => Ok(Self { in_flight: InFlight::new(claim, held) }),
+            Err(Refusal::Full) => Err(TryError::Full(F::give_back(held))),
+            Err(Refusal::Error(kind)) => Err(TryError::Refused(OpError::new(kind, F::give_back(held)))),
         }
     }
 
     /// True once it is over and awaiting it gives its result at once. It does not look for completions by itself: somebody who
     /// waits for work on the same completion queue does.
     pub fn is_finished(&self) -> bool {
-        match &self.state {
-            State::InFlight(in_flight) => in_flight.is_finished(),
-            State::Refused(_) => true,
-        }
+        self.in_flight.is_finished()
     }
 
     /// Why it was not posted, if it was not.
     pub(crate) fn refusal(&self) -> Option<OpErrorKind> {
-        match &self.state {
-            State::InFlight(_) => None,
-            State::Refused(refused) => refused.as_ref().map(|refused| refused.0),
-        }
+        self.in_flight.refusal()
     }
 
     /// Was never posted.
-    #[cold]
+    #[inline(always)]
     pub(super) fn refused(kind: OpErrorKind, held: F::Held) -> Self {
-        tracing::debug!(error = %kind, "operation refused");
-        Self { state: State::Refused(Some(Box::new((kind, held)))) }
+        Self { in_flight: InFlight::new(Claim::refused(kind), held) }
+    }
+}
+
+/// Posts, or lines up, with patience.
+#[inline(never)]
+fn submit<B: Source>(queue: &Arc<WorkQueue>, request: Request<'_>, held: &B) -> Claim {
+    match queue.submit(request, held, Patience::Queue) {
+        Ok(claim) => claim,
+        Err(Refusal::Error(kind)) => Claim::refused(kind),
+        Err(Refusal::Full) => unreachable!("patience waits for room"),
     }
 }
 
 impl<F: Finish> Future for Operation<F> {
     type Output = Result<F::Output, OpError<F::Buffer>>;
 
-    #[inline]
+    #[inline(always)]
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        match &mut self.state {
-            State::InFlight(in_flight) => in_flight.poll(context, |held, result| match result {
-                Ok(completion) => Ok(F::finish(held, completion)),
-                Err(kind) => Err(OpError::new(kind, F::give_back(held))),
-            }),
-            State::Refused(refused) => {
-                let Some(refused) = refused.take() else { panic!("an operation was polled after it had completed") };
-                let (kind, held) = *refused;
-                Poll::Ready(Err(OpError::new(kind, F::give_back(held))))
-            }
-        }
+        self.in_flight.poll(context, F::see, |held, result| match result {
+            Ok(seen) => Ok(F::finish(held, seen)),
+            Err(kind) => Err(OpError::new(kind, F::give_back(held))),
+        })
     }
 }
 
 impl<F: Finish> fmt::Debug for Operation<F> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.state {
-            State::InFlight(in_flight) => in_flight.fmt(f),
-            State::Refused(refused) => {
-                f.debug_tuple("Refused").field(&refused.as_ref().map(|refused| refused.0)).finish()
-            }
-        }
+        self.in_flight.fmt(f)
     }
 }
 
@@ -151,9 +143,13 @@ impl<B: Source> Finish for Return<B> {
     type Held = B;
     type Buffer = B;
     type Output = B;
+    type Seen = ();
 
     #[inline]
-    fn finish(held: B, _completion: &WorkCompletion) -> B {
+    fn see(_completion: &WorkCompletion) {}
+
+    #[inline]
+    fn finish(held: B, (): ()) -> B {
         held
     }
 

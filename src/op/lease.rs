@@ -198,8 +198,11 @@ impl Finish for Granting {
     type Held = Leased;
     type Buffer = ();
     type Output = Lease;
+    type Seen = ();
 
-    fn finish(leased: Leased, _completion: &WorkCompletion) -> Lease {
+    fn see(_completion: &WorkCompletion) {}
+
+    fn finish(leased: Leased, (): ()) -> Lease {
         Lease { leased }
     }
 
@@ -214,8 +217,11 @@ impl Finish for Ending {
     type Held = Leased;
     type Buffer = ();
     type Output = ();
+    type Seen = ();
 
-    fn finish(leased: Leased, _completion: &WorkCompletion) {
+    fn see(_completion: &WorkCompletion) {}
+
+    fn finish(leased: Leased, (): ()) {
         leased.window.recycle();
     }
 

@@ -46,9 +46,15 @@ impl<B: Target> Finish for Receipt<B> {
     type Held = B;
     type Buffer = B;
     type Output = Received<B>;
+    type Seen = WorkCompletion;
 
     #[inline]
-    fn finish(mut held: B, completion: &WorkCompletion) -> Received<B> {
+    fn see(completion: &WorkCompletion) -> WorkCompletion {
+        *completion
+    }
+
+    #[inline]
+    fn finish(mut held: B, completion: WorkCompletion) -> Received<B> {
         let written = completion.opcode == WcOpcode::RECV_RDMA_WITH_IMM;
         let len = completion.byte_len as usize;
         held.filled(if written { 0 } else { len });

@@ -174,8 +174,11 @@ impl<B: Source> Finish for Addressed<B> {
     type Held = WithRoute<B>;
     type Buffer = B;
     type Output = B;
+    type Seen = ();
 
-    fn finish(held: WithRoute<B>, _completion: &WorkCompletion) -> B {
+    fn see(_completion: &WorkCompletion) {}
+
+    fn finish(held: WithRoute<B>, (): ()) -> B {
         held.buffer
     }
 

@@ -53,6 +53,13 @@ impl Slab {
         unsafe { self.registration.base().add(index as usize * self.stride as usize) }
     }
 
+    /// Of the chunk that starts at `start`.
+    fn index(&self, start: NonNull<u8>) -> u32 {
+        let offset = start.addr().get() - self.registration.base().addr().get();
+        // Without bytes there is one chunk.
+        offset.checked_div(self.stride as usize).unwrap_or(0) as u32
+    }
+
     /// Gives a chunk back, or drops the slab's share if it has no free list.
     fn release(self: Arc<Self>, index: u32) {
         if self.free.is_some() {
@@ -71,9 +78,9 @@ impl Slab {
 /// An operation takes it by value and gives it back, so that nobody looks while a device writes.
 /// Dropping it returns it to its pool.
 pub struct BufMut {
+    /// Start of its chunk.
     ptr: NonNull<u8>,
     len: u32,
-    index: u32,
     slab: ManuallyDrop<Arc<Slab>>,
 }
 
@@ -86,7 +93,7 @@ impl BufMut {
     /// Chunk `index`, which the caller took from the slab's free list (or made just now).
     #[inline]
     pub(super) fn from_chunk(slab: Arc<Slab>, index: u32, len: u32) -> Self {
-        Self { ptr: slab.chunk(index), len, index, slab: ManuallyDrop::new(slab) }
+        Self { ptr: slab.chunk(index), len, slab: ManuallyDrop::new(slab) }
     }
 
     /// One buffer of all the memory of a registration.
@@ -124,10 +131,11 @@ impl BufMut {
     #[must_use]
     pub fn freeze(self) -> Buf {
         let this = ManuallyDrop::new(self);
-        this.slab.shares[this.index as usize].store(1, Ordering::Relaxed);
+        let index = this.slab.index(this.ptr);
+        this.slab.shares[index as usize].store(1, Ordering::Relaxed);
         // SAFETY: S1: `this` is never dropped, so its share of the slab moves to the new value.
         let slab = unsafe { std::ptr::read(&raw const this.slab) };
-        Buf { ptr: this.ptr, len: this.len, index: this.index, slab }
+        Buf { ptr: this.ptr, len: this.len, index, slab }
     }
 
     /// Ends the registration and gives back memory that [`ProtectionDomain::register`] took.
@@ -141,19 +149,19 @@ impl BufMut {
         if self.slab.free.is_some() || !self.slab.registration().holds::<S>() {
             return Err(self);
         }
-        let (len, index) = (self.len, self.index);
+        let len = self.len;
         let mut this = ManuallyDrop::new(self);
         // SAFETY: S1: `this` is never dropped, so its share of the slab is taken once.
         let slab = unsafe { ManuallyDrop::take(&mut this.slab) };
         match Arc::try_unwrap(slab) {
             Ok(mut slab) => {
                 let Some(storage) = slab.registration.end() else {
-                    return Err(Self::from_chunk(Arc::new(slab), index, len));
+                    return Err(Self::from_chunk(Arc::new(slab), 0, len));
                 };
                 let storage: Box<dyn Any> = storage;
                 Ok(*storage.downcast::<S>().unwrap_or_else(|_| unreachable!("its type was checked above")))
             }
-            Err(slab) => Err(Self::from_chunk(slab, index, len)),
+            Err(slab) => Err(Self::from_chunk(slab, 0, len)),
         }
     }
 
@@ -194,7 +202,9 @@ impl Drop for BufMut {
     #[inline]
     fn drop(&mut self) {
         // SAFETY: S1: taken once, here; `freeze` and `into_storage` never drop the value they took it from.
-        unsafe { ManuallyDrop::take(&mut self.slab) }.release(self.index);
+        let slab = unsafe { ManuallyDrop::take(&mut self.slab) };
+        let index = slab.index(self.ptr);
+        slab.release(index);
     }
 }
 
@@ -248,7 +258,7 @@ impl Buf {
         let this = ManuallyDrop::new(self);
         // SAFETY: S1: `this` is never dropped, so its share of the slab moves to the new value.
         let slab = unsafe { std::ptr::read(&raw const this.slab) };
-        Ok(BufMut { ptr: this.ptr, len: this.len, index: this.index, slab })
+        Ok(BufMut { ptr: this.ptr, len: this.len, slab })
     }
 
     fn shares(&self) -> &AtomicU32 {

@@ -88,15 +88,21 @@ impl Cq {
     /// an asynchronous event says so.
     #[inline(always)]
     pub fn poll(&self, out: &mut [WorkCompletion]) -> Result<usize, VerbError> {
-        match self.inner.raw.poll(out) {
+        match self.take(out) {
             Ok(0) => self.found_nothing(),
             found => found,
         }
     }
 
-    /// Not if there is a reason for it.
+    /// As [`poll`](Self::poll), for who asks [`found_nothing`](Self::found_nothing) if it finds none.
+    #[inline(always)]
+    pub(crate) fn take(&self, out: &mut [WorkCompletion]) -> Result<usize, VerbError> {
+        self.inner.raw.poll(out)
+    }
+
+    /// 0, if there is no reason for it.
     #[inline(never)]
-    fn found_nothing(&self) -> Result<usize, VerbError> {
+    pub(crate) fn found_nothing(&self) -> Result<usize, VerbError> {
         let empty = self.inner.empty.load(Ordering::Relaxed).wrapping_add(1);
         self.inner.empty.store(empty, Ordering::Relaxed);
         if empty.is_multiple_of(POLLS_BEFORE_EVENTS) {
