@@ -281,7 +281,7 @@ impl Slot {
                     let to = self.phase(state, WAKING);
                     self.state.compare_exchange(state, to, Ordering::Acquire, Ordering::Relaxed)
                 }
-                DETACHED => return self.reap(None),
+                DETACHED => return self.reap(state, None),
                 _ => unreachable!("only the drainer leaves the phases in flight"),
             };
             match result {
@@ -293,7 +293,7 @@ impl Slot {
         let waker = self.waker.with_mut(|cell| unsafe { (*cell).take() });
         let before = self.state.swap(self.phase(state, COMPLETE), Ordering::AcqRel);
         if before & PHASE == DETACHED {
-            return self.reap(waker);
+            return self.reap(before, waker);
         }
         waker.map_or(Finished::Unwatched, Finished::Wake)
     }
@@ -344,10 +344,10 @@ impl Slot {
 
     /// Takes what a detached operation owned and frees the slot, if it is not of a batch.
     #[cold]
-    fn reap(&self, taken: Option<Waker>) -> Finished {
+    fn reap(&self, seen: u32, taken: Option<Waker>) -> Finished {
+        debug_assert_eq!(seen & PHASE, DETACHED);
         // Acquires what the future has left.
-        let state = self.state.load(Ordering::Acquire);
-        debug_assert_eq!(state & PHASE, DETACHED);
+        self.state.load(Ordering::Acquire);
         // SAFETY: C3: DETACHED (acquired) says that the future is gone: both cells are the drainer's.
         let waker = self.waker.with_mut(|cell| unsafe { (*cell).take() }).or(taken);
         // SAFETY: C3: as above.

@@ -243,7 +243,7 @@ impl Core {
     }
 
     /// Deals with frames that have arrived.
-    fn take_frames(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
+    pub(super) fn take_frames(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
         for _ in 0..BATCH {
             let Some(receive) = self.receives.front_mut() else { return Ok(()) };
             let Poll::Ready(result) = Pin::new(receive).poll(context) else { return Ok(()) };

@@ -16,12 +16,19 @@ use crate::types::WcStatus;
 impl Core {
     /// An operation has failed, and the queue pair with it: finds out which was the first.
     pub(super) fn failed(&mut self, kind: OpErrorKind, context: &mut Context<'_>) -> Result<(), CloseReason> {
+        if self.flushed.is_none_or(is_flush) {
+            self.flushed = Some(kind);
+        }
+        // What had arrived before counts. It may have been found together with the failure, behind the look for frames: the
+        // last of a peer that closes is followed by its end.
+        for _ in 0..=self.receives.len() / BATCH {
+            self.take_frames(context)?;
+        }
         if self.flow.is_over() {
             // The peer has heard and said all, and is gone.
             return Err(CloseReason::Clean);
         }
-        self.flushed = Some(kind);
-        let mut reason = kind;
+        let mut reason = self.flushed.unwrap_or(kind);
         let mut pending = false;
         for sent in &mut self.sends {
             match sent.poll(context) {
