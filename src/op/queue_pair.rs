@@ -42,7 +42,7 @@ pub(super) struct Inner {
     words: OnceLock<Pool>,
     span: tracing::Span,
     // Last, for they are needed while the core shuts down.
-    _queues: [CompletionQueue; 2],
+    queues: [CompletionQueue; 2],
 }
 
 impl Inner {
@@ -316,6 +316,13 @@ impl QueuePair {
         WeakQueuePair(Arc::downgrade(&self.inner))
     }
 
+    /// Takes the completions that are there, whoever else does that and when.
+    pub(crate) fn take_completions(&self) {
+        for queue in &self.inner.queues {
+            queue.shared().drain();
+        }
+    }
+
     #[inline]
     pub(crate) fn send_queue(&self) -> &Arc<WorkQueue> {
         &self.inner.send
@@ -564,7 +571,7 @@ impl QueuePairBuilder {
             words: OnceLock::new(),
             span,
             pd,
-            _queues: [send_queue, recv_queue],
+            queues: [send_queue, recv_queue],
         };
         Ok(QueuePair { inner: Arc::new(inner), flags: SendFlags::empty() })
     }

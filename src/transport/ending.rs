@@ -186,8 +186,10 @@ impl Core {
         self.after.wakers.extend(self.flushers.all());
     }
 
-    /// The connection manager says that the peer has disconnected: what had arrived before counts.
+    /// The connection manager says that the peer has disconnected: what had arrived before counts, though the thread that
+    /// polls in busy-poll mode may not have come to see it.
     pub(super) fn disconnected(&mut self, bell: &Waker) {
+        self.qp.take_completions();
         for _ in 0..=self.receives.len() / BATCH {
             self.progress(bell);
         }
