@@ -224,7 +224,7 @@ fn overrun_by_sends_ends_the_queue_for_ever_and_its_queue_pairs() {
 
 #[test]
 fn overrun_by_receives_ends_the_queue_for_ever_and_its_queue_pair() {
-    let options = Options { recv_cqe: 1, retry_count: 1, timeout: 4, ..Options::default() };
+    let options = Options { recv_cqe: 1, retry_count: 1, timeout: 14, ..Options::default() };
     let (a, b, setup) = connected(&options);
     if b.recv_cq.capacity() > 8 {
         return skip("overrun_by_receives", "the completion queue was rounded up");

@@ -175,7 +175,7 @@ fn event_stream_gives_each_event_once_and_ends_with_the_device() {
 #[test]
 fn port_that_is_down_for_a_while_delays_reliable_work() {
     let Some((setup, _control, other)) = Setup::controlled("port_that_is_down") else { return };
-    let options = Options { timeout: 6, ..Options::default() };
+    let options = Options { timeout: 10, ..Options::default() };
     let (a, b) = (End::new(&setup.a, &options), End::new(&setup.b, &options));
     connect(&a, &b, &options);
     let to = b.memory(8);

@@ -61,7 +61,7 @@ fn init_refuses_sends_and_keeps_receives() {
 #[test]
 fn message_that_finds_its_peer_in_init_is_repeated_until_it_is_ready() {
     let setup = Setup::new();
-    let options = Options { timeout: 8, ..Options::default() };
+    let options = Options { timeout: 12, ..Options::default() };
     let (a, b) = (End::new(&setup.a, &options), End::new(&setup.b, &options));
     a.init(&options);
     recv(&a, 2).unwrap();

@@ -295,7 +295,7 @@ fn send_that_invalidates_what_is_not_bound_fails_the_receive() {
 
 #[test]
 fn send_over_another_connection_does_not_invalidate() {
-    let options = Options { retry_count: 1, timeout: 4, ..Options::default() };
+    let options = Options { retry_count: 1, timeout: 14, ..Options::default() };
     let Some((a, b, setup)) = ends("send_over_another_connection", &options) else { return };
     if rxe::known(&b.device, &rxe::ANYBODY_INVALIDATES) {
         return;
