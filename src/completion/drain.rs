@@ -246,7 +246,7 @@ impl CqShared {
     fn drain_batch(&self, state: &mut State) -> bool {
         self.finish_left(state);
         let taken = self.take_batch(state);
-        self.finish_batch(state, 0, taken)
+        taken > 0 && self.finish_batch(state, 0, taken)
     }
 
     /// Finishes the operations of completions that were left for whoever asks for them.
@@ -499,7 +499,7 @@ impl CqShared {
             context.waker().wake_by_ref();
             return Poll::Pending;
         }
-        let more = self.finish_batch(state, 0, taken);
+        let more = taken > 0 && self.finish_batch(state, 0, taken);
         self.wait_slow(guard, more, slot, context)
     }
 

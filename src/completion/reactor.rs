@@ -8,6 +8,7 @@
 //! asynchronous events of the device too: after the last of them no completion may ever come.
 
 use std::future::{Future, poll_fn};
+use std::io;
 use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::pin;
@@ -36,8 +37,10 @@ struct Reactor {
     /// Readable when the device has asynchronous events.
     events: Option<AsyncFd<OwnedFd>>,
     cq: Weak<CqShared>,
-    /// Holds the reactor weakly: the registration holds the waker.
-    waker: Waker,
+    /// One for each descriptor, so that a completion costs no look at the other. They hold the reactor weakly: the registration
+    /// holds the waker.
+    completion_waker: Waker,
+    event_waker: Waker,
 }
 
 impl Reactors {
@@ -56,7 +59,8 @@ impl Reactors {
         let reactor = Reactor::new(runtime, channel, cq);
         list.push(reactor.clone());
         drop(list);
-        reactor.run();
+        reactor.serve_events();
+        reactor.serve_completions();
         reactor.fd.is_some()
     }
 
@@ -98,31 +102,40 @@ impl Reactor {
             fd,
             events,
             cq: Arc::downgrade(cq),
-            waker: Waker::from(Arc::new(ReactorWaker(weak.clone()))),
+            completion_waker: Waker::from(Arc::new(CompletionWaker(weak.clone()))),
+            event_waker: Waker::from(Arc::new(EventWaker(weak.clone()))),
         })
     }
 
-    /// Serves both descriptors until they are not readable; then the reactor has the waker.
-    fn run(&self) {
-        let (Some(fd), Some(cq)) = (&self.fd, self.cq.upgrade()) else { return };
-        let mut context = Context::from_waker(&self.waker);
-        while let Some(events) = &self.events
-            && let Poll::Ready(Ok(mut ready)) =
-                pin!(unconstrained(poll_fn(|context| events.poll_read_ready(context)))).poll(&mut context)
+    /// Serves the device's asynchronous events until there are none; then the reactor has the waker.
+    fn serve_events(&self) {
+        let (Some(events), Some(cq)) = (&self.events, self.cq.upgrade()) else { return };
+        let mut context = Context::from_waker(&self.event_waker);
+        // Not charged to a budget, as below.
+        while let Poll::Ready(Ok(mut ready)) =
+            pin!(unconstrained(poll_fn(|context| events.poll_read_ready(context)))).poll(&mut context)
         {
             cq.verbs().device().read_events();
             ready.clear_ready();
         }
+    }
+
+    /// Serves the completion channel until it is not readable; then the reactor has the waker.
+    fn serve_completions(&self) {
+        let (Some(fd), Some(cq)) = (&self.fd, self.cq.upgrade()) else { return };
+        let mut context = Context::from_waker(&self.completion_waker);
         loop {
+            // A new event meanwhile makes the descriptor ready anew, which this does not clear.
+            let served = fd.try_io(Interest::READABLE, |_| {
+                cq.on_event();
+                Err::<(), _>(io::ErrorKind::WouldBlock.into())
+            });
+            debug_assert!(served.is_err(), "nothing is read here");
             // Not charged to the budget of the task that happens to be here: if that were spent, Tokio would ask to
             // try again by waking the waker, which is us.
             let ready = pin!(unconstrained(poll_fn(|context| fd.poll_read_ready(context))));
             match ready.poll(&mut context) {
-                Poll::Ready(Ok(mut ready)) => {
-                    cq.on_event();
-                    // A new event meanwhile makes the descriptor ready anew, which this does not clear.
-                    ready.clear_ready();
-                }
+                Poll::Ready(Ok(_)) => {}
                 Poll::Ready(Err(_)) => {
                     // The runtime shuts down, and its tasks with it; a thread that waits in its context does not.
                     tracing::debug!("runtime is gone, no longer watching for it");
@@ -136,16 +149,30 @@ impl Reactor {
     }
 }
 
-struct ReactorWaker(Weak<Reactor>);
+struct CompletionWaker(Weak<Reactor>);
 
-impl Wake for ReactorWaker {
+impl Wake for CompletionWaker {
     fn wake(self: Arc<Self>) {
         self.wake_by_ref();
     }
 
     fn wake_by_ref(self: &Arc<Self>) {
         if let Some(reactor) = self.0.upgrade() {
-            reactor.run();
+            reactor.serve_completions();
+        }
+    }
+}
+
+struct EventWaker(Weak<Reactor>);
+
+impl Wake for EventWaker {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        if let Some(reactor) = self.0.upgrade() {
+            reactor.serve_events();
         }
     }
 }
