@@ -3,6 +3,7 @@
 use std::fmt;
 use std::hint;
 use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread::{self, JoinHandle};
@@ -64,7 +65,11 @@ impl BusyPoller {
         let thread = thread::Builder::new().name("rdma-busy-poll".to_owned()).spawn(move || {
             let pinned = core.is_none_or(|id| core_affinity::set_for_current(core_affinity::CoreId { id }));
             if report.send(pinned).is_ok() && pinned {
-                poller.run();
+                // The waker of a user may panic: whoever else is served by this thread shall not wait for ever.
+                while catch_unwind(AssertUnwindSafe(|| poller.run())).is_err() {
+                    tracing::error!("a waker panicked on a busy-poll thread, which goes on");
+                    poller.changed.store(true, Ordering::Release);
+                }
             }
         })?;
         if !pinned.recv().unwrap_or(false) {

@@ -1,9 +1,11 @@
 //! What is left to do when the locks are released: those of a completion queue, and with a [`Deferral`] those of whoever
 //! polls operations under a lock of its own.
 
+use std::any::Any;
 use std::cell::{Cell, RefCell};
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::task::Waker;
 
@@ -93,20 +95,32 @@ impl WakeList {
         if DEFERRALS.get() > 0 {
             return later(|deferred| deferred.append(self));
         }
+        let mut turns = Turns { panic: None };
         for waker in self.wakers {
-            waker.wake();
+            turns.run(|| waker.wake());
         }
         for (core, kind) in self.ends {
-            core.shut_down(kind);
+            turns.run(|| core.shut_down(kind));
         }
         for (cq, owner, kind) in self.doomed {
             if let Some(core) = cq.queue_pair_of(owner) {
-                core.shut_down(kind);
+                turns.run(|| core.shut_down(kind));
             }
         }
         for (queue, kind) in self.abandons {
-            drop(queue.close());
-            queue.cq().abandon(&queue, kind, false);
+            turns.run(|| {
+                drop(queue.close());
+                queue.cq().abandon(&queue, kind, false);
+            });
+        }
+        for held in self.held {
+            turns.run(|| drop(held));
+        }
+        for waker in self.spent {
+            turns.run(|| drop(waker));
+        }
+        if let Some(panic) = turns.panic {
+            resume_unwind(panic);
         }
     }
 
@@ -118,6 +132,20 @@ impl WakeList {
         self.ends.extend(more.ends);
         self.abandons.extend(more.abandons);
         self.doomed.extend(more.doomed);
+    }
+}
+
+/// Runs code of users, one after the other: the first panic goes on when all had their turn, for one task's waker is no reason
+/// to leave another asleep.
+struct Turns {
+    panic: Option<Box<dyn Any + Send>>,
+}
+
+impl Turns {
+    fn run(&mut self, turn: impl FnOnce()) {
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(turn)) {
+            self.panic.get_or_insert(panic);
+        }
     }
 }
 
