@@ -104,7 +104,7 @@ fn posts_that_a_datagram_queue_pair_cannot_do_are_refused() {
     let route = a.pd.address_handle(&b.address()).unwrap();
     let sges = [from.sge(0, 8)];
     let remote = to.remote(0);
-    let target = Some(route.target(b.qp.qpn(), QKEY));
+    let target = Some(route.target(b.qp.qpn(), QKEY).into());
     let wr = |op, target| SendWr { wr_id: WrId(1), op, flags: SendFlags::SIGNALED, data: Data::Sges(&sges), target };
     for (op, target) in [
         (SendOp::Send, None),

@@ -14,7 +14,7 @@ use super::qp::Qp;
 use super::srq::Srq;
 use super::{Ibverbs, convert, sys};
 use crate::error::VerbError;
-use crate::provider::contract::{self, DmaBufRange, QpInit};
+use crate::provider::contract::{self, DctInit, DmaBufRange, NoDct, QpInit};
 use crate::types::{Access, AddressVector, DeviceAttr, Lkey, Rkey, SrqCaps};
 
 /// Of `errno(3)`.
@@ -74,6 +74,10 @@ impl contract::Pd<Ibverbs> for Pd {
 
     fn create_qp(&self, init: &QpInit<'_, Ibverbs>) -> Result<Qp, VerbError> {
         Qp::new(self.raw, init, self.extended.as_ref())
+    }
+
+    fn create_dct(&self, _init: &DctInit<'_, Ibverbs>) -> Result<NoDct, VerbError> {
+        Err(NoDct::REFUSED)
     }
 
     fn create_mw(&self) -> Result<Mw, VerbError> {

@@ -34,6 +34,7 @@ impl Provider for Ibverbs {
     type Channel = channel::Channel;
     type Cq = cq::Cq;
     type Qp = qp::Qp;
+    type Dct = super::contract::NoDct;
     type Srq = srq::Srq;
     type Ah = ah::Ah;
     type CmChannel = cm::CmChannel;

@@ -11,7 +11,7 @@ use rdma_sys::*;
 use super::{convert, sys};
 use crate::error::VerbError;
 use crate::provider::contract::PostError;
-use crate::types::{Data, RecvWr, RemoteAddr, SendOp, SendWr, Transport, UdTarget, WindowBind};
+use crate::types::{Data, RecvWr, RemoteAddr, SendOp, SendTarget, SendWr, Transport, UdTarget, WindowBind};
 
 /// Work requests of one chain: a longer list rings one doorbell for each so many. They stand on the stack while posted.
 const CHAIN: usize = 32;
@@ -48,16 +48,22 @@ pub(super) fn is_plain(wr: &SendWr<'_>) -> bool {
 
 #[inline]
 fn is_possible(transport: Transport, wr: &SendWr<'_>) -> bool {
+    let binds = matches!(transport, Transport::Rc | Transport::Uc);
     let has_operation = match wr.op {
         SendOp::Send | SendOp::SendWithImm(_) => true,
         SendOp::Write(_) | SendOp::WriteWithImm(..) => transport != Transport::Ud,
-        SendOp::SendWithInvalidate(_) | SendOp::Read(_) | SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. } => {
-            transport == Transport::Rc
+        SendOp::Read(_) | SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. } => {
+            matches!(transport, Transport::Rc | Transport::Dci)
         }
-        SendOp::LocalInvalidate(_) => return transport != Transport::Ud && matches!(wr.data, Data::Sges([])),
-        SendOp::BindWindow => return transport != Transport::Ud && matches!(wr.data, Data::Window(_)),
+        SendOp::SendWithInvalidate(_) => transport == Transport::Rc,
+        SendOp::LocalInvalidate(_) => return binds && matches!(wr.data, Data::Sges([])),
+        SendOp::BindWindow => return binds && matches!(wr.data, Data::Window(_)),
     };
-    let addressed = (transport == Transport::Ud) == wr.target.is_some();
+    let addressed = match wr.target {
+        None => matches!(transport, Transport::Rc | Transport::Uc),
+        Some(SendTarget::Datagram(_)) => transport == Transport::Ud,
+        Some(SendTarget::Dc(_)) => transport == Transport::Dci,
+    };
     // What an operation brings back needs a place to go to.
     let placed = match wr.data {
         Data::Sges(_) => true,
@@ -197,7 +203,8 @@ unsafe fn write_send(element: *mut Element, next: *mut ibv_send_wr, wr: &SendWr<
         (*raw).wr_id = wr.wr_id.0;
         (*raw).next = next;
         (*raw).opcode = opcode;
-        if let Some(UdTarget { handle, qpn, qkey, .. }) = wr.target {
+        // What names a DC target is not posted in a chain.
+        if let Some(SendTarget::Datagram(UdTarget { handle, qpn, qkey, .. })) = wr.target {
             (*raw).wr.ud =
                 ud_t { ah: ptr::with_exposed_provenance_mut(handle), remote_qpn: qpn.0, remote_qkey: qkey.0 };
         }
@@ -305,7 +312,7 @@ unsafe fn operation(qp: *mut ibv_qp_ex, wr: &SendWr<'_>) -> bool {
             }
             SendOp::FetchAdd { remote, add } => call!(wr_atomic_fetch_add, remote.rkey.0, remote.addr, add),
         }
-        if let Some(UdTarget { handle, qpn, qkey, .. }) = wr.target {
+        if let Some(SendTarget::Datagram(UdTarget { handle, qpn, qkey, .. })) = wr.target {
             call!(wr_set_ud_addr, ptr::with_exposed_provenance_mut(handle), qpn.0, qkey.0);
         }
         match wr.data {

@@ -42,6 +42,9 @@ impl Qp {
         init: &QpInit<'_, Ibverbs>,
         device: Option<&DeviceAttr>,
     ) -> Result<Self, VerbError> {
+        if init.transport == Transport::Dci {
+            return Err(contract::NoDct::REFUSED);
+        }
         // SAFETY: S3: all zero is a value of this structure of numbers and pointers.
         let mut raw: ibv_qp_init_attr_ex = unsafe { mem::zeroed() };
         raw.send_cq = init.send_cq.raw();
@@ -105,7 +108,7 @@ fn send_operations(transport: Transport, device: &DeviceAttr) -> ibv_qp_create_s
     match transport {
         Transport::Ud => send,
         Transport::Uc => send | write,
-        Transport::Rc => {
+        Transport::Rc | Transport::Dci => {
             let mut all = send | write | op::IBV_QP_EX_WITH_SEND_WITH_INV | op::IBV_QP_EX_WITH_RDMA_READ;
             if device.atomic != AtomicCapability::None {
                 all = all | op::IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP | op::IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD;
