@@ -11,6 +11,7 @@ mod cm;
 mod context;
 mod convert;
 mod cq;
+mod dc;
 mod memory;
 mod owned;
 mod post;
@@ -34,7 +35,7 @@ impl Provider for Ibverbs {
     type Channel = channel::Channel;
     type Cq = cq::Cq;
     type Qp = qp::Qp;
-    type Dct = super::contract::NoDct;
+    type Dct = dc::Dct;
     type Srq = srq::Srq;
     type Ah = ah::Ah;
     type CmChannel = cm::CmChannel;

@@ -4,14 +4,14 @@
 #![allow(unsafe_code)]
 
 use std::mem::MaybeUninit;
-use std::ptr;
+use std::ptr::{self, NonNull};
 
 use rdma_sys::*;
 
 use super::{convert, sys};
 use crate::error::VerbError;
 use crate::provider::contract::PostError;
-use crate::types::{Data, RecvWr, RemoteAddr, SendOp, SendTarget, SendWr, Transport, UdTarget, WindowBind};
+use crate::types::{Data, DctTarget, RecvWr, RemoteAddr, SendOp, SendTarget, SendWr, Transport, UdTarget, WindowBind};
 
 /// Work requests of one chain: a longer list rings one doorbell for each so many. They stand on the stack while posted.
 const CHAIN: usize = 32;
@@ -249,9 +249,14 @@ unsafe fn window(bind: &WindowBind) -> *mut ibv_mw {
 ///
 /// # Safety
 ///
-/// `qp` is alive, and the memory of the list is kept as for `ibv_post_send(3)`.
+/// `qp` is alive, `dc` is the same queue pair if it initiates dynamic connections, and the memory of the list is kept as for
+/// `ibv_post_send(3)`.
 #[inline]
-pub(super) unsafe fn extended(qp: *mut ibv_qp_ex, list: &[SendWr<'_>]) -> Result<(), PostError> {
+pub(super) unsafe fn extended(
+    qp: *mut ibv_qp_ex,
+    dc: Option<NonNull<mlx5dv_qp_ex>>,
+    list: &[SendWr<'_>],
+) -> Result<(), PostError> {
     if list.is_empty() {
         return Ok(());
     }
@@ -262,7 +267,7 @@ pub(super) unsafe fn extended(qp: *mut ibv_qp_ex, list: &[SendWr<'_>]) -> Result
         for wr in list {
             (*qp).wr_id = wr.wr_id.0;
             (*qp).wr_flags = convert::send_flags(wr.flags);
-            if !operation(qp, wr) {
+            if !operation(qp, dc, wr) {
                 ibv_wr_abort(qp);
                 let error = VerbError::new("ibv_wr_start", VerbError::EINVAL);
                 return Err(PostError { posted: 0, error });
@@ -279,7 +284,7 @@ pub(super) unsafe fn extended(qp: *mut ibv_qp_ex, list: &[SendWr<'_>]) -> Result
 ///
 /// As [`extended`], after `ibv_wr_start`.
 #[inline]
-unsafe fn operation(qp: *mut ibv_qp_ex, wr: &SendWr<'_>) -> bool {
+unsafe fn operation(qp: *mut ibv_qp_ex, dc: Option<NonNull<mlx5dv_qp_ex>>, wr: &SendWr<'_>) -> bool {
     macro_rules! call {
         ($function:ident $(, $argument:expr)*) => {
             match (*qp).$function {
@@ -312,8 +317,16 @@ unsafe fn operation(qp: *mut ibv_qp_ex, wr: &SendWr<'_>) -> bool {
             }
             SendOp::FetchAdd { remote, add } => call!(wr_atomic_fetch_add, remote.rkey.0, remote.addr, add),
         }
-        if let Some(SendTarget::Datagram(UdTarget { handle, qpn, qkey, .. })) = wr.target {
-            call!(wr_set_ud_addr, ptr::with_exposed_provenance_mut(handle), qpn.0, qkey.0);
+        match wr.target {
+            None => {}
+            Some(SendTarget::Datagram(UdTarget { handle, qpn, qkey, .. })) => {
+                call!(wr_set_ud_addr, ptr::with_exposed_provenance_mut(handle), qpn.0, qkey.0);
+            }
+            Some(SendTarget::Dc(DctTarget { handle, number, key, .. })) => {
+                let Some(dc) = dc.map(NonNull::as_ptr) else { return false };
+                let Some(set) = (*dc).wr_set_dc_addr else { return false };
+                set(dc, ptr::with_exposed_provenance_mut(handle), number.0, key.0);
+            }
         }
         match wr.data {
             Data::Sges(&[sge]) => call!(wr_set_sge, sge.lkey.0, sge.addr, sge.length),

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 use rdma_sys::*;
 
+use super::dc::Initiator;
 use super::owned::Owned;
 use super::srq::Srq;
 use super::{Ibverbs, convert, post, sys};
@@ -21,6 +22,8 @@ pub(crate) struct Qp {
     raw: Owned<ibv_qp>,
     /// The same queue pair for `ibv_wr_*`, where the driver has them.
     extended: Option<NonNull<ibv_qp_ex>>,
+    /// The same for what names a DC target, of an initiator.
+    dc: Option<NonNull<mlx5dv_qp_ex>>,
     transport: Transport,
     caps: QpCaps,
     /// State that it was last put into. Drivers differ in what they do with work that is posted too early: one refuses
@@ -36,14 +39,20 @@ unsafe impl Send for Qp {}
 unsafe impl Sync for Qp {}
 
 impl Qp {
-    /// With `ibv_wr_*` if `device` is given and its driver has them.
+    /// With `ibv_wr_*` if they are wanted (`extended`) and its driver has them, or if it is of DC.
     pub(super) fn new(
         pd: NonNull<ibv_pd>,
         init: &QpInit<'_, Ibverbs>,
-        device: Option<&DeviceAttr>,
+        device: &DeviceAttr,
+        extended: bool,
     ) -> Result<Self, VerbError> {
         if init.transport == Transport::Dci {
-            return Err(contract::NoDct::REFUSED);
+            if device.dc.is_none() {
+                return Err(contract::NoDct::REFUSED);
+            }
+            let Initiator { raw, extended, dc, granted } =
+                Initiator::new(pd, init, send_operations(init.transport, device))?;
+            return Ok(Self { dc: Some(dc), ..Self::made(raw, Some(extended), init.transport, &granted) });
         }
         // SAFETY: S3: all zero is a value of this structure of numbers and pointers.
         let mut raw: ibv_qp_init_attr_ex = unsafe { mem::zeroed() };
@@ -53,7 +62,7 @@ impl Qp {
         raw.cap = convert::caps_to(init.caps);
         raw.qp_type = convert::qp_type(init.transport);
         raw.pd = pd.as_ptr();
-        if let Some(device) = device {
+        if extended {
             let mut wanted = raw;
             wanted.comp_mask =
                 (ibv_qp_init_attr_mask::IBV_QP_INIT_ATTR_PD | ibv_qp_init_attr_mask::IBV_QP_INIT_ATTR_SEND_OPS_FLAGS).0;
@@ -83,7 +92,7 @@ impl Qp {
         let in_place = if plainly { QpState::Rts as u8 } else { u8::MAX };
         // SAFETY: S3: just made, and ours.
         let raw = unsafe { Owned::new(raw) };
-        Self { raw, extended, transport, caps: convert::caps_from(granted), state, in_place }
+        Self { raw, extended, dc: None, transport, caps: convert::caps_from(granted), state, in_place }
     }
 
     fn raw(&self) -> *mut ibv_qp {
@@ -109,11 +118,14 @@ fn send_operations(transport: Transport, device: &DeviceAttr) -> ibv_qp_create_s
         Transport::Ud => send,
         Transport::Uc => send | write,
         Transport::Rc | Transport::Dci => {
-            let mut all = send | write | op::IBV_QP_EX_WITH_SEND_WITH_INV | op::IBV_QP_EX_WITH_RDMA_READ;
+            let mut all = send | write | op::IBV_QP_EX_WITH_RDMA_READ;
+            if transport == Transport::Rc {
+                all |= op::IBV_QP_EX_WITH_SEND_WITH_INV;
+            }
             if device.atomic != AtomicCapability::None {
                 all = all | op::IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP | op::IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD;
             }
-            if device.max_mw > 0 {
+            if device.max_mw > 0 && transport == Transport::Rc {
                 all =
                     all | op::IBV_QP_EX_WITH_SEND_WITH_INV | op::IBV_QP_EX_WITH_LOCAL_INV | op::IBV_QP_EX_WITH_BIND_MW;
             }
@@ -181,7 +193,7 @@ impl contract::Qp for Qp {
         let (possible, refused) = post::possible(self.transport, list);
         match self.extended {
             // SAFETY: S1: the memory of the list is kept by the caller; S3: the queue pair is alive.
-            Some(qp) => unsafe { post::extended(qp.as_ptr(), possible) },
+            Some(qp) => unsafe { post::extended(qp.as_ptr(), self.dc, possible) },
             None => post::sends(possible, |first, refused| {
                 // SAFETY: S1: the memory of the list is kept by the caller; S3: the queue pair is alive, the chain ours.
                 sys::status("ibv_post_send", unsafe { ibv_post_send(self.raw(), first, refused) })
