@@ -106,6 +106,10 @@ impl contract::Pd<Ibverbs> for Pd {
     }
 
     fn create_ah(&self, address: &AddressVector) -> Result<Ah, VerbError> {
+        // libmlx5 does not say why it has no such port.
+        if !(1..=self.device.ports).contains(&address.port.0) {
+            return Err(VerbError::new("ibv_create_ah", VerbError::EINVAL));
+        }
         Ah::new(self.raw, address)
     }
 }

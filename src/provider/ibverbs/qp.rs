@@ -26,6 +26,8 @@ pub(crate) struct Qp {
     dc: Option<NonNull<mlx5dv_qp_ex>>,
     transport: Transport,
     caps: QpCaps,
+    /// It has receives of its own, and not a shared queue's or none.
+    receives: bool,
     /// State that it was last put into. Drivers differ in what they do with work that is posted too early: one refuses
     /// it and keeps it in the ring, another takes it.
     state: AtomicU8,
@@ -52,8 +54,13 @@ impl Qp {
             }
             let Initiator { raw, extended, dc, granted } =
                 Initiator::new(pd, init, send_operations(init.transport, device))?;
-            return Ok(Self { dc: Some(dc), ..Self::made(raw, Some(extended), init.transport, &granted) });
+            return Ok(Self {
+                dc: Some(dc),
+                receives: false,
+                ..Self::made(raw, Some(extended), init.transport, &granted)
+            });
         }
+        let receives = init.srq.is_none();
         // SAFETY: S3: all zero is a value of this structure of numbers and pointers.
         let mut raw: ibv_qp_init_attr_ex = unsafe { mem::zeroed() };
         raw.send_cq = init.send_cq.raw();
@@ -72,13 +79,14 @@ impl Qp {
             if let Ok(qp) = sys::handle("ibv_create_qp_ex", qp) {
                 // SAFETY: S3: just made.
                 let extended = NonNull::new(unsafe { ibv_qp_to_qp_ex(qp.as_ptr()) });
-                return Ok(Self::made(qp, extended, init.transport, &wanted.cap));
+                return Ok(Self { receives, ..Self::made(qp, extended, init.transport, &wanted.cap) });
             }
         }
         // The structure starts as `ibv_qp_init_attr` does, and goes on where that ends.
         // SAFETY: S3: the protection domain and the queues are alive, the attributes ours.
         let qp = unsafe { ibv_create_qp(pd.as_ptr(), (&raw mut raw).cast()) };
-        Ok(Self::made(sys::handle("ibv_create_qp", qp)?, None, init.transport, &raw.cap))
+        let qp = sys::handle("ibv_create_qp", qp)?;
+        Ok(Self { receives, ..Self::made(qp, None, init.transport, &raw.cap) })
     }
 
     fn made(
@@ -92,7 +100,7 @@ impl Qp {
         let in_place = if plainly { QpState::Rts as u8 } else { u8::MAX };
         // SAFETY: S3: just made, and ours.
         let raw = unsafe { Owned::new(raw) };
-        Self { raw, extended, dc: None, transport, caps: convert::caps_from(granted), state, in_place }
+        Self { raw, extended, dc: None, receives: true, transport, caps: convert::caps_from(granted), state, in_place }
     }
 
     fn raw(&self) -> *mut ibv_qp {
@@ -101,8 +109,8 @@ impl Qp {
 
     /// Refuses work in the states before `first`.
     #[inline]
-    fn check(&self, verb: &'static str, first: QpState) -> Result<(), PostError> {
-        if self.state.load(Ordering::Acquire) >= first as u8 {
+    fn check(&self, verb: &'static str, first: u8) -> Result<(), PostError> {
+        if self.state.load(Ordering::Acquire) >= first {
             return Ok(());
         }
         Err(PostError { posted: 0, error: VerbError::new(verb, VerbError::EINVAL) })
@@ -189,7 +197,7 @@ impl contract::Qp for Qp {
 
     #[inline(never)]
     unsafe fn post_send(&self, list: &[SendWr<'_>]) -> Result<(), PostError> {
-        self.check("ibv_post_send", QpState::Rts)?;
+        self.check("ibv_post_send", QpState::Rts as u8)?;
         let (possible, refused) = post::possible(self.transport, list);
         match self.extended {
             // SAFETY: S1: the memory of the list is kept by the caller; S3: the queue pair is alive.
@@ -204,7 +212,9 @@ impl contract::Qp for Qp {
 
     #[inline]
     unsafe fn post_recv(&self, list: &[RecvWr<'_>]) -> Result<(), PostError> {
-        self.check("ibv_post_recv", QpState::Init)?;
+        // Of one that has none, drivers say this, or that its queue is full.
+        let first = if self.receives { QpState::Init as u8 } else { u8::MAX };
+        self.check("ibv_post_recv", first)?;
         post::receives(list, |first, refused| {
             // SAFETY: S1: the memory of the list is kept by the caller; S3: the queue pair is alive, the chain ours.
             sys::status("ibv_post_recv", unsafe { ibv_post_recv(self.raw(), first, refused) })
