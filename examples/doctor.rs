@@ -147,7 +147,14 @@ fn attr(attr: &DeviceAttr) -> Value {
         "atomic": format!("{:?}", attr.atomic),
         "on_demand_paging": attr.on_demand_paging,
         "dma_buf": attr.dma_buf,
-        "dc": attr.dc,
+        "dc": attr.dc.map(|dc| json!({
+            "max_rd_atomic": dc.max_rd_atomic,
+            "max_init_rd_atomic": dc.max_init_rd_atomic,
+            "streams": dc.streams.map(|streams| json!({
+                "max_log_concurrent": streams.max_log_concurrent,
+                "max_log_errored": streams.max_log_errored,
+            })),
+        })),
     })
 }
 

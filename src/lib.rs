@@ -72,8 +72,9 @@ pub use error::{
 };
 pub use mem::{HostMemory, RemoteRegion, Storage};
 pub use op::{
-    Atomic, Batch, BatchOp, BatchResult, ConnectOptions, EndpointError, Invalidate, Lease, Leasing, Operation,
-    QueuePair, QueuePairBuilder, QueuePairEndpoint, Read, Received, Recv, Send, SendTo, SharedReceiveQueue, Write,
+    Atomic, Batch, BatchOp, BatchResult, ConnectOptions, DcAddress, DcInitiator, DcInitiatorBuilder, DcPeer, DcSender,
+    DcTarget, DcTargetBuilder, EndpointError, Invalidate, Lease, Leasing, Operation, QueuePair, QueuePairBuilder,
+    QueuePairEndpoint, Read, Received, Recv, Send, SendTo, SharedReceiveQueue, Write,
 };
 #[cfg(not(loom))]
 pub use transport::{

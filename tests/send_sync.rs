@@ -10,10 +10,11 @@ use tokio_rdma::doctor::{
     PciFunction, PortReport, Report, Severity, Verdict,
 };
 use tokio_rdma::types::{
-    AckTimeout, AddressVector, AsyncEvent, AtomicCapability, Data, DeviceAttr, Gid, GidEntry, GidKind, GidReason,
-    IpPrefix, LinkLayer, Lkey, Mtu, PortAttr, PortNum, PortState, Psn, Qkey, QpAttr, QpAttrMask, QpCaps, QpState, Qpn,
-    RankedGid, RecvWr, RemoteAddr, Rkey, RnrTimer, SendFlags, SendOp, SendWr, Sge, SrqCaps, TransitionError, Transport,
-    UdTarget, WcFlags, WcOpcode, WcStatus, WindowBind, WorkCompletion, WrId,
+    AckTimeout, AddressVector, AsyncEvent, AtomicCapability, Data, DcAttr, DcKey, DciStreams, DctTarget, DeviceAttr,
+    Gid, GidEntry, GidKind, GidReason, IpPrefix, LinkLayer, Lkey, Mtu, PortAttr, PortNum, PortState, Psn, Qkey, QpAttr,
+    QpAttrMask, QpCaps, QpState, Qpn, RankedGid, RecvWr, RemoteAddr, Rkey, RnrTimer, SendFlags, SendOp, SendTarget,
+    SendWr, Sge, SrqCaps, TransitionError, Transport, UdTarget, WcFlags, WcOpcode, WcStatus, WindowBind,
+    WorkCompletion, WrId,
 };
 use tokio_rdma::*;
 
@@ -37,7 +38,8 @@ fn objects_are_send_sync_unpin_and_debug() {
     each!(value: ProtectionDomain, Access, Imm);
     each!(free: DeviceEvents, HostMemory, Batch<BufMut>, Batch<Vec<Buf>>, BatchResult<BufMut>, Received<BufMut>);
     each!(free: BufMut, ExposedRegion, Lease, verbs::MemoryWindow);
-    each!(free: verbs::Channel, verbs::Cq, verbs::Qp, verbs::QpOptions, verbs::Srq, verbs::PostError);
+    each!(free: DcInitiator, DcInitiatorBuilder, DcTarget, DcTargetBuilder);
+    each!(free: verbs::Channel, verbs::Cq, verbs::Dct, verbs::Qp, verbs::QpOptions, verbs::Srq, verbs::PostError);
     each!(value: cm::Options, cm::ListenOptions, cm::Disconnection, cm::Step, cm::RejectReason);
     each!(free: cm::Listener, cm::Request, cm::Route, cm::Link);
     each!(value: software::DeviceControl, software::Faults, software::LinkCounters, software::Network);
@@ -62,6 +64,7 @@ fn connections_are_send_sync_unpin_and_debug() {
 
 #[test]
 fn values_are_send_sync_unpin_and_debug() {
+    each!(value: DcAddress, DcAttr, DcKey, DcPeer, DcSender<'static>, DciStreams, DctTarget<'static>, SendTarget<'static>);
     each!(value: AckTimeout, AddressVector, AsyncEvent, AtomicCapability, DeviceAttr, Gid, GidEntry, GidKind, LinkLayer, Lkey);
     each!(value: GidReason, IpPrefix, RankedGid);
     each!(value: Ability, Container, DeviceReport, Examine, Finding, Host, KernelDevice, Library, LockLimit);

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use super::in_flight::InFlightBatch;
-use super::request::{Patience, Refusal, What};
+use super::request::{Patience, Refusal, To, What};
 use super::slot::{NONE, Outcome};
 use super::wake::WakeList;
 use super::work_queue::{Poster, Posting, Queued, WorkQueue, index_of};
@@ -31,11 +31,14 @@ pub(crate) struct BatchEntry {
 }
 
 impl WorkQueue {
-    /// Posts a batch with one doorbell, or lines it up. `buffers` are those of `entries`, in order.
+    /// Posts a batch with one doorbell, or lines it up. `buffers` are those of `entries`, in order; all of it goes to `to`,
+    /// if the queue pair is not connected.
+    #[allow(clippy::too_many_arguments, reason = "one call from one place")]
     pub(crate) fn submit_batch<B: Source>(
         self: &Arc<Self>,
         entries: &[BatchEntry],
         common: SendFlags,
+        to: Option<To<'_>>,
         signal_every: u32,
         buffers: Vec<B>,
         patience: Patience,
@@ -53,7 +56,7 @@ impl WorkQueue {
             drop(posting);
             // Completions that were taken and not handed out may stand for room.
             if self.cq().hand_out() {
-                return self.submit_batch(entries, common, signal_every, buffers, patience);
+                return self.submit_batch(entries, common, to, signal_every, buffers, patience);
             }
             return Err((Refusal::Full, buffers));
         }
@@ -78,7 +81,7 @@ impl WorkQueue {
                 op: entry.op,
                 flags: if signaled { flags | SendFlags::SIGNALED } else { flags - SendFlags::SIGNALED },
                 data: Data::Sges(pieces.sges.get(start..end).unwrap_or_default()),
-                target: None,
+                target: to.map(To::target),
             });
             (previous, start) = (index_of(slot.id()), end);
         }
@@ -96,7 +99,7 @@ impl WorkQueue {
                     sges: SgeList::from_slice(sges),
                     inline: None,
                     window: None,
-                    to: None,
+                    to: to.map(To::keep),
                     batch: true,
                 };
                 self.line_up(&mut posting, queued);

@@ -11,7 +11,7 @@ use super::reactor::Reactors;
 use super::request::Limits;
 use super::slot::{Registered, Slot};
 use super::spin::SpinBudget;
-use super::teardown::QueuePairCore;
+use super::teardown::{Drawing, QueuePairCore};
 use super::wake::{self, WakeList};
 use super::work_queue::{Owner, Poster, WorkQueue};
 use crate::error::{LimitError, OpErrorKind, SetupError, VerbError};
@@ -69,8 +69,8 @@ struct Attached {
     queue: Arc<WorkQueue>,
     /// The queue pair, if it is not a shared receive queue.
     core: Weak<QueuePairCore>,
-    /// Queue pairs that are not destroyed and draw from it, if it is one.
-    drawing: Vec<Weak<QueuePairCore>>,
+    /// What is not destroyed and draws from it, if it is one.
+    drawing: Vec<Weak<dyn Drawing>>,
     reserved: u32,
 }
 
@@ -165,7 +165,7 @@ impl CqShared {
 
     /// Notes that `core` draws from the shared receive queue `queue`, whose buffers are free only after it is gone; not
     /// if this completion queue has failed.
-    pub(super) fn draw(&self, queue: &WorkQueue, core: &Arc<QueuePairCore>) -> Result<(), VerbError> {
+    pub(super) fn draw(&self, queue: &WorkQueue, core: &Arc<dyn Drawing>) -> Result<(), VerbError> {
         let mut state = lock(&self.state);
         if let Some(error) = state.failed {
             return Err(error);
@@ -177,11 +177,11 @@ impl CqShared {
     }
 
     /// `core` is destroyed. If this completion queue has failed and it was the last, the receives end.
-    pub(super) fn no_longer_draws(&self, queue: &Arc<WorkQueue>, core: &QueuePairCore) {
+    pub(super) fn no_longer_draws(&self, queue: &Arc<WorkQueue>, core: &impl Drawing) {
         let mut state = lock(&self.state);
         let failed = state.failed;
         if let Some(Some(attached)) = state.queues.get_mut(queue.owner().0 as usize) {
-            attached.drawing.retain(|drawing| !std::ptr::eq(drawing.as_ptr(), core));
+            attached.drawing.retain(|drawing| !std::ptr::addr_eq(drawing.as_ptr(), core));
             if let Some(error) = failed.filter(|_| attached.drawing.is_empty()) {
                 state.woken.abandon(queue.clone(), OpErrorKind::CompletionQueue(error));
             }

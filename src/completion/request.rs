@@ -1,7 +1,7 @@
 //! What is asked of a work queue, and what it counts.
 
 use crate::error::{LimitError, OpErrorKind};
-use crate::types::{Data, Qkey, Qpn, SendFlags, SendOp, Sge, WindowBind};
+use crate::types::{Data, DcKey, Qkey, Qpn, SendFlags, SendOp, SendTarget, Sge, WindowBind};
 use crate::verbs::{AddressHandle, PdKey};
 
 /// Limits that are checked before the device is asked.
@@ -33,6 +33,50 @@ pub(crate) enum What {
     Receive,
 }
 
+/// What a receiver demands of whoever sends to it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Key {
+    /// Of datagrams.
+    Datagram(Qkey),
+    /// Of dynamic connections.
+    Dc(DcKey),
+}
+
+/// Receiver of work on a transport without connections: a number at the end of a route.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct To<'a> {
+    pub(crate) handle: &'a AddressHandle,
+    pub(crate) number: Qpn,
+    pub(crate) key: Key,
+}
+
+impl<'a> To<'a> {
+    pub(super) fn target(self) -> SendTarget<'a> {
+        match self.key {
+            Key::Datagram(qkey) => self.handle.target(self.number, qkey).into(),
+            Key::Dc(key) => self.handle.dct(self.number, key).into(),
+        }
+    }
+
+    pub(super) fn keep(self) -> Kept {
+        Kept { handle: self.handle.clone(), number: self.number, key: self.key }
+    }
+}
+
+/// The same, kept until it is posted.
+#[derive(Debug, Clone)]
+pub(super) struct Kept {
+    handle: AddressHandle,
+    number: Qpn,
+    key: Key,
+}
+
+impl Kept {
+    pub(super) fn target(&self) -> SendTarget<'_> {
+        To { handle: &self.handle, number: self.number, key: self.key }.target()
+    }
+}
+
 /// A work request without its buffers.
 #[derive(Debug)]
 pub(crate) struct Request<'a> {
@@ -42,8 +86,8 @@ pub(crate) struct Request<'a> {
     pub(crate) inline: Option<&'a [u8]>,
     /// What a binding binds, which its buffer keeps.
     pub(crate) window: Option<&'a WindowBind>,
-    /// Receiver of a datagram.
-    pub(crate) to: Option<(&'a AddressHandle, Qpn, Qkey)>,
+    /// Receiver, of a datagram or by a dynamic connection.
+    pub(crate) to: Option<To<'a>>,
     /// Bytes at the remote end, if it is memory.
     pub(crate) room: u64,
 }

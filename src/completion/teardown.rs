@@ -31,9 +31,21 @@ pub(crate) struct QueuePairCore {
     shared: Option<Shared>,
 }
 
-/// A shared receive queue that a queue pair draws from.
+/// What must be destroyed before receives of a shared queue can end, for it draws from that.
+pub(super) trait Drawing: Send + Sync {
+    /// Destroys it and ends all that is in flight on it, with `kind` where the device said nothing.
+    fn shut_down(&self, kind: OpErrorKind);
+}
+
+impl Drawing for QueuePairCore {
+    fn shut_down(&self, kind: OpErrorKind) {
+        Self::shut_down(self, kind);
+    }
+}
+
+/// A shared receive queue that a queue pair or DC target draws from.
 pub(crate) struct Shared {
-    queue: Arc<WorkQueue>,
+    pub(super) queue: Arc<WorkQueue>,
     /// Dropped with the queue pair and not before: it ends the receives. Never, if that is not destroyed.
     owner: Mutex<Option<Box<dyn Any + Send + Sync>>>,
 }
@@ -42,6 +54,11 @@ impl Shared {
     /// `owner` ends `queue` when it is dropped.
     pub(crate) fn new(queue: Arc<WorkQueue>, owner: impl Any + Send + Sync) -> Self {
         Self { queue, owner: Mutex::new(Some(Box::new(owner))) }
+    }
+
+    /// Keeps it for ever: what draws from it was not destroyed.
+    pub(super) fn keep(&self) {
+        std::mem::forget(self.owner.lock().take());
     }
 }
 
@@ -69,7 +86,8 @@ impl QueuePairCore {
             queue.cq().own(queue, &core)?;
         }
         if let Some(Shared { queue, .. }) = &core.shared {
-            queue.cq().draw(queue, &core)?;
+            let drawing: Arc<dyn Drawing> = core.clone();
+            queue.cq().draw(queue, &drawing)?;
         }
         Ok(core)
     }
@@ -140,7 +158,7 @@ impl QueuePairCore {
         match destroy(qp) {
             Err(error) if !error.is_device_gone() => {
                 tracing::error!(%error, "what is in flight ends when the device says so");
-                std::mem::forget(self.shared.as_ref().and_then(|shared| shared.owner.lock().take()));
+                self.shared.iter().for_each(Shared::keep);
                 return;
             }
             // The kernel takes the queue pair of a device that is gone down by itself.

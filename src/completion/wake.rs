@@ -13,7 +13,7 @@ use smallvec::SmallVec;
 
 use super::drain::CqShared;
 use super::slot::Held;
-use super::teardown::QueuePairCore;
+use super::teardown::Drawing;
 use super::work_queue::{Owner, WorkQueue};
 use crate::error::OpErrorKind;
 
@@ -25,7 +25,7 @@ pub(super) struct WakeList {
     held: SmallVec<[Held; 2]>,
     /// To be dropped, not woken.
     spent: SmallVec<[Waker; 1]>,
-    ends: SmallVec<[(Arc<QueuePairCore>, OpErrorKind); 1]>,
+    ends: SmallVec<[(Arc<dyn Drawing>, OpErrorKind); 1]>,
     abandons: SmallVec<[(Arc<WorkQueue>, OpErrorKind); 1]>,
     doomed: SmallVec<[(Arc<CqShared>, Owner, OpErrorKind); 1]>,
 }
@@ -66,8 +66,8 @@ impl WakeList {
         self.spent.extend(waker);
     }
 
-    /// A queue pair that must be destroyed before its operations can end.
-    pub(super) fn end(&mut self, core: Arc<QueuePairCore>, kind: OpErrorKind) {
+    /// What must be destroyed before its operations can end.
+    pub(super) fn end(&mut self, core: Arc<dyn Drawing>, kind: OpErrorKind) {
         self.any = true;
         self.ends.push((core, kind));
     }

@@ -9,17 +9,15 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use super::drain::CqShared;
-use super::request::{Limits, Patience, Refusal, Request, What, WorkQueueCounters, data_of};
+use super::request::{Kept, Limits, Patience, Refusal, Request, To, What, WorkQueueCounters, data_of};
 use super::room::Room;
 use super::slot::{Claim, Finished, OWNER_BITS, Outcome, PLACE_BITS, Slot};
 use super::slots::{Cursor, INDEX_BITS, Slots};
 use super::wake::WakeList;
 use crate::error::{LimitError, OpErrorKind, VerbError};
 use crate::sync::{AtomicU32, Mutex, MutexGuard, Ordering, lock};
-use crate::types::{
-    Data, Qkey, Qpn, RecvWr, SendFlags, SendOp, SendWr, Sge, WcStatus, WindowBind, WorkCompletion, WrId,
-};
-use crate::verbs::{AddressHandle, PdKey, PostError, Qp, SgeList, Source, Srq};
+use crate::types::{Data, RecvWr, SendFlags, SendOp, SendWr, Sge, WcStatus, WindowBind, WorkCompletion, WrId};
+use crate::verbs::{PdKey, PostError, Qp, SgeList, Source, Srq};
 
 /// No queue is given the other kind of work.
 const WRONG_QUEUE: PostError =
@@ -75,7 +73,7 @@ pub(super) struct Queued {
     pub(super) sges: SgeList,
     pub(super) inline: Option<SmallVec<[u8; 64]>>,
     pub(super) window: Option<Box<WindowBind>>,
-    pub(super) to: Option<(AddressHandle, Qpn, Qkey)>,
+    pub(super) to: Option<Kept>,
     /// Part of a batch: what is refused of it must not be overtaken by the rest.
     pub(super) batch: bool,
 }
@@ -275,7 +273,7 @@ impl WorkQueue {
         };
         if direct {
             let data = data_of(&sges, request.inline, request.window);
-            let target = request.to.map(|(handle, qpn, qkey)| handle.target(qpn, qkey));
+            let target = request.to.map(To::target);
             let wr = SendWr { wr_id: claim.id(), op: SendOp::Send, flags: request.flags, data, target };
             if let Err(error) = self.post_one(&mut posting, request.what, wr, &sges) {
                 claim.release();
@@ -289,7 +287,7 @@ impl WorkQueue {
                 sges,
                 inline: request.inline.map(SmallVec::from_slice),
                 window: request.window.map(|bind| Box::new(*bind)),
-                to: request.to.map(|(handle, qpn, qkey)| (handle.clone(), qpn, qkey)),
+                to: request.to.map(To::keep),
                 batch: false,
             };
             self.line_up(&mut posting, queued);
@@ -353,7 +351,7 @@ impl WorkQueue {
         {
             self.cq.no_longer_waiting();
             let data = data_of(&next.sges, next.inline.as_deref(), next.window.as_deref());
-            let target = next.to.as_ref().map(|(handle, qpn, qkey)| handle.target(*qpn, *qkey));
+            let target = next.to.as_ref().map(Kept::target);
             let wr = SendWr { wr_id: next.id, op: SendOp::Send, flags: next.flags, data, target };
             if let Err(error) = self.post_one(posting, next.what, wr, &next.sges) {
                 // The last of a batch ends with nothing but its completion: parts before it may be with the device. One

@@ -1,5 +1,6 @@
 //! Tries a device out, on a thread of its own: whatever hangs, the report goes on.
 
+use std::io;
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -8,7 +9,7 @@ use super::{Ability, DeviceReport, PortReport, Verdict};
 use crate::completion::{CompletionMode, CompletionQueue};
 use crate::error::{SetupError, VerbError};
 use crate::mem::HostMemory;
-use crate::op::{QueuePair, SharedReceiveQueue};
+use crate::op::{DcInitiator, DcTarget, QueuePair, SharedReceiveQueue};
 use crate::types::{Access, AtomicCapability, DeviceAttr, PortNum};
 use crate::verbs::{Channel, Device, ExposedRegion, Pool};
 
@@ -96,7 +97,15 @@ fn look_at(name: &str, found: &Sender<Piece>) {
     ability(WINDOWS, claimed(attr.max_mw > 0, format!("up to {}", attr.max_mw)));
     ability(ON_DEMAND, claimed(attr.on_demand_paging, String::new()));
     ability(DMA_BUF, claimed(attr.dma_buf, String::new()));
-    ability(DC, attr.dc.map_or(Verdict::Unknown, |dc| claimed(dc, String::new())));
+    ability(
+        DC,
+        match attr.dc {
+            Some(_) => dynamic_connection(&device),
+            // A real device may have it all the same.
+            None if !cfg!(feature = "mlx5") && name != Device::SOFTWARE => Verdict::Unknown,
+            None => Verdict::Absent,
+        },
+    );
 }
 
 fn port_report(device: &Device, port: PortNum) -> Result<PortReport, VerbError> {
@@ -144,7 +153,31 @@ fn operations(device: &Device) -> (Verdict, Verdict) {
     (write, atomic)
 }
 
-async fn within(work: impl Future<Output = Result<String, String>>) -> Result<String, String> {
+/// WRITE by a dynamic connection to itself.
+fn dynamic_connection(device: &Device) -> Verdict {
+    let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => return Verdict::Failed(format!("no Tokio runtime: {error}")),
+    };
+    let write = async {
+        let pd = device.protection_domain()?;
+        let queue = CompletionQueue::builder(device).capacity(16).mode(CompletionMode::Event).build()?;
+        let target = DcTarget::new(&pd, &SharedReceiveQueue::new(&pd, &queue, 1, 1)?)?;
+        let initiator = DcInitiator::builder(&pd, &queue).max_send_wr(8).max_sge(1).max_inline(0).build()?;
+        let peer = initiator.peer(&target.address())?;
+        let region = ExposedRegion::new(&pd, HostMemory::zeroed(8).map_err(SetupError::from)?, Access::REMOTE_ALL)?;
+        let buffer = pd.register(7_u64.to_ne_bytes().to_vec())?;
+        initiator.to(&peer).write(buffer, region.grant()).await.map_err(io::Error::from)?;
+        region.load(0).map_err(io::Error::other)
+    };
+    let tried = runtime.block_on(within(async { write.await.map_err(|error| error.to_string()) }));
+    verdict(tried.and_then(|arrived| match arrived {
+        7 => Ok("a WRITE to itself".to_owned()),
+        _ => Err("it completed, and the bytes did not arrive".to_owned()),
+    }))
+}
+
+async fn within<T>(work: impl Future<Output = Result<T, String>>) -> Result<T, String> {
     // A peer in the same device answers within microseconds; a lost packet is repeated after 67 ms.
     const PATIENCE: Duration = Duration::from_secs(2);
     let late = |_| format!("no completion within {PATIENCE:?}");

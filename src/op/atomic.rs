@@ -70,7 +70,7 @@ impl QueuePair {
         let operation = self
             .prepare(&remote)
             .map(|word| Operation::post(self.send_queue(), What::Send(op), self.signaled(), room(&remote), word));
-        Atomic { operation: operation.into() }
+        Atomic::new(operation)
     }
 
     fn try_atomic(&self, op: SendOp, remote: RemoteRegion) -> Result<Atomic, TryError<()>> {
@@ -78,7 +78,7 @@ impl QueuePair {
             Ok(word) => Ok(Operation::try_post(self.send_queue(), self.request(What::Send(op), room(&remote)), word)?),
             Err(kind) => Err(kind),
         };
-        Ok(Atomic { operation: operation.into() })
+        Ok(Atomic::new(operation))
     }
 
     /// Checks the target and takes a word for the result.
@@ -87,6 +87,12 @@ impl QueuePair {
         if let Some(kind) = self.unsupported("an atomic", &[Transport::Rc]) {
             return Err(kind);
         }
+        self.word_for(remote)
+    }
+
+    /// A word for the result of an atomic on `remote`, if there can be one.
+    #[inline]
+    pub(super) fn word_for(&self, remote: &RemoteRegion) -> Result<BufMut, OpErrorKind> {
         if remote.len() != 8 || !remote.addr().is_multiple_of(8) {
             return Err(OpErrorKind::Misaligned { addr: remote.addr(), len: remote.len() });
         }
@@ -94,6 +100,13 @@ impl QueuePair {
             PoolError::TooLong(limit) => OpErrorKind::Limit(limit),
             _ => OpErrorKind::Post(VerbError::new("ibv_reg_mr", VerbError::ENOMEM)),
         })
+    }
+}
+
+impl Atomic {
+    #[inline]
+    pub(super) fn new(operation: Result<Operation<Original>, OpErrorKind>) -> Self {
+        Self { operation: operation.into() }
     }
 }
 

@@ -3,10 +3,11 @@
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use super::queue_pair::{QueuePair, room};
-use crate::completion::{BatchEntry, InFlightBatch, Patience, Refusal};
+use crate::completion::{BatchEntry, InFlightBatch, Patience, Refusal, To, WorkQueue};
 use crate::error::{OpErrorKind, TryError};
 use crate::mem::RemoteRegion;
 use crate::types::{Imm, SendFlags, SendOp, Transport};
@@ -154,30 +155,41 @@ impl QueuePair {
     }
 
     fn submit_batch<B: Source>(&self, batch: Batch<B>, patience: Patience) -> Result<BatchOp<B>, Batch<B>> {
-        let Batch { entries, buffers, mut results, signal_every, flags } = batch;
-        let unsupported = entries.iter().find_map(|entry| match entry.op {
+        submit_batch(self.send_queue(), self.flags, None, batch, patience, |op| match op {
             SendOp::Read(_) => self.unsupported("READ", &[Transport::Rc]),
             _ => self.unsupported("a batch", &[Transport::Rc, Transport::Uc]),
-        });
-        results.clear();
-        let (in_flight, buffers) = match unsupported {
-            _ if entries.is_empty() => (None, buffers),
-            Some(kind) => {
+        })
+    }
+}
+
+/// Posts all of a batch, to `to` if it is not connected; nothing of it, if `refusal` has something against one of its work requests.
+pub(super) fn submit_batch<B: Source>(
+    queue: &Arc<WorkQueue>,
+    common: SendFlags,
+    to: Option<To<'_>>,
+    batch: Batch<B>,
+    patience: Patience,
+    refusal: impl Fn(&SendOp) -> Option<OpErrorKind>,
+) -> Result<BatchOp<B>, Batch<B>> {
+    let Batch { entries, buffers, mut results, signal_every, flags } = batch;
+    results.clear();
+    let (in_flight, buffers) = match entries.iter().find_map(|entry| refusal(&entry.op)) {
+        _ if entries.is_empty() => (None, buffers),
+        Some(kind) => {
+            results.resize(entries.len(), Err(kind));
+            (None, buffers)
+        }
+        None => match queue.submit_batch(&entries, common, to, signal_every, buffers, patience) {
+            Ok(in_flight) => (Some(in_flight), Vec::new()),
+            Err((Refusal::Full, buffers)) => return Err(Batch { entries, buffers, results, signal_every, flags }),
+            Err((Refusal::Error(kind), buffers)) => {
                 results.resize(entries.len(), Err(kind));
                 (None, buffers)
             }
-            None => match self.send_queue().submit_batch(&entries, self.flags, signal_every, buffers, patience) {
-                Ok(in_flight) => (Some(in_flight), Vec::new()),
-                Err((Refusal::Full, buffers)) => return Err(Batch { entries, buffers, results, signal_every, flags }),
-                Err((Refusal::Error(kind), buffers)) => {
-                    results.resize(entries.len(), Err(kind));
-                    (None, buffers)
-                }
-            },
-        };
-        let batch = Batch { entries, buffers, results, signal_every, flags };
-        Ok(BatchOp { in_flight, batch: Some(batch) })
-    }
+        },
+    };
+    let batch = Batch { entries, buffers, results, signal_every, flags };
+    Ok(BatchOp { in_flight, batch: Some(batch) })
 }
 
 /// A batch in flight; gives a [`BatchResult`].

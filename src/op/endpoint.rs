@@ -78,7 +78,7 @@ impl QueuePairEndpoint {
         within("reserved bytes", u32::from_be_bytes([0, zero, z0, z1]), 0..=0, "0")?;
         Ok(Self {
             transport: transport_of(transport)?,
-            qpn: qpn_of(u32::from_be_bytes([0, q0, q1, q2]))?,
+            qpn: qpn_of("queue pair number", u32::from_be_bytes([0, q0, q1, q2]))?,
             psn: Psn::new(u32::from_be_bytes([0, p0, p1, p2])),
             gid: Gid(*gid),
             lid: u16::from_be_bytes([l0, l1]),
@@ -94,6 +94,8 @@ fn transport_code(transport: Transport) -> u8 {
         Transport::Rc => 0,
         Transport::Uc => 1,
         Transport::Ud => 2,
+        // Not an end that anybody connects to, and refused by whoever is told.
+        Transport::Dci => 3,
     }
 }
 
@@ -107,7 +109,7 @@ fn transport_of(code: u8) -> Result<Transport, EndpointError> {
 }
 
 /// Codes of `ibv_query_port(3)`.
-fn link_code(link_layer: LinkLayer) -> u8 {
+pub(super) fn link_code(link_layer: LinkLayer) -> u8 {
     match link_layer {
         LinkLayer::InfiniBand => 1,
         LinkLayer::Ethernet => 2,
@@ -115,7 +117,7 @@ fn link_code(link_layer: LinkLayer) -> u8 {
     }
 }
 
-fn link_of(code: u8) -> Result<LinkLayer, EndpointError> {
+pub(super) fn link_of(code: u8) -> Result<LinkLayer, EndpointError> {
     match code {
         1 => Ok(LinkLayer::InfiniBand),
         2 => Ok(LinkLayer::Ethernet),
@@ -125,16 +127,23 @@ fn link_of(code: u8) -> Result<LinkLayer, EndpointError> {
     }
 }
 
-fn mtu_of(code: u8) -> Result<Mtu, EndpointError> {
+pub(super) fn mtu_of(code: u8) -> Result<Mtu, EndpointError> {
     Mtu::from_code(code).ok_or(EndpointError { field: "MTU code", found: code.into(), allowed: "1 to 5" })
 }
 
-fn qpn_of(number: u32) -> Result<Qpn, EndpointError> {
+pub(super) fn qpn_of(field: &'static str, number: u32) -> Result<Qpn, EndpointError> {
     // 0 and 1 manage the port, the last one stands for many.
-    within("queue pair number", number, 2..=Qpn::MAX.0 - 1, "2 to 0xfffffe").map(Qpn)
+    within(field, number, 2..=Qpn::MAX.0 - 1, "2 to 0xfffffe").map(Qpn)
 }
 
-fn within(
+/// From bytes.
+#[cfg(feature = "serde")]
+pub(super) fn mtu_of_bytes(bytes: u16) -> Result<Mtu, EndpointError> {
+    let mtu = Mtu::ALL.into_iter().find(|mtu| mtu.bytes() == usize::from(bytes));
+    mtu.ok_or(EndpointError { field: "MTU", found: bytes.into(), allowed: "256, 512, 1024, 2048 or 4096" })
+}
+
+pub(super) fn within(
     field: &'static str,
     found: u32,
     range: std::ops::RangeInclusive<u32>,
@@ -143,7 +152,7 @@ fn within(
     if range.contains(&found) { Ok(found) } else { Err(EndpointError { field, found: found.into(), allowed }) }
 }
 
-/// A description of a queue pair that cannot be one.
+/// A description of a queue pair or DC target that cannot be one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EndpointError {
     /// Which part of it.
@@ -220,6 +229,8 @@ mod form {
         Rc,
         Uc,
         Ud,
+        #[serde(skip_deserializing)]
+        Dci,
     }
 
     impl From<&QueuePairEndpoint> for Fields {
@@ -229,6 +240,7 @@ mod form {
                     Transport::Rc => Service::Rc,
                     Transport::Uc => Service::Uc,
                     Transport::Ud => Service::Ud,
+                    Transport::Dci => Service::Dci,
                 },
                 qpn: endpoint.qpn.0,
                 psn: endpoint.psn.value(),
@@ -245,20 +257,19 @@ mod form {
         type Error = EndpointError;
 
         fn try_from(fields: Fields) -> Result<Self, EndpointError> {
-            let mtu = Mtu::ALL.into_iter().find(|mtu| mtu.bytes() == usize::from(fields.mtu));
-            let (found, allowed) = (fields.mtu.into(), "256, 512, 1024, 2048 or 4096");
             Ok(Self {
                 transport: match fields.transport {
                     Service::Rc => Transport::Rc,
                     Service::Uc => Transport::Uc,
                     Service::Ud => Transport::Ud,
+                    Service::Dci => transport_of(3)?,
                 },
-                qpn: qpn_of(fields.qpn)?,
+                qpn: qpn_of("queue pair number", fields.qpn)?,
                 psn: within("packet sequence number", fields.psn, 0..=0x00ff_ffff, "24 bits").map(Psn::new)?,
                 gid: Gid(fields.gid.octets()),
                 lid: fields.lid,
                 link_layer: link_of(fields.link_layer)?,
-                mtu: mtu.ok_or(EndpointError { field: "MTU", found, allowed })?,
+                mtu: mtu_of_bytes(fields.mtu)?,
                 reads: fields.reads,
             })
         }

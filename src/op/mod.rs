@@ -9,6 +9,7 @@
 mod atomic;
 mod batch;
 mod checked;
+mod dc;
 mod endpoint;
 mod future;
 mod lease;
@@ -21,6 +22,7 @@ mod write;
 
 pub use atomic::Atomic;
 pub use batch::{Batch, BatchOp, BatchResult};
+pub use dc::{DcAddress, DcInitiator, DcInitiatorBuilder, DcPeer, DcSender, DcTarget, DcTargetBuilder};
 pub use endpoint::{ConnectOptions, EndpointError, QueuePairEndpoint};
 pub use future::Operation;
 pub use lease::{Invalidate, Lease, Leasing};

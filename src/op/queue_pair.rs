@@ -10,10 +10,10 @@ use crate::mem::RemoteRegion;
 use crate::op::{ConnectOptions, QueuePairEndpoint, SharedReceiveQueue};
 use crate::provider::dispatch::{ReceiveCounters, SendCounters};
 use crate::types::{
-    Access, AddressVector, Gid, GidEntry, LinkLayer, Mtu, PortNum, Psn, Qkey, QpAttr, QpCaps, QpState, Qpn, SendFlags,
-    SendOp, Transport,
+    Access, AddressVector, Gid, GidEntry, LinkLayer, Mtu, PortAttr, PortNum, Psn, Qkey, QpAttr, QpCaps, QpState, Qpn,
+    SendFlags, SendOp, Transport,
 };
-use crate::verbs::{BufMut, PdKey, Pool, PoolError, ProtectionDomain, Qp, QpOptions};
+use crate::verbs::{BufMut, Device, PdKey, Pool, PoolError, ProtectionDomain, Qp, QpOptions};
 
 /// A queue pair whose work requests are futures; clones share it.
 ///
@@ -53,14 +53,14 @@ impl Inner {
 
 /// Our side of a connection.
 #[derive(Debug, Clone, Copy)]
-struct Local {
-    port: PortNum,
-    gid: GidEntry,
+pub(super) struct Local {
+    pub(super) port: PortNum,
+    pub(super) gid: GidEntry,
     /// The caller chose it by number.
     chosen: bool,
     lid: u16,
-    link_layer: LinkLayer,
-    mtu: Mtu,
+    pub(super) link_layer: LinkLayer,
+    pub(super) mtu: Mtu,
     reads: u8,
 }
 
@@ -190,15 +190,22 @@ impl QueuePair {
         self.modify(&QpAttr { sq_psn: Some(self.inner.psn()), ..QpAttr::to_state(QpState::Rts) })
     }
 
-    /// An IPv4 packet cannot leave from an IPv6 address, nor the reverse. Whatever else does not fit may work all the
-    /// same, by routing.
-    fn check_path(&self, peer: Gid) -> Result<(), SetupError> {
-        let Local { port, gid, chosen, .. } = self.inner.local;
+    /// An IPv4 packet cannot leave from an IPv6 address, nor the reverse.
+    pub(super) fn check_family(&self, peer: Gid) -> Result<(), SetupError> {
+        let gid = self.inner.local.gid;
         let (ours, theirs) = (gid.gid.to_ip(), peer.to_ip());
         if gid.is_roce_v2() && ours.is_ipv4() != theirs.is_ipv4() {
             let (ours, theirs) = (ours.to_string(), theirs.to_string());
-            return Err(SetupError::Mismatch { what: "address family (see QueuePairBuilder::peer)", ours, theirs });
+            return Err(SetupError::Mismatch { what: "address family (see `peer` of the builder)", ours, theirs });
         }
+        Ok(())
+    }
+
+    /// Whatever is of the same family may work by routing, though there may be better.
+    fn check_path(&self, peer: Gid) -> Result<(), SetupError> {
+        self.check_family(peer)?;
+        let Local { port, gid, chosen, .. } = self.inner.local;
+        let theirs = peer.to_ip();
         if chosen {
             return Ok(());
         }
@@ -213,7 +220,12 @@ impl QueuePair {
         Ok(())
     }
 
-    fn agree<T: fmt::Debug + PartialEq>(&self, what: &'static str, ours: T, theirs: T) -> Result<(), SetupError> {
+    pub(super) fn agree<T: fmt::Debug + PartialEq>(
+        &self,
+        what: &'static str,
+        ours: T,
+        theirs: T,
+    ) -> Result<(), SetupError> {
         if ours == theirs {
             return Ok(());
         }
@@ -299,6 +311,10 @@ impl QueuePair {
     #[must_use]
     pub fn solicited(&self) -> Self {
         Self { inner: self.inner.clone(), flags: self.flags | SendFlags::SOLICITED }
+    }
+
+    pub(super) fn local(&self) -> Local {
+        self.inner.local
     }
 
     /// Port and GID that it sends from.
@@ -408,14 +424,24 @@ pub struct QueuePairBuilder {
 
 /// How the port and its GID are chosen.
 #[derive(Debug, Clone, Copy)]
-enum Path {
+pub(super) enum Path {
     Any,
     To(Gid),
     From(PortNum, u8),
 }
 
+impl Path {
+    pub(super) fn choose(self, device: &Device) -> Result<(PortAttr, GidEntry), SetupError> {
+        match self {
+            Self::Any => device.default_path(),
+            Self::To(peer) => device.path_to(peer),
+            Self::From(port, gid_index) => device.path_from(port, gid_index),
+        }
+    }
+}
+
 impl QueuePairBuilder {
-    /// Service type; RC unless set.
+    /// Service type; RC unless set. [`Transport::Dci`] is for [`DcInitiator`](crate::DcInitiator)s.
     #[must_use]
     pub fn transport(mut self, transport: Transport) -> Self {
         self.transport = transport;
@@ -505,15 +531,19 @@ impl QueuePairBuilder {
     /// [`SetupError::Limit`] beyond a limit of the device, [`SetupError::CompletionQueueFull`] if the completion queue
     /// has no room for its work, [`SetupError::Foreign`] for queues of another device or protection domain,
     /// [`SetupError::NoGid`] without an active port or the entry asked for, [`SetupError::Verb`] if the provider
-    /// refuses.
+    /// refuses, [`SetupError::Unsupported`] for DC.
     pub fn build(self) -> Result<QueuePair, SetupError> {
+        if self.transport == Transport::Dci {
+            return Err(SetupError::Unsupported { what: "queue pairs of DC but in a DcInitiator" });
+        }
+        self.build_any()
+    }
+
+    /// As [`build`](Self::build), of any transport.
+    pub(super) fn build_any(self) -> Result<QueuePair, SetupError> {
         let Self { pd, send_queue, recv_queue, srq, transport, mut caps, access, qkey, path } = self;
         let device = pd.device();
-        let (port, gid) = match path {
-            Path::Any => device.default_path()?,
-            Path::To(peer) => device.path_to(peer)?,
-            Path::From(port, gid_index) => device.path_from(port, gid_index)?,
-        };
+        let (port, gid) = path.choose(device)?;
         // Its work request numbers mean something there only, and there is room set aside for them.
         let recv_queue = srq.as_ref().map_or(recv_queue, |srq| srq.completion_queue().clone());
         if srq.is_some() {
@@ -527,7 +557,7 @@ impl QueuePairBuilder {
         qp.modify(&QpAttr {
             pkey_index: Some(0),
             port: Some(port.port),
-            access: (!datagram).then_some(access),
+            access: matches!(transport, Transport::Rc | Transport::Uc).then_some(access),
             qkey: datagram.then_some(qkey),
             ..QpAttr::to_state(QpState::Init)
         })?;

@@ -2,7 +2,7 @@
 
 use super::future::{Finish, Operation, Return};
 use super::queue_pair::QueuePair;
-use crate::completion::{Request, What};
+use crate::completion::{Key, Request, To, What};
 use crate::error::TryError;
 use crate::mem::RemoteRegion;
 use crate::types::{Imm, Qkey, Qpn, SendOp, Transport, WorkCompletion};
@@ -142,7 +142,8 @@ impl QueuePair {
         if !handle.protection_domain().same(self.protection_domain()) {
             return Operation::refused(crate::error::OpErrorKind::Foreign { what: "address handle" }, held);
         }
-        let request = Request { to: Some((handle, qpn, qkey)), ..self.request(What::Send(op), u64::MAX) };
+        let to = To { handle, number: qpn, key: Key::Datagram(qkey) };
+        let request = Request { to: Some(to), ..self.request(What::Send(op), u64::MAX) };
         Operation::post_any(self.send_queue(), request, held)
     }
 }

@@ -15,8 +15,8 @@ use std::ptr::NonNull;
 use super::cm_contract::{CmChannel, CmId};
 use crate::error::VerbError;
 use crate::types::{
-    Access, AddressVector, AsyncEvent, DeviceAttr, Lkey, PortAttr, PortNum, QpAttr, QpCaps, QpState, Qpn, RecvWr, Rkey,
-    SendWr, SrqCaps, Transport, WorkCompletion,
+    Access, AddressVector, AsyncEvent, DcKey, DeviceAttr, Lkey, PortAttr, PortNum, QpAttr, QpCaps, QpState, Qpn,
+    RecvWr, Rkey, SendWr, SrqCaps, Transport, WorkCompletion,
 };
 
 /// The object types of one provider.
@@ -28,6 +28,7 @@ pub(crate) trait Provider: Sized + 'static {
     type Channel: Channel;
     type Cq: Cq;
     type Qp: Qp;
+    type Dct: Dct;
     type Srq: Srq;
     type Ah: Ah;
     type CmChannel: CmChannel<Self>;
@@ -107,7 +108,17 @@ pub(crate) trait Pd<P: Provider>: Debug + Send + Sync {
     fn create_mw(&self) -> Result<P::Mw, VerbError>;
 
     /// `ibv_create_qp(3)`, in RESET. EINVAL if a size is above the device's limit.
+    ///
+    /// An initiator of DC ([`Transport::Dci`]) has `max_recv_wr` 0 and no shared receive queue; EOPNOTSUPP if
+    /// [`DeviceAttr::dc`] is `None`. Each of its work requests names a target
+    /// ([`SendTarget::Dc`](crate::types::SendTarget)); one that names none, or a datagram's receiver, is EINVAL, and so
+    /// is a `BindWindow`, a `LocalInvalidate` or a `SendWithInvalidate`. Of the target's address handle the device keeps
+    /// nothing when the post returns. Work completes in the order in which it was posted, whatever its targets.
+    /// A failure puts it in ERR as a whole, whichever target was at fault; RESET and the way back to RTS repair it.
     fn create_qp(&self, init: &QpInit<'_, P>) -> Result<P::Qp, VerbError>;
+
+    /// A target of DC, in RESET: a DCT of `mlx5dv_create_qp(3)`. EOPNOTSUPP if [`DeviceAttr::dc`] is `None`.
+    fn create_dct(&self, init: &DctInit<'_, P>) -> Result<P::Dct, VerbError>;
 
     /// `ibv_create_srq(3)`.
     fn create_srq(&self, caps: SrqCaps) -> Result<P::Srq, VerbError>;
@@ -134,6 +145,17 @@ pub(crate) struct QpInit<'a, P: Provider> {
     pub(crate) recv_cq: &'a P::Cq,
     pub(crate) srq: Option<&'a P::Srq>,
     pub(crate) caps: QpCaps,
+}
+
+/// What a target of DC is made of.
+#[derive(Debug)]
+pub(crate) struct DctInit<'a, P: Provider> {
+    /// Where messages find receives.
+    pub(crate) srq: &'a P::Srq,
+    /// Where their completions go.
+    pub(crate) recv_cq: &'a P::Cq,
+    /// What an initiator must know.
+    pub(crate) key: DcKey,
 }
 
 /// Registration, `ibv_reg_mr(3)`. Its drop tries to end it, and cannot tell whether it did.
@@ -260,6 +282,54 @@ pub(crate) trait Qp: Debug + Send + Sync {
     fn destroy(&mut self) -> Result<(), VerbError>;
 }
 
+/// Target of DC: any number of initiators that know its number and key reach it at once, each as if by a reliable
+/// connection. Receives come from its shared receive queue; completions of them carry its number as their `qpn`.
+///
+/// What asks for more than it allows (a wrong key, an operation that its access flags or the memory key refuse) is an error of
+/// the initiator: it goes on itself.
+pub(crate) trait Dct: Debug + Send + Sync {
+    /// Its number, once it is in RTR; it does not change any more.
+    fn number(&self) -> Option<Qpn>;
+
+    /// `ibv_modify_qp(3)`, by [`dct_transition`](crate::types::dct_transition); a refused change changes nothing.
+    fn modify(&self, attr: &QpAttr) -> Result<(), VerbError>;
+
+    /// Current state and all attributes that have been set, `ibv_query_qp(3)`.
+    fn query(&self) -> Result<(QpState, QpAttr), VerbError>;
+
+    /// `ibv_destroy_qp(3)`, as [`Qp::destroy`]. When it returns `Ok`, no message takes a receive for it any more and no
+    /// initiator reaches memory through it: their work fails when retries run out. Completions not yet polled may be
+    /// gone with it.
+    fn destroy(&mut self) -> Result<(), VerbError>;
+}
+
+/// The target of a provider that has none.
+#[derive(Debug)]
+pub(crate) enum NoDct {}
+
+impl NoDct {
+    /// What such a provider answers.
+    pub(crate) const REFUSED: VerbError = VerbError::new("mlx5dv_create_qp", VerbError::EOPNOTSUPP);
+}
+
+impl Dct for NoDct {
+    fn number(&self) -> Option<Qpn> {
+        match *self {}
+    }
+
+    fn modify(&self, _attr: &QpAttr) -> Result<(), VerbError> {
+        match *self {}
+    }
+
+    fn query(&self) -> Result<(QpState, QpAttr), VerbError> {
+        match *self {}
+    }
+
+    fn destroy(&mut self) -> Result<(), VerbError> {
+        match *self {}
+    }
+}
+
 /// Shared receive queue, `ibv_create_srq(3)`.
 pub(crate) trait Srq: Debug + Send + Sync {
     /// Number by which asynchronous events name it.
@@ -290,6 +360,6 @@ pub(crate) trait Srq: Debug + Send + Sync {
 
 /// Address handle, `ibv_create_ah(3)`.
 pub(crate) trait Ah: Debug + Send + Sync {
-    /// What [`UdTarget::handle`](crate::types::UdTarget) carries.
+    /// What [`UdTarget::handle`](crate::types::UdTarget) and [`DctTarget::handle`](crate::types::DctTarget) carry.
     fn handle(&self) -> usize;
 }

@@ -12,7 +12,7 @@ use std::ptr::NonNull;
 use std::time::Duration;
 
 use super::cm_contract::{self, CmEvent, CmParams, CmRoute};
-use super::contract::{self, DmaBufRange, PostError, Provider, QpInit};
+use super::contract::{self, DctInit, DmaBufRange, PostError, Provider, QpInit};
 #[cfg(feature = "ibverbs")]
 use super::ibverbs::Ibverbs;
 use super::soft::Soft;
@@ -67,7 +67,7 @@ macro_rules! objects {
 #[cfg(feature = "ibverbs")]
 const FOREIGN: VerbError = VerbError::new("provider", VerbError::EINVAL);
 
-objects!(Context, Pd, Mr, Mw, Channel, Cq, Qp, Srq, Ah, CmChannel, CmId);
+objects!(Context, Pd, Mr, Mw, Channel, Cq, Qp, Dct, Srq, Ah, CmChannel, CmId);
 
 /// Calls the same method on whichever provider's object this is.
 macro_rules! each {
@@ -164,6 +164,17 @@ impl<'a> QpInit<'a, Any> {
     }
 }
 
+impl<'a> DctInit<'a, Any> {
+    /// The same with the queues of provider `P`, as `cq` and `srq` find them.
+    fn of<P: Provider>(
+        &self,
+        cq: impl Fn(&'a Cq) -> Result<&'a P::Cq, VerbError>,
+        srq: impl Fn(&'a Srq) -> Result<&'a P::Srq, VerbError>,
+    ) -> Result<DctInit<'a, P>, VerbError> {
+        Ok(DctInit { srq: srq(self.srq)?, recv_cq: cq(self.recv_cq)?, key: self.key })
+    }
+}
+
 impl contract::Pd<Any> for Pd {
     unsafe fn register(&self, addr: NonNull<u8>, len: usize, access: Access, shared: bool) -> Result<Mr, VerbError> {
         // SAFETY: S1, S2: the caller's promise is passed on unchanged.
@@ -179,6 +190,14 @@ impl contract::Pd<Any> for Pd {
             Self::Soft(inner) => inner.create_qp(&init.of(Cq::soft, Srq::soft)?).map(Qp::Soft),
             #[cfg(feature = "ibverbs")]
             Self::Ibverbs(inner) => inner.create_qp(&init.of(Cq::ibverbs, Srq::ibverbs)?).map(Qp::Ibverbs),
+        }
+    }
+
+    fn create_dct(&self, init: &DctInit<'_, Any>) -> Result<Dct, VerbError> {
+        match self {
+            Self::Soft(inner) => inner.create_dct(&init.of(Cq::soft, Srq::soft)?).map(Dct::Soft),
+            #[cfg(feature = "ibverbs")]
+            Self::Ibverbs(inner) => inner.create_dct(&init.of(Cq::ibverbs, Srq::ibverbs)?).map(Dct::Ibverbs),
         }
     }
 
@@ -319,6 +338,24 @@ impl contract::Qp for Qp {
     unsafe fn post_recv(&self, list: &[RecvWr<'_>]) -> Result<(), PostError> {
         // SAFETY: S1: the caller's promise is passed on unchanged.
         each!(self, inner => unsafe { inner.post_recv(list) })
+    }
+
+    fn destroy(&mut self) -> Result<(), VerbError> {
+        each!(self, inner => inner.destroy())
+    }
+}
+
+impl contract::Dct for Dct {
+    fn number(&self) -> Option<Qpn> {
+        each!(self, inner => inner.number())
+    }
+
+    fn modify(&self, attr: &QpAttr) -> Result<(), VerbError> {
+        each!(self, inner => inner.modify(attr))
+    }
+
+    fn query(&self) -> Result<(QpState, QpAttr), VerbError> {
+        each!(self, inner => inner.query())
     }
 
     fn destroy(&mut self) -> Result<(), VerbError> {

@@ -57,8 +57,8 @@ pub struct DeviceAttr {
     /// Registrations can be made of memory that a dma-buf names, that of other devices too. Tried when the device was
     /// opened; a device may still refuse the memory of a certain exporter.
     pub dma_buf: bool,
-    /// Dynamically connected transport; `None` if the provider does not say.
-    pub dc: Option<bool>,
+    /// Dynamically connected transport; `None` without it, and on real devices without feature `mlx5`.
+    pub dc: Option<DcAttr>,
 }
 
 impl DeviceAttr {
@@ -93,6 +93,28 @@ impl DeviceAttr {
             dc: None,
         }
     }
+}
+
+/// What a device can do of the dynamically connected transport, `mlx5dv_query_device(3)`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DcAttr {
+    /// Most READ and atomic requests that a target serves at once for each initiator: `max_dc_rd_atom`.
+    pub max_rd_atomic: u8,
+    /// Most READ and atomic requests that an initiator issues at once: `max_dc_init_rd_atom`.
+    pub max_init_rd_atomic: u8,
+    /// Streams of an initiator, within which order is kept and of which one may fail alone; `None` without them. This crate
+    /// uses none.
+    pub streams: Option<DciStreams>,
+}
+
+/// Streams of a DC initiator, `struct mlx5dv_dci_streams_caps`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DciStreams {
+    /// Most at once, as the exponent of a power of two.
+    pub max_log_concurrent: u8,
+    /// Most that may have failed before the initiator fails as a whole, as the exponent of a power of two.
+    pub max_log_errored: u8,
 }
 
 /// Against whom a device's atomics are atomic.

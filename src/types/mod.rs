@@ -19,13 +19,14 @@ mod wr;
 
 pub use access::Access;
 pub use addr::{AddressVector, Gid, GidEntry, GidKind, LinkLayer, Mtu};
-pub use caps::{AtomicCapability, DeviceAttr, PortAttr, PortState, QpCaps, SrqCaps};
+pub use caps::{AtomicCapability, DcAttr, DciStreams, DeviceAttr, PortAttr, PortState, QpCaps, SrqCaps};
 pub use cm::RejectReason;
 pub use event::AsyncEvent;
 pub use gid_rank::{GidReason, IpPrefix, RankedGid};
 pub(crate) use gid_rank::{NetInterface, Peer, rank};
-pub use id::{Imm, Lkey, PortNum, Psn, Qkey, Qpn, Rkey, WrId};
+pub use id::{DcKey, Imm, Lkey, PortNum, Psn, Qkey, Qpn, Rkey, WrId};
 pub use qp::{AckTimeout, QpAttr, QpAttrMask, QpState, RnrTimer, Transport};
-pub use transition::{Transition, TransitionError, check_transition, transition};
+pub(crate) use transition::check_dct_transition;
+pub use transition::{Transition, TransitionError, check_transition, dct_transition, transition};
 pub use wc::{WcFlags, WcOpcode, WcStatus, WorkCompletion};
-pub use wr::{Data, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, Sge, UdTarget, WindowBind};
+pub use wr::{Data, DctTarget, RecvWr, RemoteAddr, SendFlags, SendOp, SendTarget, SendWr, Sge, UdTarget, WindowBind};

@@ -14,6 +14,9 @@ pub enum Transport {
     Uc,
     /// Unreliable datagram: SEND of at most one MTU to any queue pair.
     Ud,
+    /// Initiator of dynamic connections: the operations of RC, to a target that each work request names. It receives
+    /// nothing: its `max_recv_wr` is 0.
+    Dci,
 }
 
 /// State of a queue pair.

@@ -63,13 +63,15 @@ pub enum TransitionError {
 #[must_use]
 pub fn transition(transport: Transport, from: QpState, to: QpState) -> Option<Transition> {
     use QpState::{Err, Init, Reset, Rtr, Rts, Sqd, Sqe};
-    use Transport::{Rc, Uc, Ud};
+    use Transport::{Dci, Rc, Uc, Ud};
 
     let none = M::empty();
     let path = M::PKEY_INDEX.union(M::PORT);
     let rights = match transport {
         Rc | Uc => M::ACCESS_FLAGS,
         Ud => M::QKEY,
+        // Nobody reaches anything through it.
+        Dci => none,
     };
     let connect = M::AV.union(M::PATH_MTU).union(M::DEST_QPN).union(M::RQ_PSN);
     // What RTS takes besides its required attributes, also on the way back from SQD and SQE.
@@ -77,6 +79,8 @@ pub fn transition(transport: Transport, from: QpState, to: QpState) -> Option<Tr
         Rc => M::CUR_STATE.union(M::ALT_PATH).union(rights).union(M::MIN_RNR_TIMER).union(M::PATH_MIG_STATE),
         Uc => M::CUR_STATE.union(M::ALT_PATH).union(rights).union(M::PATH_MIG_STATE),
         Ud => M::CUR_STATE.union(rights),
+        // What mlx5 takes, which knows no SQD of it either.
+        Dci => M::MIN_RNR_TIMER,
     };
 
     let (required, optional) = match (from, to) {
@@ -92,15 +96,17 @@ pub fn transition(transport: Transport, from: QpState, to: QpState) -> Option<Tr
             ),
             Uc => (connect, M::ALT_PATH.union(rights).union(M::PKEY_INDEX)),
             Ud => (none, M::PKEY_INDEX.union(rights)),
+            Dci => (M::PATH_MTU, M::AV.union(M::PKEY_INDEX)),
         },
         (Rtr, Rts) => match transport {
-            Rc => (
+            Rc | Dci => (
                 M::SQ_PSN.union(M::TIMEOUT).union(M::RETRY_CNT).union(M::RNR_RETRY).union(M::MAX_QP_RD_ATOMIC),
                 running,
             ),
             Uc | Ud => (M::SQ_PSN, running),
         },
         (Rts, Rts) => (none, running),
+        (Rts | Sqd, Sqd) | (Sqd, Rts) if transport == Dci => return None,
         (Rts, Sqd) => (none, M::EN_SQD_ASYNC_NOTIFY),
         (Sqd, Rts) => (none, running),
         (Sqd, Sqd) => match transport {
@@ -120,10 +126,10 @@ pub fn transition(transport: Transport, from: QpState, to: QpState) -> Option<Tr
                     .union(M::PATH_MIG_STATE),
             ),
             Uc => (none, M::AV.union(M::ALT_PATH).union(rights).union(M::PKEY_INDEX).union(M::PATH_MIG_STATE)),
-            Ud => (none, M::PKEY_INDEX.union(rights)),
+            Ud | Dci => (none, M::PKEY_INDEX.union(rights)),
         },
-        // A reliable connection fails as a whole: it has no SQE.
-        (Sqe, Rts) if transport != Rc => (none, M::CUR_STATE.union(rights)),
+        // What is reliable fails as a whole: it has no SQE.
+        (Sqe, Rts) if !matches!(transport, Rc | Dci) => (none, M::CUR_STATE.union(rights)),
         _ => return None,
     };
     Some(Transition { from, to, required, optional })
@@ -135,7 +141,28 @@ pub fn transition(transport: Transport, from: QpState, to: QpState) -> Option<Tr
 ///
 /// [`TransitionError`] with the states and, for a wrong set of attributes, both differences.
 pub fn check_transition(transport: Transport, from: QpState, to: QpState, given: M) -> Result<(), TransitionError> {
-    let row = transition(transport, from, to).ok_or(TransitionError::Illegal { from, to })?;
+    check(transition(transport, from, to), from, to, given)
+}
+
+/// The row for a transition of a DC target, or `None` if there is no such transition: it is made, receives from RTR on, and
+/// goes no further.
+#[must_use]
+pub fn dct_transition(from: QpState, to: QpState) -> Option<Transition> {
+    let required = match (from, to) {
+        (QpState::Reset, QpState::Init) => M::PKEY_INDEX.union(M::PORT).union(M::ACCESS_FLAGS),
+        (QpState::Init, QpState::Rtr) => M::AV.union(M::PATH_MTU).union(M::MIN_RNR_TIMER),
+        _ => return None,
+    };
+    Some(Transition { from, to, required, optional: M::empty() })
+}
+
+/// As [`check_transition`], of a DC target.
+pub(crate) fn check_dct_transition(from: QpState, to: QpState, given: M) -> Result<(), TransitionError> {
+    check(dct_transition(from, to), from, to, given)
+}
+
+fn check(row: Option<Transition>, from: QpState, to: QpState, given: M) -> Result<(), TransitionError> {
+    let row = row.ok_or(TransitionError::Illegal { from, to })?;
     let missing = row.required.difference(given);
     let superfluous = given.difference(row.required.union(row.optional).union(M::STATE));
     if missing.is_empty() && superfluous.is_empty() {
@@ -167,11 +194,35 @@ mod tests {
 
     #[test]
     fn every_state_but_reset_can_be_sent_to_error() {
-        for transport in [Transport::Rc, Transport::Uc, Transport::Ud] {
+        for transport in [Transport::Rc, Transport::Uc, Transport::Ud, Transport::Dci] {
             for from in QpState::ALL {
                 assert!(transition(transport, from, QpState::Reset).is_some());
                 assert_eq!(transition(transport, from, QpState::Err).is_some(), from != QpState::Reset);
             }
+        }
+    }
+
+    #[test]
+    fn target_goes_to_rtr_and_no_further() {
+        for from in QpState::ALL {
+            for to in QpState::ALL {
+                let there = matches!((from, to), (QpState::Reset, QpState::Init) | (QpState::Init, QpState::Rtr));
+                assert_eq!(dct_transition(from, to).is_some(), there, "{from:?} to {to:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn initiator_takes_no_rights_and_is_not_drained() {
+        let all = |from, to| transition(Transport::Dci, from, to).map(|row| row.required | row.optional);
+        for (from, to) in [(QpState::Reset, QpState::Init), (QpState::Init, QpState::Rtr), (QpState::Rtr, QpState::Rts)]
+        {
+            let attributes = all(from, to).unwrap();
+            assert!(!attributes.intersects(M::ACCESS_FLAGS | M::QKEY | M::DEST_QPN | M::RQ_PSN), "{attributes:?}");
+        }
+        for state in QpState::ALL {
+            let left = if matches!(state, QpState::Reset | QpState::Err) { None } else { all(QpState::Sqd, state) };
+            assert_eq!((all(state, QpState::Sqd), left), (None, None), "{state:?}");
         }
     }
 

@@ -2,7 +2,7 @@
 
 use bitflags::bitflags;
 
-use super::{Access, AddressVector, Imm, Lkey, Qkey, Qpn, Rkey, WrId};
+use super::{Access, AddressVector, DcKey, Imm, Lkey, Qkey, Qpn, Rkey, WrId};
 
 /// Scatter/gather element: a piece of registered local memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -137,6 +137,41 @@ pub struct UdTarget<'a> {
     pub qkey: Qkey,
 }
 
+/// Target of dynamic connections, as a work request of an initiator names it.
+#[derive(Debug, Clone, Copy)]
+pub struct DctTarget<'a> {
+    /// Route.
+    pub address: &'a AddressVector,
+    /// The provider's address handle: an `ibv_ah` of libibverbs, unused by the software device. It is looked at while
+    /// posting only.
+    pub handle: usize,
+    /// Number of the target.
+    pub number: Qpn,
+    /// Its access key.
+    pub key: DcKey,
+}
+
+/// Receiver of a work request that names one.
+#[derive(Debug, Clone, Copy)]
+pub enum SendTarget<'a> {
+    /// Of a datagram (UD).
+    Datagram(UdTarget<'a>),
+    /// Of a dynamic connection (DC).
+    Dc(DctTarget<'a>),
+}
+
+impl<'a> From<UdTarget<'a>> for SendTarget<'a> {
+    fn from(target: UdTarget<'a>) -> Self {
+        Self::Datagram(target)
+    }
+}
+
+impl<'a> From<DctTarget<'a>> for SendTarget<'a> {
+    fn from(target: DctTarget<'a>) -> Self {
+        Self::Dc(target)
+    }
+}
+
 /// Send work request.
 #[derive(Debug, Clone, Copy)]
 pub struct SendWr<'a> {
@@ -148,8 +183,8 @@ pub struct SendWr<'a> {
     pub flags: SendFlags,
     /// With which local bytes.
     pub data: Data<'a>,
-    /// Receiver, for UD only.
-    pub target: Option<UdTarget<'a>>,
+    /// Receiver, for UD and DC only.
+    pub target: Option<SendTarget<'a>>,
 }
 
 /// Receive work request.

@@ -1,4 +1,4 @@
-//! Address handle: a route for unreliable datagrams.
+//! Address handle: a route for datagrams and dynamic connections.
 
 use std::fmt;
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use super::ProtectionDomain;
 use crate::error::VerbError;
 use crate::provider::contract::{Ah as _, Pd as _};
 use crate::provider::dispatch::Ah;
-use crate::types::{AddressVector, Qkey, Qpn, UdTarget};
+use crate::types::{AddressVector, DcKey, DctTarget, Qkey, Qpn, UdTarget};
 
 /// Route to a peer, `ibv_create_ah(3)`; clones share it.
 #[derive(Clone)]
@@ -43,6 +43,12 @@ impl AddressHandle {
     #[must_use]
     pub fn target(&self, qpn: Qpn, qkey: Qkey) -> UdTarget<'_> {
         UdTarget { address: &self.inner.address, handle: self.inner.raw.handle(), qpn, qkey }
+    }
+
+    /// DC target `number` at the end of this route, as work of an initiator names it.
+    #[must_use]
+    pub fn dct(&self, number: Qpn, key: DcKey) -> DctTarget<'_> {
+        DctTarget { address: &self.inner.address, handle: self.inner.raw.handle(), number, key }
     }
 }
 

@@ -235,7 +235,12 @@ impl Device {
 
     /// A first packet sequence number that nobody can guess.
     pub(crate) fn random_psn(&self) -> Result<Psn, VerbError> {
-        Ok(Psn::new(self.inner.context.random()? as u32))
+        Ok(Psn::new(self.random()? as u32))
+    }
+
+    /// A number that nobody can guess.
+    pub(crate) fn random(&self) -> Result<u64, VerbError> {
+        self.inner.context.random()
     }
 
     /// A completion vector for the next completion queue: each in turn, so that their interrupts are spread.

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! Device ── ProtectionDomain ── Registration ── BufMut, Buf, Pool, ExposedRegion, DmaBufRegion
-//!   │              ├─────────── Qp, SharedQueue (Srq)
+//!   │              ├─────────── Qp, Dct, SharedQueue (Srq)
 //!   │              ├─────────── MemoryWindow
 //!   │              └─────────── AddressHandle
 //!   └────── Channel ─────────── Cq
@@ -16,6 +16,7 @@ mod ah;
 mod buf;
 mod channel;
 mod cq;
+mod dct;
 mod device;
 mod dma_buf;
 mod events;
@@ -35,6 +36,7 @@ pub use ah::AddressHandle;
 pub use buf::{Buf, BufMut};
 pub use channel::Channel;
 pub use cq::Cq;
+pub use dct::Dct;
 pub use device::Device;
 pub use dma_buf::DmaBufRegion;
 pub(crate) use events::Listener;

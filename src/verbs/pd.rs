@@ -47,7 +47,7 @@ impl ProtectionDomain {
         BufMut::from_storage(Registration::new(self, storage, Access::LOCAL_WRITE, false)?)
     }
 
-    /// A route to a peer for unreliable datagrams, `ibv_create_ah(3)`.
+    /// A route to a peer for datagrams and dynamic connections, `ibv_create_ah(3)`.
     ///
     /// # Errors
     ///

@@ -52,7 +52,8 @@ impl Qp {
     /// # Errors
     ///
     /// [`SetupError::Limit`] above a limit of the device, [`SetupError::Foreign`] for queues of another device or
-    /// protection domain, [`SetupError::Verb`] if the provider refuses.
+    /// protection domain, [`SetupError::Unsupported`] for an initiator of a device without DC,
+    /// [`SetupError::Verb`] if the provider refuses.
     pub fn new(
         pd: &ProtectionDomain,
         send_cq: &Cq,
@@ -66,6 +67,16 @@ impl Qp {
         LimitError::check("max_send_sge", caps.max_send_sge.into(), attr.max_sge.into())?;
         LimitError::check("max_recv_sge", caps.max_recv_sge.into(), attr.max_sge.into())?;
         LimitError::check("max_inline", caps.max_inline.into(), attr.max_inline.into())?;
+        if options.transport == Transport::Dci {
+            if attr.dc.is_none() {
+                return Err(SetupError::Unsupported { what: "dynamically connected transport (DC)" });
+            }
+            // It receives nothing.
+            LimitError::check("max_recv_wr", caps.max_recv_wr.into(), 0)?;
+            if srq.is_some() {
+                return Err(SetupError::Unsupported { what: "DC initiator with a shared receive queue" });
+            }
+        }
         for cq in [send_cq, recv_cq] {
             if !cq.device().same(pd.device()) {
                 return Err(SetupError::Foreign { what: "completion queue" });

@@ -57,7 +57,8 @@ impl Side {
     /// A route to `peer`.
     pub(crate) fn route_to(&self, peer: &Self) -> AddressHandle {
         let index = self.pd.device().default_path().unwrap().1.index;
-        let address = AddressVector::new(PortNum(1), index, peer.qp.endpoint().gid);
+        let endpoint = peer.qp.endpoint();
+        let address = AddressVector { dlid: endpoint.lid, ..AddressVector::new(PortNum(1), index, endpoint.gid) };
         self.pd.address_handle(&address).unwrap()
     }
 }

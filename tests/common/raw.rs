@@ -157,7 +157,7 @@ impl End {
         self.routes.borrow_mut().push(handle.clone());
         let target = UdTarget { qpn, ..handle.target(qpn, qkey) };
         let (op, flags, data) = (SendOp::Send, SendFlags::SIGNALED, Data::Sges(sges));
-        self.post(&[SendWr { wr_id: WrId(wr_id), op, flags, data, target: Some(target) }])
+        self.post(&[SendWr { wr_id: WrId(wr_id), op, flags, data, target: Some(target.into()) }])
     }
 
     pub(crate) fn post(&self, list: &[SendWr<'_>]) -> Result<(), PostError> {

@@ -12,7 +12,7 @@ use tokio_rdma::verbs::{Channel, Cq};
 use tokio_rdma::{OpErrorKind, SetupError};
 
 use crate::common::raw::{End, Options, connect, connected, outcome, poll, take};
-use crate::common::{Memory, Setup, events, eventually, run, rxe, skip, within};
+use crate::common::{Memory, Setup, events, eventually, is_made_up, run, rxe, skip, within};
 
 const ENOMEM: i32 = 12;
 const NONE: SendFlags = SendFlags::empty();
@@ -179,6 +179,12 @@ fn lost(device: &tokio_rdma::Device) -> AsyncEvent {
 
 #[test]
 fn overrun_by_sends_ends_the_queue_for_ever_and_its_queue_pairs() {
+    if is_made_up(
+        "overrun_by_sends_ends_the_queue_for_ever_and_its_queue_pairs",
+        "an overrun is told by an event, which nobody reads for bare queues",
+    ) {
+        return;
+    }
     let options = Options { send_cqe: 2, ..Options::default() };
     let (a, b, setup) = connected(&options);
     if a.send_cq.capacity() > 8 {
@@ -224,6 +230,12 @@ fn overrun_by_sends_ends_the_queue_for_ever_and_its_queue_pairs() {
 
 #[test]
 fn overrun_by_receives_ends_the_queue_for_ever_and_its_queue_pair() {
+    if is_made_up(
+        "overrun_by_receives_ends_the_queue_for_ever_and_its_queue_pair",
+        "an overrun is told by an event, which nobody reads for bare queues",
+    ) {
+        return;
+    }
     let options = Options { recv_cqe: 1, retry_count: 1, timeout: 14, ..Options::default() };
     let (a, b, setup) = connected(&options);
     if b.recv_cq.capacity() > 8 {
@@ -325,6 +337,12 @@ fn arm_fires_once_for_the_next_completion() {
 
 #[test]
 fn arm_for_solicited_fires_for_those_and_for_errors_only() {
+    if is_made_up(
+        "arm_for_solicited_fires_for_those_and_for_errors_only",
+        "libmlx5 says from where on to tell, so a completion that was not polled before is told of",
+    ) {
+        return;
+    }
     let (a, b, channel, _setup) = watched();
     b.recv_cq.arm(true).unwrap();
     send(&a, false);
@@ -355,6 +373,9 @@ fn arm_for_solicited_fires_for_those_and_for_errors_only() {
 
 #[test]
 fn arm_for_the_next_is_not_weakened_and_one_for_solicited_is_strengthened() {
+    if is_made_up("arm_for_the_next_is_not_weakened_and_one_for_solicited_is_strengthened", "the last request counts") {
+        return;
+    }
     let (a, b, channel, _setup) = watched();
     b.recv_cq.arm(false).unwrap();
     b.recv_cq.arm(true).unwrap();

@@ -4,6 +4,7 @@ mod batches;
 mod completions;
 mod datagrams;
 mod dma_buf;
+mod dynamic;
 mod errors;
 mod events;
 mod leases;

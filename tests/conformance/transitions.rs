@@ -356,6 +356,8 @@ fn values_out_of_range_are_refused() {
     refuse(QpState::Init, QpAttr { max_dest_rd_atomic: Some(limits.max_qp_rd_atom + 1), ..rtr(&options, &peer) });
     let mut address = peer.address();
     address.sgid_index = 255;
+    // Within an InfiniBand subnet the route is the LID.
+    address.dlid = 0;
     refuse(QpState::Init, QpAttr { address: Some(address), ..rtr(&options, &peer) });
     refuse(QpState::Rtr, QpAttr { retry_count: Some(8), ..rts(&options) });
     refuse(QpState::Rtr, QpAttr { rnr_retry: Some(8), ..rts(&options) });

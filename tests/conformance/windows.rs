@@ -478,7 +478,7 @@ fn unreliable_connection_has_windows_and_datagrams_have_none() {
     let target = b.pd.address_handle(&b.address()).unwrap();
     for (op, data) in [(SendOp::BindWindow, Data::Window(&bind)), (SendOp::LocalInvalidate(bind.rkey), Data::Sges(&[]))]
     {
-        let target = Some(target.target(b.qp.qpn(), crate::common::raw::QKEY));
+        let target = Some(target.target(b.qp.qpn(), crate::common::raw::QKEY).into());
         let refused = b.post(&[SendWr { wr_id: WrId(1), op, flags: SendFlags::SIGNALED, data, target }]);
         assert_eq!(refused.unwrap_err().error.errno, 22, "{op:?}");
     }

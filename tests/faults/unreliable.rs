@@ -221,7 +221,7 @@ fn datagrams(seed: u64, verbose: bool) -> Outcome {
                 op: SendOp::SendWithImm(Imm(index as u32)),
                 flags: SendFlags::SIGNALED,
                 data: Data::Sges(&sges),
-                target: Some(handles[from % 2][to % 2].target(qps[to].qpn(), QKEY)),
+                target: Some(handles[from % 2][to % 2].target(qps[to].qpn(), QKEY).into()),
             };
             // SAFETY: the sources outlive the queue pairs and are never written.
             unsafe { qps[from].post_send(&[wr]) }.unwrap();

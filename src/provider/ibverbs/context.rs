@@ -12,7 +12,7 @@ use rdma_sys::*;
 use super::channel::{Channel, do_not_block};
 use super::cq::Cq;
 use super::memory::Pd;
-use super::{Ibverbs, convert, sys};
+use super::{Ibverbs, convert, dc, sys};
 use crate::error::VerbError;
 use crate::provider::contract::{self, Context as _, Pd as _, QpInit};
 use crate::types::{
@@ -103,6 +103,7 @@ impl Context {
         }
         context.attr.max_inline = context.probe_inline();
         context.attr.dma_buf = context.create_pd()?.takes_dma_bufs();
+        context.attr.dc = dc::attributes(&context, raw, &context.attr);
         Ok(Some(context))
     }
 
@@ -249,7 +250,7 @@ impl contract::Context<Ibverbs> for Context {
     }
 
     fn create_pd(&self) -> Result<Pd, VerbError> {
-        Pd::new(self.raw, self.extended.then(|| self.attr.clone()))
+        Pd::new(self.raw, self.attr.clone(), self.extended)
     }
 
     fn create_channel(&self) -> Result<Channel, VerbError> {

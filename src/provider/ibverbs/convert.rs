@@ -70,6 +70,7 @@ pub(super) fn qp_type(transport: Transport) -> ibv_qp_type::Type {
         Transport::Rc => ibv_qp_type::IBV_QPT_RC,
         Transport::Uc => ibv_qp_type::IBV_QPT_UC,
         Transport::Ud => ibv_qp_type::IBV_QPT_UD,
+        Transport::Dci => ibv_qp_type::IBV_QPT_DRIVER,
     }
 }
 
@@ -226,11 +227,12 @@ pub(super) fn qp_attr_given(raw: &ibv_qp_attr, mask: u32) -> QpAttr {
 pub(super) fn qp_attr_from(raw: &ibv_qp_attr, transport: Transport) -> (QpState, QpAttr) {
     let state = state_from(raw.qp_state);
     let mut attr = QpAttr { state: Some(state), ..QpAttr::default() };
-    let (reliable, datagrams) = (transport == Transport::Rc, transport == Transport::Ud);
+    let reliable = matches!(transport, Transport::Rc | Transport::Dci);
+    let (connected, datagrams) = (matches!(transport, Transport::Rc | Transport::Uc), transport == Transport::Ud);
     if state != QpState::Reset {
         attr.pkey_index = Some(raw.pkey_index);
         attr.port = Some(PortNum(raw.port_num));
-        attr.access = (!datagrams).then(|| access_of(raw.qp_access_flags));
+        attr.access = connected.then(|| access_of(raw.qp_access_flags));
         attr.qkey = datagrams.then_some(Qkey(raw.qkey));
     }
     let (to_receive, to_send) = match state {
@@ -238,7 +240,10 @@ pub(super) fn qp_attr_from(raw: &ibv_qp_attr, transport: Transport) -> (QpState,
         QpState::Rtr => (true, false),
         QpState::Rts | QpState::Sqd | QpState::Sqe | QpState::Err => (true, true),
     };
-    if to_receive && !datagrams {
+    if to_receive && transport == Transport::Dci {
+        attr.path_mtu = Some(mtu_from(raw.path_mtu));
+    }
+    if to_receive && connected {
         attr.address = Some(address_from(&raw.ah_attr));
         attr.path_mtu = Some(mtu_from(raw.path_mtu));
         attr.dest_qpn = Some(Qpn(raw.dest_qp_num));

@@ -9,13 +9,14 @@ use std::ptr::NonNull;
 use rdma_sys::*;
 
 use super::ah::Ah;
+use super::dc::Dct;
 use super::owned::Owned;
 use super::qp::Qp;
 use super::srq::Srq;
 use super::{Ibverbs, convert, sys};
 use crate::error::VerbError;
-use crate::provider::contract::{self, DmaBufRange, QpInit};
-use crate::types::{Access, AddressVector, DeviceAttr, Lkey, Rkey, SrqCaps};
+use crate::provider::contract::{self, DctInit, DmaBufRange, NoDct, QpInit};
+use crate::types::{Access, AddressVector, DcAttr, DeviceAttr, Lkey, Rkey, SrqCaps};
 
 /// Of `errno(3)`.
 const EPROTONOSUPPORT: i32 = 93;
@@ -24,8 +25,10 @@ const EPROTONOSUPPORT: i32 = 93;
 #[derive(Debug)]
 pub(crate) struct Pd {
     raw: NonNull<ibv_pd>,
-    /// What queue pairs with `ibv_wr_*` may be asked to do, if such are wanted.
-    extended: Option<DeviceAttr>,
+    /// What queue pairs may be asked to do.
+    device: DeviceAttr,
+    /// They are posted to by `ibv_wr_*`.
+    extended: bool,
 }
 
 // SAFETY: S3: libibverbs is safe to call from any thread at once; the handle is used until `Drop` only.
@@ -34,9 +37,16 @@ unsafe impl Send for Pd {}
 unsafe impl Sync for Pd {}
 
 impl Pd {
-    pub(super) fn new(context: NonNull<ibv_context>, extended: Option<DeviceAttr>) -> Result<Self, VerbError> {
+    pub(super) fn new(context: NonNull<ibv_context>, device: DeviceAttr, extended: bool) -> Result<Self, VerbError> {
         // SAFETY: S3: the context is open.
-        Ok(Self { raw: sys::handle("ibv_alloc_pd", unsafe { ibv_alloc_pd(context.as_ptr()) })?, extended })
+        let raw = sys::handle("ibv_alloc_pd", unsafe { ibv_alloc_pd(context.as_ptr()) })?;
+        Ok(Self { raw, device, extended })
+    }
+
+    /// The same, of a device that has DC, to find out whether it has.
+    pub(super) fn with_dc(mut self, dc: DcAttr) -> Self {
+        self.device.dc = Some(dc);
+        self
     }
 
     /// Registers what the descriptor `fd` names, which the kernel looks up.
@@ -73,7 +83,14 @@ impl contract::Pd<Ibverbs> for Pd {
     }
 
     fn create_qp(&self, init: &QpInit<'_, Ibverbs>) -> Result<Qp, VerbError> {
-        Qp::new(self.raw, init, self.extended.as_ref())
+        Qp::new(self.raw, init, &self.device, self.extended)
+    }
+
+    fn create_dct(&self, init: &DctInit<'_, Ibverbs>) -> Result<Dct, VerbError> {
+        if self.device.dc.is_none() {
+            return Err(NoDct::REFUSED);
+        }
+        Dct::new(self.raw, init)
     }
 
     fn create_mw(&self) -> Result<Mw, VerbError> {
@@ -89,6 +106,10 @@ impl contract::Pd<Ibverbs> for Pd {
     }
 
     fn create_ah(&self, address: &AddressVector) -> Result<Ah, VerbError> {
+        // libmlx5 does not say why it has no such port.
+        if !(1..=self.device.ports).contains(&address.port.0) {
+            return Err(VerbError::new("ibv_create_ah", VerbError::EINVAL));
+        }
         Ah::new(self.raw, address)
     }
 }

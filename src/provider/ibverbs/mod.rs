@@ -3,7 +3,7 @@
 //!
 //! Each object is one handle of the C library and frees it on drop; parents outlive their children because the layer
 //! above holds them. [`sys`] undoes the C library's four ways to report an error, [`convert`] puts values from one form
-//! into the other. What is left in the other files is one verb per function.
+//! into the other. What is left in the other files is one verb per function; [`dc`] has those of libmlx5.
 
 mod ah;
 mod channel;
@@ -11,6 +11,7 @@ mod cm;
 mod context;
 mod convert;
 mod cq;
+mod dc;
 mod memory;
 mod owned;
 mod post;
@@ -34,6 +35,7 @@ impl Provider for Ibverbs {
     type Channel = channel::Channel;
     type Cq = cq::Cq;
     type Qp = qp::Qp;
+    type Dct = dc::Dct;
     type Srq = srq::Srq;
     type Ah = ah::Ah;
     type CmChannel = cm::CmChannel;

@@ -4,14 +4,14 @@
 #![allow(unsafe_code)]
 
 use std::mem::MaybeUninit;
-use std::ptr;
+use std::ptr::{self, NonNull};
 
 use rdma_sys::*;
 
 use super::{convert, sys};
 use crate::error::VerbError;
 use crate::provider::contract::PostError;
-use crate::types::{Data, RecvWr, RemoteAddr, SendOp, SendWr, Transport, UdTarget, WindowBind};
+use crate::types::{Data, DctTarget, RecvWr, RemoteAddr, SendOp, SendTarget, SendWr, Transport, UdTarget, WindowBind};
 
 /// Work requests of one chain: a longer list rings one doorbell for each so many. They stand on the stack while posted.
 const CHAIN: usize = 32;
@@ -48,16 +48,22 @@ pub(super) fn is_plain(wr: &SendWr<'_>) -> bool {
 
 #[inline]
 fn is_possible(transport: Transport, wr: &SendWr<'_>) -> bool {
+    let binds = matches!(transport, Transport::Rc | Transport::Uc);
     let has_operation = match wr.op {
         SendOp::Send | SendOp::SendWithImm(_) => true,
         SendOp::Write(_) | SendOp::WriteWithImm(..) => transport != Transport::Ud,
-        SendOp::SendWithInvalidate(_) | SendOp::Read(_) | SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. } => {
-            transport == Transport::Rc
+        SendOp::Read(_) | SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. } => {
+            matches!(transport, Transport::Rc | Transport::Dci)
         }
-        SendOp::LocalInvalidate(_) => return transport != Transport::Ud && matches!(wr.data, Data::Sges([])),
-        SendOp::BindWindow => return transport != Transport::Ud && matches!(wr.data, Data::Window(_)),
+        SendOp::SendWithInvalidate(_) => transport == Transport::Rc,
+        SendOp::LocalInvalidate(_) => return binds && matches!(wr.data, Data::Sges([])),
+        SendOp::BindWindow => return binds && matches!(wr.data, Data::Window(_)),
     };
-    let addressed = (transport == Transport::Ud) == wr.target.is_some();
+    let addressed = match wr.target {
+        None => matches!(transport, Transport::Rc | Transport::Uc),
+        Some(SendTarget::Datagram(_)) => transport == Transport::Ud,
+        Some(SendTarget::Dc(_)) => transport == Transport::Dci,
+    };
     // What an operation brings back needs a place to go to.
     let placed = match wr.data {
         Data::Sges(_) => true,
@@ -197,7 +203,8 @@ unsafe fn write_send(element: *mut Element, next: *mut ibv_send_wr, wr: &SendWr<
         (*raw).wr_id = wr.wr_id.0;
         (*raw).next = next;
         (*raw).opcode = opcode;
-        if let Some(UdTarget { handle, qpn, qkey, .. }) = wr.target {
+        // What names a DC target is not posted in a chain.
+        if let Some(SendTarget::Datagram(UdTarget { handle, qpn, qkey, .. })) = wr.target {
             (*raw).wr.ud =
                 ud_t { ah: ptr::with_exposed_provenance_mut(handle), remote_qpn: qpn.0, remote_qkey: qkey.0 };
         }
@@ -242,9 +249,14 @@ unsafe fn window(bind: &WindowBind) -> *mut ibv_mw {
 ///
 /// # Safety
 ///
-/// `qp` is alive, and the memory of the list is kept as for `ibv_post_send(3)`.
+/// `qp` is alive, `dc` is the same queue pair if it initiates dynamic connections, and the memory of the list is kept as for
+/// `ibv_post_send(3)`.
 #[inline]
-pub(super) unsafe fn extended(qp: *mut ibv_qp_ex, list: &[SendWr<'_>]) -> Result<(), PostError> {
+pub(super) unsafe fn extended(
+    qp: *mut ibv_qp_ex,
+    dc: Option<NonNull<mlx5dv_qp_ex>>,
+    list: &[SendWr<'_>],
+) -> Result<(), PostError> {
     if list.is_empty() {
         return Ok(());
     }
@@ -255,7 +267,7 @@ pub(super) unsafe fn extended(qp: *mut ibv_qp_ex, list: &[SendWr<'_>]) -> Result
         for wr in list {
             (*qp).wr_id = wr.wr_id.0;
             (*qp).wr_flags = convert::send_flags(wr.flags);
-            if !operation(qp, wr) {
+            if !operation(qp, dc, wr) {
                 ibv_wr_abort(qp);
                 let error = VerbError::new("ibv_wr_start", VerbError::EINVAL);
                 return Err(PostError { posted: 0, error });
@@ -272,7 +284,7 @@ pub(super) unsafe fn extended(qp: *mut ibv_qp_ex, list: &[SendWr<'_>]) -> Result
 ///
 /// As [`extended`], after `ibv_wr_start`.
 #[inline]
-unsafe fn operation(qp: *mut ibv_qp_ex, wr: &SendWr<'_>) -> bool {
+unsafe fn operation(qp: *mut ibv_qp_ex, dc: Option<NonNull<mlx5dv_qp_ex>>, wr: &SendWr<'_>) -> bool {
     macro_rules! call {
         ($function:ident $(, $argument:expr)*) => {
             match (*qp).$function {
@@ -305,8 +317,16 @@ unsafe fn operation(qp: *mut ibv_qp_ex, wr: &SendWr<'_>) -> bool {
             }
             SendOp::FetchAdd { remote, add } => call!(wr_atomic_fetch_add, remote.rkey.0, remote.addr, add),
         }
-        if let Some(UdTarget { handle, qpn, qkey, .. }) = wr.target {
-            call!(wr_set_ud_addr, ptr::with_exposed_provenance_mut(handle), qpn.0, qkey.0);
+        match wr.target {
+            None => {}
+            Some(SendTarget::Datagram(UdTarget { handle, qpn, qkey, .. })) => {
+                call!(wr_set_ud_addr, ptr::with_exposed_provenance_mut(handle), qpn.0, qkey.0);
+            }
+            Some(SendTarget::Dc(DctTarget { handle, number, key, .. })) => {
+                let Some(dc) = dc.map(NonNull::as_ptr) else { return false };
+                let Some(set) = (*dc).wr_set_dc_addr else { return false };
+                set(dc, ptr::with_exposed_provenance_mut(handle), number.0, key.0);
+            }
         }
         match wr.data {
             Data::Sges(&[sge]) => call!(wr_set_sge, sge.lkey.0, sge.addr, sge.length),

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 use rdma_sys::*;
 
+use super::dc::Initiator;
 use super::owned::Owned;
 use super::srq::Srq;
 use super::{Ibverbs, convert, post, sys};
@@ -21,8 +22,12 @@ pub(crate) struct Qp {
     raw: Owned<ibv_qp>,
     /// The same queue pair for `ibv_wr_*`, where the driver has them.
     extended: Option<NonNull<ibv_qp_ex>>,
+    /// The same for what names a DC target, of an initiator.
+    dc: Option<NonNull<mlx5dv_qp_ex>>,
     transport: Transport,
     caps: QpCaps,
+    /// It has receives of its own, and not a shared queue's or none.
+    receives: bool,
     /// State that it was last put into. Drivers differ in what they do with work that is posted too early: one refuses
     /// it and keeps it in the ring, another takes it.
     state: AtomicU8,
@@ -36,12 +41,26 @@ unsafe impl Send for Qp {}
 unsafe impl Sync for Qp {}
 
 impl Qp {
-    /// With `ibv_wr_*` if `device` is given and its driver has them.
+    /// With `ibv_wr_*` if they are wanted (`extended`) and its driver has them, or if it is of DC.
     pub(super) fn new(
         pd: NonNull<ibv_pd>,
         init: &QpInit<'_, Ibverbs>,
-        device: Option<&DeviceAttr>,
+        device: &DeviceAttr,
+        extended: bool,
     ) -> Result<Self, VerbError> {
+        if init.transport == Transport::Dci {
+            if device.dc.is_none() {
+                return Err(contract::NoDct::REFUSED);
+            }
+            let Initiator { raw, extended, dc, granted } =
+                Initiator::new(pd, init, send_operations(init.transport, device))?;
+            return Ok(Self {
+                dc: Some(dc),
+                receives: false,
+                ..Self::made(raw, Some(extended), init.transport, &granted)
+            });
+        }
+        let receives = init.srq.is_none();
         // SAFETY: S3: all zero is a value of this structure of numbers and pointers.
         let mut raw: ibv_qp_init_attr_ex = unsafe { mem::zeroed() };
         raw.send_cq = init.send_cq.raw();
@@ -50,7 +69,7 @@ impl Qp {
         raw.cap = convert::caps_to(init.caps);
         raw.qp_type = convert::qp_type(init.transport);
         raw.pd = pd.as_ptr();
-        if let Some(device) = device {
+        if extended {
             let mut wanted = raw;
             wanted.comp_mask =
                 (ibv_qp_init_attr_mask::IBV_QP_INIT_ATTR_PD | ibv_qp_init_attr_mask::IBV_QP_INIT_ATTR_SEND_OPS_FLAGS).0;
@@ -60,13 +79,14 @@ impl Qp {
             if let Ok(qp) = sys::handle("ibv_create_qp_ex", qp) {
                 // SAFETY: S3: just made.
                 let extended = NonNull::new(unsafe { ibv_qp_to_qp_ex(qp.as_ptr()) });
-                return Ok(Self::made(qp, extended, init.transport, &wanted.cap));
+                return Ok(Self { receives, ..Self::made(qp, extended, init.transport, &wanted.cap) });
             }
         }
         // The structure starts as `ibv_qp_init_attr` does, and goes on where that ends.
         // SAFETY: S3: the protection domain and the queues are alive, the attributes ours.
         let qp = unsafe { ibv_create_qp(pd.as_ptr(), (&raw mut raw).cast()) };
-        Ok(Self::made(sys::handle("ibv_create_qp", qp)?, None, init.transport, &raw.cap))
+        let qp = sys::handle("ibv_create_qp", qp)?;
+        Ok(Self { receives, ..Self::made(qp, None, init.transport, &raw.cap) })
     }
 
     fn made(
@@ -80,7 +100,7 @@ impl Qp {
         let in_place = if plainly { QpState::Rts as u8 } else { u8::MAX };
         // SAFETY: S3: just made, and ours.
         let raw = unsafe { Owned::new(raw) };
-        Self { raw, extended, transport, caps: convert::caps_from(granted), state, in_place }
+        Self { raw, extended, dc: None, receives: true, transport, caps: convert::caps_from(granted), state, in_place }
     }
 
     fn raw(&self) -> *mut ibv_qp {
@@ -89,8 +109,8 @@ impl Qp {
 
     /// Refuses work in the states before `first`.
     #[inline]
-    fn check(&self, verb: &'static str, first: QpState) -> Result<(), PostError> {
-        if self.state.load(Ordering::Acquire) >= first as u8 {
+    fn check(&self, verb: &'static str, first: u8) -> Result<(), PostError> {
+        if self.state.load(Ordering::Acquire) >= first {
             return Ok(());
         }
         Err(PostError { posted: 0, error: VerbError::new(verb, VerbError::EINVAL) })
@@ -105,12 +125,15 @@ fn send_operations(transport: Transport, device: &DeviceAttr) -> ibv_qp_create_s
     match transport {
         Transport::Ud => send,
         Transport::Uc => send | write,
-        Transport::Rc => {
-            let mut all = send | write | op::IBV_QP_EX_WITH_SEND_WITH_INV | op::IBV_QP_EX_WITH_RDMA_READ;
+        Transport::Rc | Transport::Dci => {
+            let mut all = send | write | op::IBV_QP_EX_WITH_RDMA_READ;
+            if transport == Transport::Rc {
+                all |= op::IBV_QP_EX_WITH_SEND_WITH_INV;
+            }
             if device.atomic != AtomicCapability::None {
                 all = all | op::IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP | op::IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD;
             }
-            if device.max_mw > 0 {
+            if device.max_mw > 0 && transport == Transport::Rc {
                 all =
                     all | op::IBV_QP_EX_WITH_SEND_WITH_INV | op::IBV_QP_EX_WITH_LOCAL_INV | op::IBV_QP_EX_WITH_BIND_MW;
             }
@@ -174,11 +197,11 @@ impl contract::Qp for Qp {
 
     #[inline(never)]
     unsafe fn post_send(&self, list: &[SendWr<'_>]) -> Result<(), PostError> {
-        self.check("ibv_post_send", QpState::Rts)?;
+        self.check("ibv_post_send", QpState::Rts as u8)?;
         let (possible, refused) = post::possible(self.transport, list);
         match self.extended {
             // SAFETY: S1: the memory of the list is kept by the caller; S3: the queue pair is alive.
-            Some(qp) => unsafe { post::extended(qp.as_ptr(), possible) },
+            Some(qp) => unsafe { post::extended(qp.as_ptr(), self.dc, possible) },
             None => post::sends(possible, |first, refused| {
                 // SAFETY: S1: the memory of the list is kept by the caller; S3: the queue pair is alive, the chain ours.
                 sys::status("ibv_post_send", unsafe { ibv_post_send(self.raw(), first, refused) })
@@ -189,7 +212,9 @@ impl contract::Qp for Qp {
 
     #[inline]
     unsafe fn post_recv(&self, list: &[RecvWr<'_>]) -> Result<(), PostError> {
-        self.check("ibv_post_recv", QpState::Init)?;
+        // Of one that has none, drivers say this, or that its queue is full.
+        let first = if self.receives { QpState::Init as u8 } else { u8::MAX };
+        self.check("ibv_post_recv", first)?;
         post::receives(list, |first, refused| {
             // SAFETY: S1: the memory of the list is kept by the caller; S3: the queue pair is alive, the chain ours.
             sys::status("ibv_post_recv", unsafe { ibv_post_recv(self.raw(), first, refused) })

@@ -15,7 +15,7 @@ use memmap2::MmapRaw;
 use parking_lot::{Mutex, RwLock};
 
 use crate::error::VerbError;
-use crate::provider::contract::{self, DmaBufRange, QpInit};
+use crate::provider::contract::{self, DctInit, DmaBufRange, NoDct, QpInit};
 use crate::types::{
     Access, AddressVector, AsyncEvent, AtomicCapability, DeviceAttr, Gid, GidEntry, GidKind, Lkey, Mtu, PortAttr,
     PortNum, PortState, Psn, Qpn, Rkey, SrqCaps,
@@ -112,7 +112,7 @@ impl DeviceInner {
             // Nothing is ever pinned.
             on_demand_paging: true,
             dma_buf: true,
-            dc: Some(false),
+            dc: None,
             ..DeviceAttr::named(name)
         };
         let mtu = endpoint.as_ref().map_or(Mtu::Mtu4096, |endpoint| endpoint.own_mtu());
@@ -454,6 +454,10 @@ impl contract::Pd<Soft> for Pd {
         let random = device.network.random()?;
         let key = device.keys.add_window(self.id, random).ok_or(VerbError::new(VERB, VerbError::ENOMEM))?;
         Ok(Mw { device: Arc::clone(device), key, ended: false })
+    }
+
+    fn create_dct(&self, _init: &DctInit<'_, Soft>) -> Result<NoDct, VerbError> {
+        Err(NoDct::REFUSED)
     }
 
     fn create_srq(&self, caps: SrqCaps) -> Result<Srq, VerbError> {

@@ -86,6 +86,7 @@ impl contract::Provider for Soft {
     type Channel = Channel;
     type Cq = Cq;
     type Qp = Qp;
+    type Dct = contract::NoDct;
     type Srq = Srq;
     type Ah = Ah;
     type CmChannel = cm::CmChannel;

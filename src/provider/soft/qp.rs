@@ -14,7 +14,7 @@ use crate::error::VerbError;
 use crate::provider::contract::{self, PostError, QpInit};
 use crate::types::{
     Access, AckTimeout, AsyncEvent, Data, Gid, Mtu, Qkey, QpAttr, QpCaps, QpState, Qpn, RecvWr, RnrTimer, SendOp,
-    SendWr, Transport, WorkCompletion, check_transition,
+    SendTarget, SendWr, Transport, WorkCompletion, check_transition,
 };
 
 use super::Soft;
@@ -161,6 +161,9 @@ impl Receiver for ReceiveSide<'_> {
 /// Makes a queue pair in RESET.
 pub(super) fn create(context: &Arc<ContextInner>, pd: u32, init: &QpInit<'_, Soft>) -> Result<Qp, VerbError> {
     let refuse = || VerbError::new("ibv_create_qp", VerbError::EINVAL);
+    if init.transport == Transport::Dci {
+        return Err(contract::NoDct::REFUSED);
+    }
     let device = context.device();
     let limits = device.attr();
     let mut caps = init.caps;
@@ -342,8 +345,10 @@ impl QpInner {
             Transport::Ud => {
                 matches!(wr.op, SendOp::Send | SendOp::SendWithImm(_))
                     && length as usize <= Mtu::Mtu4096.bytes()
-                    && wr.target.is_some_and(|to| to.address.port == PORT && to.address.sgid_index == 0)
+                    && matches!(wr.target, Some(SendTarget::Datagram(to)) if to.address.port == PORT && to.address.sgid_index == 0)
             }
+            // None is made.
+            Transport::Dci => false,
         };
         allowed.then_some(length)
     }

@@ -263,7 +263,7 @@ impl Packet {
     /// Appends the image to `out`; `payload` appends the payload.
     pub(super) fn emit(&self, payload_len: usize, out: &mut Vec<u8>, payload: impl FnOnce(&mut Vec<u8>)) {
         let class = match self.transport {
-            Transport::Rc => 0x00,
+            Transport::Rc | Transport::Dci => 0x00,
             Transport::Uc => 0x20,
             Transport::Ud => 0x60,
         };

@@ -23,8 +23,8 @@ pub(super) use wqe::Destination;
 use wqe::{SendWqe, body_of, consumes_receive, local_fault};
 
 use crate::types::{
-    Access, AckTimeout, Data, Mtu, Psn, Qkey, QpState, Qpn, RnrTimer, SendFlags, SendOp, SendWr, Sge, Transport,
-    WcStatus, WorkCompletion,
+    Access, AckTimeout, Data, Mtu, Psn, Qkey, QpState, Qpn, RnrTimer, SendFlags, SendOp, SendTarget, SendWr, Sge,
+    Transport, WcStatus, WorkCompletion,
 };
 
 use crate::provider::soft::dma::Gather;
@@ -276,7 +276,7 @@ impl Requester {
                 }
             }
         }
-        if let Some(target) = wr.target {
+        if let Some(SendTarget::Datagram(target)) = wr.target {
             wqe.to = Destination { gid: target.address.dgid, qpn: target.qpn, qkey: target.qkey };
         }
         if matches!(self.state, QpState::Err | QpState::Sqe) {

@@ -266,6 +266,8 @@ impl Responder {
         }
         match self.config.transport {
             Transport::Rc => self.on_reliable(packet, payload, keys, out),
+            // Only sends.
+            Transport::Dci => self.counters.dropped += 1,
             Transport::Uc => self.on_unreliable(packet, payload, keys, out),
             Transport::Ud => self.on_datagram(packet, source, payload, keys, out),
         }

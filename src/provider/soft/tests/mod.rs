@@ -206,7 +206,7 @@ impl End {
 
     fn send_to(&self, wr_id: u64, to: &Self, qpn: Qpn, qkey: Qkey, sges: &[Sge]) -> Result<(), PostError> {
         let address = to.address();
-        let target = Some(UdTarget { address: &address, handle: 0, qpn, qkey });
+        let target = Some(UdTarget { address: &address, handle: 0, qpn, qkey }.into());
         let wr =
             SendWr { wr_id: WrId(wr_id), op: SendOp::Send, flags: SendFlags::SIGNALED, data: Data::Sges(sges), target };
         // SAFETY: as in `send_with`.

@@ -1,0 +1,19 @@
+//! Dynamically connected transport: one target and a few initiators for any number of peers.
+//!
+//! ```text
+//!  node A                                                   node B
+//!  DcInitiator ── to(&peer) ── write, read, send, …  ──▶  DcTarget ── SharedReceiveQueue
+//!       peer = initiator.peer(&address)                      │
+//!                       ▲                                    │
+//!                       └──────────── DcAddress ◀────────────┘ address(), over anything
+//! ```
+
+mod address;
+mod initiator;
+mod sender;
+mod target;
+
+pub use address::DcAddress;
+pub use initiator::{DcInitiator, DcInitiatorBuilder, DcPeer};
+pub use sender::DcSender;
+pub use target::{DcTarget, DcTargetBuilder};
