@@ -1,0 +1,82 @@
+//! Which attributes a change of state must and may come with: `ibv_modify_qp(3)`, and for DC what libmlx5's users are told
+//! by `mlx5dv_create_qp(3)` and the examples of rdma-core.
+
+use crate::abi::{EINVAL, mask, state};
+use crate::objects::Kind;
+use crate::uverbs::Reply;
+
+/// What `mask` may say for a change from `from` to `to`.
+pub(super) fn check(kind: Kind, from: u8, to: u8, given: u32) -> Reply {
+    let Some((required, optional)) = attributes(kind, from, to) else { return Err(EINVAL) };
+    let given = given & !mask::STATE;
+    let complete = given & required == required;
+    let nothing_else = given & !(required | optional | mask::CUR_STATE) == 0;
+    if complete && nothing_else { Ok(()) } else { Err(EINVAL) }
+}
+
+/// Required and optional attributes; `None` where there is no such change.
+fn attributes(kind: Kind, from: u8, to: u8) -> Option<(u32, u32)> {
+    use mask::*;
+    match kind {
+        Kind::Dct => match (from, to) {
+            (state::RESET, state::INIT) => Some((ACCESS_FLAGS | PKEY_INDEX | PORT, 0)),
+            (state::INIT, state::RTR) => Some((MIN_RNR_TIMER | AV | PATH_MTU, 0)),
+            // A target is destroyed; it goes nowhere else.
+            _ => None,
+        },
+        Kind::Dci => match (from, to) {
+            (_, state::RESET) => Some((0, 0)),
+            (from, state::ERR) if from != state::RESET => Some((0, 0)),
+            (state::RESET, state::INIT) => Some((PKEY_INDEX | PORT, 0)),
+            (state::INIT, state::INIT) => Some((0, PKEY_INDEX | PORT)),
+            (state::INIT, state::RTR) => Some((PATH_MTU, PKEY_INDEX | AV)),
+            (state::RTR, state::RTS) => {
+                Some((TIMEOUT | RETRY_CNT | RNR_RETRY | MAX_QP_RD_ATOMIC | SQ_PSN, MIN_RNR_TIMER))
+            }
+            (state::RTS, state::RTS) => Some((0, MIN_RNR_TIMER)),
+            _ => None,
+        },
+        Kind::Rc | Kind::Uc | Kind::Ud => connected(kind, from, to),
+    }
+}
+
+fn connected(kind: Kind, from: u8, to: u8) -> Option<(u32, u32)> {
+    use mask::*;
+    let of = |rc, uc, ud| match kind {
+        Kind::Rc => rc,
+        Kind::Uc => uc,
+        _ => ud,
+    };
+    match (from, to) {
+        (_, state::RESET | state::ERR) => Some((0, 0)),
+        (state::RESET, state::INIT) => {
+            let common = PKEY_INDEX | PORT;
+            Some((common | of(ACCESS_FLAGS, ACCESS_FLAGS, QKEY), 0))
+        }
+        (state::INIT, state::INIT) => Some((0, PKEY_INDEX | PORT | of(ACCESS_FLAGS, ACCESS_FLAGS, QKEY))),
+        (state::INIT, state::RTR) => {
+            let path = AV | PATH_MTU | DEST_QPN | RQ_PSN;
+            Some((
+                of(path | MAX_DEST_RD_ATOMIC | MIN_RNR_TIMER, path, 0),
+                PKEY_INDEX | of(ACCESS_FLAGS | ALT_PATH, ACCESS_FLAGS | ALT_PATH, QKEY),
+            ))
+        }
+        (state::RTR, state::RTS) => Some((
+            SQ_PSN | of(TIMEOUT | RETRY_CNT | RNR_RETRY | MAX_QP_RD_ATOMIC, 0, 0),
+            of(
+                ACCESS_FLAGS | MIN_RNR_TIMER | ALT_PATH | PATH_MIG_STATE,
+                ACCESS_FLAGS | ALT_PATH | PATH_MIG_STATE,
+                QKEY,
+            ),
+        )),
+        (state::RTS, state::RTS) => Some((
+            0,
+            of(
+                ACCESS_FLAGS | MIN_RNR_TIMER | ALT_PATH | PATH_MIG_STATE,
+                ACCESS_FLAGS | ALT_PATH | PATH_MIG_STATE,
+                QKEY,
+            ),
+        )),
+        _ => None,
+    }
+}

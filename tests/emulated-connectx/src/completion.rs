@@ -1,0 +1,145 @@
+//! Writing completions, and waking who asked for it.
+
+use std::time::Instant;
+
+use crate::abi::event;
+use crate::channel;
+use crate::control::{Release, Waiting};
+use crate::cqe::Cqe;
+use crate::lint::Problem;
+use crate::objects::{Arm, Cq, Handle};
+use crate::state::State;
+
+/// Consumer indices count in 24 bits.
+const INDEX: u32 = 0xff_ffff;
+
+impl Cq {
+    /// Completions that the program has not taken.
+    fn outstanding(&self) -> u32 {
+        self.produced.wrapping_sub(self.records.record(0)) & INDEX
+    }
+
+    fn slot(&self) -> u64 {
+        let slot = u64::from(self.produced & (self.entries - 1)) * u64::from(self.entry_size);
+        // The entry proper is the second half of a large one.
+        slot + u64::from(self.entry_size - 64)
+    }
+
+    /// The entries are marked as the device's, so that none counts in the first pass.
+    pub(crate) fn unmarked(&self) -> Option<u32> {
+        let last = |entry: u32| u64::from(entry + 1) * u64::from(self.entry_size) - 1;
+        (0..self.entries).find(|&entry| {
+            let byte = self.ring.byte(last(entry));
+            byte >> 4 != crate::cqe::INVALID && byte & 1 == 0
+        })
+    }
+}
+
+impl State {
+    /// A completion of queue pair `qpn`: now, or when it is due.
+    pub(crate) fn complete(&mut self, cq: Handle, qpn: u32, cqe: Cqe) {
+        match self.policy.waits(qpn) {
+            Some(due) => self.policy.waiting.push(Waiting { cq, qpn, cqe, due }),
+            None => self.write(cq, cqe),
+        }
+    }
+
+    fn write(&mut self, handle: Handle, mut cqe: Cqe) {
+        let now = self.started.elapsed().as_nanos() as u64;
+        let Some(cq) = self.cqs.get_mut(&handle) else { return };
+        let (outstanding, entries, number) = (cq.outstanding(), cq.entries, cq.number);
+        if outstanding > entries {
+            let detail = format!("{} is taken, {} written", cq.records.record(0), cq.produced & INDEX);
+            self.lint.note(number, Problem::WrongOwner, detail);
+        }
+        if cq.overrun {
+            return;
+        }
+        if outstanding >= entries {
+            cq.overrun = true;
+            let detail = format!("{entries} entries, and none is free");
+            self.lint.note(number, Problem::CompletionOverrun, detail);
+            self.cq_event(handle, event::CQ_ERR);
+            return;
+        }
+        cqe.stamp(now);
+        let (rest, last) = cqe.parts(cq.produced & cq.entries != 0);
+        let slot = cq.slot();
+        cq.ring.write(slot, rest);
+        cq.ring.publish(slot + 63, last);
+        cq.produced = cq.produced.wrapping_add(1);
+        self.counters.completions += 1;
+        self.counters.errors += u64::from(cqe.is_error());
+        let urgent = cqe.solicited || cqe.is_error();
+        if urgent {
+            cq.solicited = cq.produced;
+        }
+        if cq.armed.is_some_and(|arm| arm == Arm::Any || urgent) {
+            self.notify(handle);
+        }
+    }
+
+    fn notify(&mut self, handle: Handle) {
+        let Some(cq) = self.cqs.get_mut(&handle) else { return };
+        cq.armed = None;
+        let Some(channel) = cq.channel.and_then(|fd| self.channels.get_mut(&fd)) else { return };
+        channel.send(&channel::completion_event(cq.user_handle));
+        cq.completion_events += 1;
+        self.counters.completion_events += 1;
+    }
+
+    /// Looks whether the program has armed the queue.
+    pub(crate) fn look_at_arm(&mut self, handle: Handle) {
+        const SOLICITED: u32 = 1 << 24;
+        let Some(cq) = self.cqs.get_mut(&handle) else { return };
+        let record = cq.records.record(1);
+        // Other queues ring on the same page. Zero is what the record begins with.
+        if cq.last_arm == Some(record) || cq.last_arm.is_none() && record == 0 && cq.channel.is_none() {
+            return;
+        }
+        cq.last_arm = Some(record);
+        let consumed = record & INDEX;
+        let arm = if record & SOLICITED != 0 { Arm::Solicited } else { Arm::Any };
+        cq.armed = Some(arm);
+        // What was written since the program looked is told at once.
+        let written = if arm == Arm::Any { cq.produced } else { cq.solicited };
+        let ahead = written.wrapping_sub(consumed) & INDEX;
+        if ahead != 0 && ahead <= INDEX / 2 {
+            self.notify(handle);
+        }
+    }
+
+    /// Writes the completions that are due.
+    pub(crate) fn write_due(&mut self) -> bool {
+        if self.policy.waiting.is_empty() {
+            return false;
+        }
+        let now = Instant::now();
+        let (due, waiting) = std::mem::take(&mut self.policy.waiting)
+            .into_iter()
+            .partition::<Vec<_>, _>(|waiting| waiting.due.is_some_and(|due| due <= now));
+        self.policy.waiting = waiting;
+        let any = !due.is_empty();
+        for waiting in due {
+            self.write(waiting.cq, waiting.cqe);
+        }
+        any
+    }
+
+    pub(crate) fn release(&mut self, order: Release) {
+        for waiting in self.policy.released(order) {
+            self.write(waiting.cq, waiting.cqe);
+        }
+    }
+
+    /// Looks for a consumer index that is ahead of what was written.
+    pub(crate) fn audit_cqs(&mut self) {
+        let Self { cqs, lint, .. } = self;
+        for cq in cqs.values() {
+            if cq.outstanding() > cq.entries && !cq.overrun {
+                let detail = format!("{} is taken, {} written", cq.records.record(0), cq.produced & INDEX);
+                lint.note(cq.number, Problem::WrongOwner, detail);
+            }
+        }
+    }
+}

@@ -1,0 +1,102 @@
+//! Entries of completion queues: `struct mlx5_cqe64`, `struct mlx5_err_cqe`.
+
+use crate::control::Status;
+
+/// The low bit of the last byte says in which pass over the ring the entry was written, bit 1 that it is solicited, and
+/// the high half what it is.
+const OPCODE: u32 = 4;
+const SOLICITED: u8 = 2;
+pub(crate) const INVALID: u8 = 15;
+
+/// What the high half says.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[repr(u8)]
+pub(crate) enum Opcode {
+    Request = 0,
+    WriteImm = 1,
+    Send = 2,
+    SendImm = 3,
+    RequestError = 13,
+    ResponseError = 14,
+}
+
+/// An entry without the bit of its pass.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Cqe {
+    bytes: [u8; 64],
+    pub(crate) solicited: bool,
+    opcode: Opcode,
+}
+
+impl Cqe {
+    fn new(uidx: u32, opcode: Opcode, qpn: u32, wqe: u16) -> Self {
+        let mut cqe = Self { bytes: [0; 64], solicited: false, opcode };
+        cqe.put(32, &uidx.to_be_bytes());
+        cqe.put(56, &qpn.to_be_bytes());
+        cqe.put(60, &wqe.to_be_bytes());
+        cqe
+    }
+
+    fn put(&mut self, at: usize, bytes: &[u8]) {
+        self.bytes[at..at + bytes.len()].copy_from_slice(bytes);
+    }
+
+    /// A request that succeeded: `wqe` names it, `bytes` is what was read.
+    pub(crate) fn request(uidx: u32, qpn: u32, wqe: u16, operation: u8, bytes: u32) -> Self {
+        let mut cqe = Self::new(uidx, Opcode::Request, u32::from(operation) << 24 | qpn, wqe);
+        cqe.put(44, &bytes.to_be_bytes());
+        cqe
+    }
+
+    /// A receive that succeeded.
+    pub(crate) fn receive(uidx: u32, opcode: Opcode, qpn: u32, wqe: u16, arrived: &Arrived) -> Self {
+        let mut cqe = Self::new(uidx, opcode, qpn, wqe);
+        cqe.put(22, &arrived.source_lid.to_be_bytes());
+        let route = u32::from(arrived.has_grh) << 28 | u32::from(arrived.service_level & 15) << 24;
+        cqe.put(24, &(route | arrived.source_qpn).to_be_bytes());
+        cqe.put(36, &arrived.immediate);
+        cqe.put(44, &arrived.bytes.to_be_bytes());
+        cqe.solicited = arrived.solicited;
+        cqe
+    }
+
+    /// A request or receive that failed or was flushed.
+    pub(crate) fn error(uidx: u32, opcode: Opcode, qpn: u32, wqe: u16, operation: u8, status: Status) -> Self {
+        /// Of the vendor; this one is made up.
+        const VENDOR: u8 = 0x68;
+        let mut cqe = Self::new(uidx, opcode, u32::from(operation) << 24 | qpn, wqe);
+        let vendor = if status == Status::WorkRequestFlushed { 0xf9 } else { VENDOR };
+        cqe.put(54, &[vendor, status.syndrome()]);
+        cqe
+    }
+
+    pub(crate) fn is_error(&self) -> bool {
+        matches!(self.opcode, Opcode::RequestError | Opcode::ResponseError)
+    }
+
+    /// Says when it was written; errors have no place for it.
+    pub(crate) fn stamp(&mut self, nanoseconds: u64) {
+        if !self.is_error() {
+            self.put(48, &nanoseconds.to_be_bytes());
+        }
+    }
+
+    /// All but the last byte, and that byte in pass `odd`.
+    pub(crate) fn parts(&self, odd: bool) -> (&[u8], u8) {
+        let solicited = if self.solicited { SOLICITED } else { 0 };
+        (&self.bytes[..63], (self.opcode as u8) << OPCODE | solicited | u8::from(odd))
+    }
+}
+
+/// What came with a message.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Arrived {
+    pub(crate) source_qpn: u32,
+    pub(crate) source_lid: u16,
+    pub(crate) service_level: u8,
+    pub(crate) has_grh: bool,
+    /// As in the request: in network order, or the key to invalidate.
+    pub(crate) immediate: [u8; 4],
+    pub(crate) bytes: u32,
+    pub(crate) solicited: bool,
+}

@@ -1,0 +1,442 @@
+//! The side that asks: takes requests off send queues and sees them through.
+
+use std::time::{Duration, Instant};
+
+use crate::abi::{access, state};
+use crate::control::{self, Status};
+use crate::cqe::{Arrived, Cqe, Opcode};
+use crate::lint::Problem;
+use crate::memory::Buffer;
+use crate::objects::{Attempt, Handle, Kind, Qp};
+use crate::port::{self, MAX_DATAGRAM, MAX_MESSAGE};
+use crate::responder::{self, Answer};
+use crate::state::State;
+use crate::wqe::{BLOCK, Control, Data, Local, Operation, Send};
+
+/// How one attempt at a request ends.
+#[derive(Debug)]
+enum Outcome {
+    /// So many bytes came back.
+    Done(u32),
+    /// The peer has no receive, and asks to wait so many microseconds.
+    NotReady(u64),
+    /// No one answered.
+    Silent,
+    Failed(Status),
+}
+
+impl From<Status> for Outcome {
+    fn from(status: Status) -> Self {
+        Self::Failed(status)
+    }
+}
+
+impl State {
+    /// Executes requests of `handle`, at most `most`; whether anything came of it.
+    ///
+    /// `patient` keeps to the waits between attempts.
+    pub(crate) fn run_send_queue(&mut self, handle: Handle, most: usize, patient: bool) -> bool {
+        for done in 0..most {
+            if !self.run_request(handle, patient) {
+                return done > 0;
+            }
+        }
+        true
+    }
+
+    /// One attempt at the request at the head; `false` if there is none, or its time has not come.
+    fn run_request(&mut self, handle: Handle, patient: bool) -> bool {
+        let Some(qp) = self.qps.get(&handle).cloned() else { return false };
+        let Some(sq) = qp.sq.filter(|_| qp.state == state::RTS) else {
+            self.ready.remove(&handle);
+            return false;
+        };
+        let posted = sq.posted();
+        if posted == 0 {
+            self.ready.remove(&handle);
+            return false;
+        }
+        if patient && qp.attempt.not_before.is_some_and(|at| at > Instant::now()) {
+            return false;
+        }
+        if u32::from(posted) > sq.entries {
+            let detail = format!("{posted} blocks of {}", sq.entries);
+            self.lint.note(qp.number, Problem::QueueOverflow, detail);
+        }
+        let (control, entry) = read_entry(&sq);
+        let outcome = match control::fault(&mut self.faults, qp.number) {
+            Some(status) => status.into(),
+            None => self.attempt(handle, &qp, &control, &entry),
+        };
+        let status = match outcome {
+            Outcome::Done(bytes) => {
+                self.advance(handle, control.blocks());
+                if control.signaled {
+                    let cqe = Cqe::request(qp.uidx, qp.number, sq.index, control.opcode, bytes);
+                    self.complete(qp.send_cq, qp.number, cqe);
+                }
+                return true;
+            }
+            Outcome::NotReady(wait) => {
+                self.counters.rnr_naks += 1;
+                let naks = qp.attempt.rnr_naks + 1;
+                // 7 is for ever.
+                if qp.attr.rnr_retry == 7 || naks <= u32::from(qp.attr.rnr_retry) {
+                    let wait = Duration::from_micros(wait).min(self.options.longest_rnr_wait);
+                    self.again(
+                        handle,
+                        Attempt { rnr_naks: naks, timeouts: 0, not_before: Some(Instant::now() + wait) },
+                    );
+                    return true;
+                }
+                Status::RnrRetryExceeded
+            }
+            Outcome::Silent => {
+                self.counters.timeouts += 1;
+                let timeouts = qp.attempt.timeouts + 1;
+                let wait = ack_timeout(qp.attr.timeout).min(self.options.longest_timeout);
+                if timeouts <= u32::from(qp.attr.retry_cnt) + 1 {
+                    // The first attempt waits as each repetition does.
+                    let not_before = Some(Instant::now() + wait);
+                    self.again(handle, Attempt { rnr_naks: qp.attempt.rnr_naks, timeouts, not_before });
+                    return true;
+                }
+                Status::RetryExceeded
+            }
+            Outcome::Failed(status) => status,
+        };
+        self.advance(handle, control.blocks());
+        let cqe = Cqe::error(qp.uidx, Opcode::RequestError, qp.number, sq.index, control.opcode, status);
+        self.complete(qp.send_cq, qp.number, cqe);
+        self.fail_qp(handle);
+        true
+    }
+
+    fn advance(&mut self, handle: Handle, blocks: u16) {
+        self.counters.requests += 1;
+        // It may have failed, and been flushed, as its own peer.
+        let Some(qp) = self.qps.get_mut(&handle) else { return };
+        qp.attempt = Attempt::default();
+        if let Some(sq) = &mut qp.sq {
+            sq.index = sq.index.wrapping_add(blocks);
+        }
+    }
+
+    fn again(&mut self, handle: Handle, attempt: Attempt) {
+        if let Some(qp) = self.qps.get_mut(&handle) {
+            qp.attempt = attempt;
+        }
+    }
+
+    fn attempt(&mut self, handle: Handle, qp: &Qp, control: &Control, entry: &[u8]) -> Outcome {
+        let index = qp.sq.expect("it has a request").index;
+        let addressed = matches!(qp.kind, Kind::Ud | Kind::Dci);
+        let checked = check(control, index, qp.number)
+            .and_then(|()| Send::parse(control, entry, addressed).map_err(|malformed| malformed.to_string()));
+        let request = match checked {
+            Ok(request) => request,
+            Err(detail) => {
+                self.lint.note(qp.number, Problem::MalformedWqe, format!("at {index:#x}: {detail}"));
+                return Status::LocalQueuePairOperation.into();
+            }
+        };
+        if request.operation == Operation::Nop {
+            return Outcome::Done(0);
+        }
+        let unsupported = match qp.kind {
+            Kind::Ud => !matches!(request.operation, Operation::Send | Operation::SendImm),
+            Kind::Uc => request.operation.writes_locally(),
+            Kind::Rc | Kind::Dci | Kind::Dct => false,
+        };
+        if unsupported {
+            return Status::LocalQueuePairOperation.into();
+        }
+        let (payload, local) = match self.gather(qp, &request) {
+            Ok(data) => data,
+            Err(status) => return status.into(),
+        };
+        let Some(target) = self.target(handle, qp, &request) else {
+            return self.lost(qp);
+        };
+        let outcome = self.transfer(qp, target, control, &request, &payload, &local);
+        match outcome {
+            // No one tells the sender.
+            Outcome::NotReady(_) | Outcome::Silent | Outcome::Failed(_) if is_unreliable(qp.kind) => self.lost(qp),
+            outcome => outcome,
+        }
+    }
+
+    /// Of a request that reaches no one.
+    fn lost(&mut self, qp: &Qp) -> Outcome {
+        if is_unreliable(qp.kind) {
+            self.counters.dropped += 1;
+            return Outcome::Done(0);
+        }
+        Outcome::Silent
+    }
+
+    /// The bytes to send, and where what comes back goes.
+    fn gather(&self, qp: &Qp, request: &Send) -> Result<(Vec<u8>, Vec<Buffer>), Status> {
+        let wanted = if request.operation.writes_locally() { access::LOCAL_WRITE } else { 0 };
+        let (mut payload, mut buffers, mut len) = (Vec::new(), Vec::new(), 0);
+        let longest = if qp.kind == Kind::Ud { MAX_DATAGRAM } else { MAX_MESSAGE };
+        for data in &request.data {
+            let buffer = match data {
+                Data::Inline(bytes) => {
+                    len += bytes.len() as u64;
+                    payload.extend_from_slice(bytes);
+                    continue;
+                }
+                Data::Memory(local) => self.readable(qp, local, wanted)?,
+            };
+            len += buffer.len();
+            // Before it is copied.
+            if len > longest {
+                return Err(Status::LocalLength);
+            }
+            match wanted {
+                0 => payload.extend(buffer.bytes()),
+                _ => buffers.push(buffer),
+            }
+        }
+        match request.operation.is_atomic() && len != 8 {
+            true => Err(Status::LocalLength),
+            false => Ok((payload, buffers)),
+        }
+    }
+
+    fn readable(&self, qp: &Qp, local: &Local, wanted: u32) -> Result<Buffer, Status> {
+        self.local(qp.pd, local, wanted).ok_or(Status::LocalProtection)
+    }
+
+    /// Whom the request is for, if it is there and takes it.
+    fn target(&self, handle: Handle, qp: &Qp, request: &Send) -> Option<Handle> {
+        if !self.port_up[qp.device] || self.lost[qp.device] {
+            return None;
+        }
+        let (device, number) = match &request.address {
+            Some(to) => (self.device_at(to.lid, to.route.as_ref().map(|route| &route.gid)), to.qpn),
+            None => {
+                let dest = &qp.attr.dest;
+                (self.device_at(dest.dlid, (dest.is_global != 0).then_some(&dest.dgid)), qp.attr.dest_qpn)
+            }
+        };
+        let target = *self.qp_by_number.get(&number)?;
+        let peer = &self.qps[&target];
+        let expected = match qp.kind {
+            Kind::Dci => Kind::Dct,
+            kind => kind,
+        };
+        let knows = match qp.kind {
+            Kind::Rc | Kind::Uc => peer.attr.dest_qpn == qp.number,
+            Kind::Dci => request.address.is_some_and(|to| to.key == peer.dc_key),
+            // The high bit of the Q_Key stands for the sender's own.
+            Kind::Ud => request.address.is_some_and(|to| {
+                let given = (to.key >> 32) as u32;
+                let key = if given >> 31 == 1 { qp.attr.qkey } else { given };
+                key == peer.attr.qkey
+            }),
+            Kind::Dct => false,
+        };
+        let there = peer.kind == expected && peer.responds() && Some(peer.device) == device && knows;
+        // To itself only if it says so, which the check of its peer's number has shown.
+        (there && (target != handle || matches!(qp.kind, Kind::Rc | Kind::Uc | Kind::Ud))).then_some(target)
+    }
+
+    fn transfer(
+        &mut self,
+        qp: &Qp,
+        target: Handle,
+        control: &Control,
+        request: &Send,
+        payload: &[u8],
+        local: &[Buffer],
+    ) -> Outcome {
+        let arrived = Arrived {
+            source_qpn: qp.number,
+            source_lid: self.port(qp.device).lid(),
+            service_level: request.address.map_or(qp.attr.dest.sl, |to| to.service_level),
+            has_grh: request.address.is_some_and(|to| to.route.is_some()),
+            immediate: control.immediate,
+            bytes: 0,
+            solicited: control.solicited,
+        };
+        match request.operation {
+            Operation::Nop => Outcome::Done(0),
+            Operation::Send | Operation::SendImm => {
+                let opcode = if request.operation == Operation::Send { Opcode::Send } else { Opcode::SendImm };
+                let header = match qp.kind {
+                    Kind::Ud => {
+                        let route = request.address.and_then(|to| to.route);
+                        let port = self.port(qp.device);
+                        responder::datagram_header(self.options.link, &port, route.as_ref(), payload.len()).to_vec()
+                    }
+                    _ => Vec::new(),
+                };
+                debug_assert!(header.is_empty() || header.len() as u64 == responder::GRH);
+                let answer = self.deliver(target, opcode, arrived, &header, payload);
+                self.outcome(target, answer)
+            }
+            Operation::Write | Operation::WriteImm => {
+                let remote = request.remote.expect("writes have one");
+                let wanted = responder::wanted(request.operation);
+                let memory = match self.remote(target, &remote, payload.len() as u64, wanted) {
+                    Ok(memory) => memory,
+                    Err(status) => return status.into(),
+                };
+                if request.operation == Operation::WriteImm && !self.has_receive(target) {
+                    return self.outcome(target, Answer::NotReady);
+                }
+                if let Some(memory) = memory {
+                    memory.write(0, payload);
+                }
+                if request.operation == Operation::Write {
+                    return Outcome::Done(0);
+                }
+                let answer = self.deliver_immediate(target, arrived, payload.len());
+                self.outcome(target, answer)
+            }
+            Operation::Read => {
+                let remote = request.remote.expect("reads have one");
+                let len: u64 = local.iter().map(Buffer::len).sum();
+                match self.remote(target, &remote, len, responder::wanted(request.operation)) {
+                    Ok(memory) => {
+                        responder::scatter(local, &memory.map(|memory| memory.bytes()).unwrap_or_default());
+                        Outcome::Done(len as u32)
+                    }
+                    Err(status) => status.into(),
+                }
+            }
+            Operation::CompareSwap | Operation::FetchAdd => self.atomic(target, request, local),
+        }
+    }
+
+    fn atomic(&mut self, target: Handle, request: &Send, local: &[Buffer]) -> Outcome {
+        let remote = request.remote.expect("atomics have one");
+        let [new, compare] = request.operands;
+        if !remote.address.is_multiple_of(8) {
+            self.qp_event(target, crate::abi::event::QP_REQ_ERR);
+            self.fail_qp(target);
+            return Status::RemoteInvalidRequest.into();
+        }
+        let memory = match self.remote(target, &remote, 8, responder::wanted(request.operation)) {
+            Ok(memory) => memory.expect("eight bytes"),
+            Err(status) => return status.into(),
+        };
+        // A region may begin at an address that is not that of its memory.
+        if !memory.address().is_multiple_of(8) {
+            return Status::RemoteInvalidRequest.into();
+        }
+        let old = match request.operation {
+            Operation::FetchAdd => memory.atomic(|old| old.wrapping_add(new)),
+            _ => memory.atomic(|old| if old == compare { new } else { old }),
+        };
+        responder::scatter(local, &old.to_ne_bytes());
+        Outcome::Done(8)
+    }
+
+    fn has_receive(&self, target: Handle) -> bool {
+        let qp = &self.qps[&target];
+        match qp.srq {
+            Some(srq) => self.srqs.get(&srq).is_some_and(|srq| srq.posted() != 0),
+            None => qp.rq.is_some_and(|rq| rq.posted() != 0),
+        }
+    }
+
+    /// The receive that a write with immediate data uses gets none of the bytes.
+    fn deliver_immediate(&mut self, target: Handle, mut arrived: Arrived, written: usize) -> Answer {
+        let receive = self.take_receive(target);
+        let qp = &self.qps[&target];
+        let (cq, number, uidx) = (qp.recv_cq, qp.number, qp.uidx);
+        match receive {
+            responder::Receive::None => Answer::NotReady,
+            responder::Receive::Taken { wqe, .. } | responder::Receive::Refused { wqe } => {
+                arrived.bytes = written as u32;
+                self.complete(cq, number, Cqe::receive(uidx, Opcode::WriteImm, number, wqe, &arrived));
+                Answer::Done
+            }
+        }
+    }
+
+    fn outcome(&self, target: Handle, answer: Answer) -> Outcome {
+        match answer {
+            Answer::Done => Outcome::Done(0),
+            Answer::NotReady => Outcome::NotReady(responder::rnr_wait(&self.qps[&target])),
+            Answer::Failed(status) => status.into(),
+        }
+    }
+
+    /// Completes all that is posted to a queue pair in the error state as flushed.
+    pub(crate) fn flush(&mut self, handle: Handle) -> bool {
+        let mut any = false;
+        loop {
+            let Some(qp) = self.qps.get(&handle).filter(|qp| qp.state == state::ERR) else { return any };
+            let Some(sq) = qp.sq.filter(|sq| sq.posted() != 0) else { break };
+            let (uidx, number, cq) = (qp.uidx, qp.number, qp.send_cq);
+            let (control, _) = read_entry(&sq);
+            let flushed = Status::WorkRequestFlushed;
+            let cqe = Cqe::error(uidx, Opcode::RequestError, number, sq.index, control.opcode, flushed);
+            let sq = self.qps.get_mut(&handle).and_then(|qp| qp.sq.as_mut()).expect("looked up above");
+            sq.index = sq.index.wrapping_add(control.blocks());
+            self.complete(cq, number, cqe);
+            any = true;
+        }
+        loop {
+            let Some(qp) = self.qps.get_mut(&handle) else { return any };
+            let (uidx, number, cq) = (qp.uidx, qp.number, qp.recv_cq);
+            let Some(rq) = qp.rq.as_mut().filter(|rq| rq.posted() != 0) else { return any };
+            let flushed = Status::WorkRequestFlushed;
+            let cqe = Cqe::error(uidx, Opcode::ResponseError, number, rq.index, 0, flushed);
+            rq.index = rq.index.wrapping_add(1);
+            self.complete(cq, number, cqe);
+            any = true;
+        }
+    }
+}
+
+fn is_unreliable(kind: Kind) -> bool {
+    matches!(kind, Kind::Uc | Kind::Ud)
+}
+
+/// The entry at the head of `sq`, which may go on at the start of the queue.
+fn read_entry(sq: &crate::objects::Ring) -> (Control, Vec<u8>) {
+    let mut first = [0; BLOCK];
+    sq.memory.read(sq.offset(sq.index), &mut first);
+    let control = Control::parse(&first);
+    let mut entry = Vec::with_capacity(usize::from(control.blocks()) * BLOCK);
+    entry.extend_from_slice(&first);
+    for block in 1..control.blocks() {
+        let mut next = [0; BLOCK];
+        sq.memory.read(sq.offset(sq.index.wrapping_add(block)), &mut next);
+        entry.extend_from_slice(&next);
+    }
+    entry.truncate(usize::from(control.segments) * 16);
+    (control, entry)
+}
+
+/// The control segment is of this queue pair, and of this place in its queue.
+fn check(control: &Control, index: u16, number: u32) -> Result<(), String> {
+    if control.index != index {
+        return Err(format!("it says that it is at {:#x}", control.index));
+    }
+    if control.qpn != number {
+        return Err(format!("it says that it is of queue pair {:#x}", control.qpn));
+    }
+    if control.segments == 0 {
+        return Err("it has no segments".into());
+    }
+    Ok(())
+}
+
+/// `timeout` of `ibv_modify_qp(3)`: 0 is for ever, which here is as long as the options say.
+fn ack_timeout(timeout: u8) -> Duration {
+    match timeout & 31 {
+        0 => Duration::MAX,
+        timeout => Duration::from_nanos(4096 << timeout),
+    }
+}
+
+/// A route to `gid` leads to this physical address, on Ethernet.
+pub(crate) fn mac_of(state: &State, gid: &[u8; 16]) -> Option<[u8; 6]> {
+    port::of_gid(state.options.link, state.options.devices, gid).map(port::Port::mac)
+}

@@ -1,0 +1,80 @@
+//! The files of `/sys/class/infiniband` and `/sys/class/infiniband_verbs`: a real tree below the directory of temporary
+//! files, which paths are led to.
+
+use std::ffi::CString;
+use std::fs;
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use crate::control::Link;
+use crate::port::{FIRMWARE, Port};
+
+static ROOT: OnceLock<PathBuf> = OnceLock::new();
+
+/// Makes the tree, once; removed when the process ends as it should.
+pub(crate) fn build(ports: &[Port]) -> io::Result<CString> {
+    let root = std::env::temp_dir().join(format!("emulated-connectx-{}", std::process::id()));
+    let path = CString::new(root.as_os_str().as_bytes())?;
+    if ROOT.get().is_some() {
+        return Ok(path);
+    }
+    put(&root, "class/infiniband_verbs/abi_version", "6")?;
+    for port in ports {
+        device(&root, port)?;
+    }
+    if ROOT.set(root).is_ok() {
+        // SAFETY: a function that may be called at exit.
+        unsafe { libc::atexit(remove) };
+    }
+    Ok(path)
+}
+
+extern "C" fn remove() {
+    if let Some(root) = ROOT.get() {
+        // What is left of it stays; nothing can be done about that here.
+        let _ = fs::remove_dir_all(root);
+    }
+}
+
+fn device(root: &Path, port: &Port) -> io::Result<()> {
+    let name = port.name();
+    let verbs = format!("class/infiniband_verbs/uverbs{}", port.device);
+    // Of /dev/null, to which the device's path leads.
+    put(root, &format!("{verbs}/dev"), "1:3")?;
+    put(root, &format!("{verbs}/ibdev"), &name)?;
+    put(root, &format!("{verbs}/abi_version"), "1")?;
+    let device = format!("class/infiniband/{name}");
+    let [major, minor, patch] = FIRMWARE;
+    let guid: Vec<_> =
+        port.guid().to_be_bytes().chunks(2).map(|pair| format!("{:02x}{:02x}", pair[0], pair[1])).collect();
+    put(root, &format!("{device}/node_type"), "1: CA")?;
+    put(root, &format!("{device}/node_guid"), &guid.join(":"))?;
+    put(root, &format!("{device}/sys_image_guid"), &guid.join(":"))?;
+    put(root, &format!("{device}/board_id"), "EMULATED00001")?;
+    put(root, &format!("{device}/hca_type"), "MT4123")?;
+    put(root, &format!("{device}/fw_ver"), &format!("{major}.{minor}.{patch:04}"))?;
+    // By this libibverbs chooses libmlx5: a ConnectX-6.
+    let alias = "pci:v000015B3d0000101Bsv000015B3sd00000001bc02sc07i00";
+    put(root, &format!("{device}/device/modalias"), alias)?;
+    let ports = format!("{device}/ports/1");
+    put(root, &format!("{ports}/pkeys/0"), "0xffff")?;
+    let layer = if port.link == Link::InfiniBand { "InfiniBand" } else { "Ethernet" };
+    put(root, &format!("{ports}/link_layer"), layer)?;
+    put(root, &format!("{ports}/lid"), &format!("{:#x}", port.lid()))?;
+    put(root, &format!("{ports}/state"), "4: ACTIVE")?;
+    for (index, (gid, kind)) in port.gids().into_iter().enumerate() {
+        let parts: Vec<_> = gid.chunks(2).map(|pair| format!("{:02x}{:02x}", pair[0], pair[1])).collect();
+        put(root, &format!("{ports}/gids/{index}"), &parts.join(":"))?;
+        let kind = if kind == 2 { "RoCE v2" } else { "IB/RoCE v1" };
+        put(root, &format!("{ports}/gid_attrs/types/{index}"), kind)?;
+    }
+    Ok(())
+}
+
+fn put(root: &Path, file: &str, text: &str) -> io::Result<()> {
+    let path = root.join(file);
+    fs::create_dir_all(path.parent().unwrap_or(root))?;
+    fs::write(path, format!("{text}\n"))
+}

@@ -1,0 +1,273 @@
+//! Work queue entries as libmlx5 writes them: `struct mlx5_wqe_ctrl_seg` and what follows it.
+
+use std::fmt;
+
+/// Blocks that entries of send queues are made of.
+pub(crate) const BLOCK: usize = 64;
+const SEGMENT: usize = 16;
+
+/// What a send queue is asked for: `MLX5_OPCODE_*`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Operation {
+    Nop,
+    Send,
+    SendImm,
+    Write,
+    WriteImm,
+    Read,
+    CompareSwap,
+    FetchAdd,
+}
+
+impl Operation {
+    fn new(code: u8) -> Option<Self> {
+        Some(match code {
+            0x00 => Self::Nop,
+            0x08 => Self::Write,
+            0x09 => Self::WriteImm,
+            0x0a => Self::Send,
+            0x0b => Self::SendImm,
+            0x10 => Self::Read,
+            0x11 => Self::CompareSwap,
+            0x12 => Self::FetchAdd,
+            _ => return None,
+        })
+    }
+
+    pub(crate) fn is_atomic(self) -> bool {
+        matches!(self, Self::CompareSwap | Self::FetchAdd)
+    }
+
+    /// It names memory of the peer.
+    fn has_remote(self) -> bool {
+        matches!(self, Self::Write | Self::WriteImm | Self::Read) || self.is_atomic()
+    }
+
+    /// It puts what the peer answers into local memory.
+    pub(crate) fn writes_locally(self) -> bool {
+        self == Self::Read || self.is_atomic()
+    }
+}
+
+/// The control segment.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Control {
+    pub(crate) index: u16,
+    pub(crate) opcode: u8,
+    pub(crate) qpn: u32,
+    /// Of the whole entry, in segments of 16 bytes.
+    pub(crate) segments: u8,
+    pub(crate) signaled: bool,
+    pub(crate) solicited: bool,
+    pub(crate) immediate: [u8; 4],
+}
+
+impl Control {
+    /// The first block of an entry.
+    pub(crate) fn parse(block: &[u8; BLOCK]) -> Self {
+        let word = |at: usize| u32::from_be_bytes([block[at], block[at + 1], block[at + 2], block[at + 3]]);
+        let flags = block[11];
+        Self {
+            index: (word(0) >> 8) as u16,
+            opcode: word(0) as u8,
+            qpn: word(4) >> 8,
+            segments: word(4) as u8 & 0x3f,
+            signaled: flags & 8 != 0,
+            solicited: flags & 2 != 0,
+            immediate: [block[12], block[13], block[14], block[15]],
+        }
+    }
+
+    /// Blocks that the entry takes.
+    pub(crate) fn blocks(&self) -> u16 {
+        (usize::from(self.segments.max(1)) * SEGMENT).div_ceil(BLOCK) as u16
+    }
+}
+
+/// `struct mlx5_wqe_av`: to whom a datagram, or a request of a DC initiator, goes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Address {
+    /// The Q_Key in the high half of a datagram's, the access key of a DC target.
+    pub(crate) key: u64,
+    pub(crate) qpn: u32,
+    pub(crate) service_level: u8,
+    pub(crate) lid: u16,
+    pub(crate) route: Option<GlobalRoute>,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct GlobalRoute {
+    pub(crate) traffic_class: u8,
+    pub(crate) hop_limit: u8,
+    pub(crate) source_index: u8,
+    pub(crate) flow_label: u32,
+    pub(crate) gid: [u8; 16],
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Remote {
+    pub(crate) address: u64,
+    pub(crate) key: u32,
+}
+
+/// A stretch of data.
+#[derive(Clone, Debug)]
+pub(crate) enum Data {
+    Inline(Vec<u8>),
+    Memory(Local),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Local {
+    pub(crate) address: u64,
+    pub(crate) len: u64,
+    pub(crate) key: u32,
+}
+
+/// A whole entry of a send queue.
+#[derive(Clone, Debug)]
+pub(crate) struct Send {
+    pub(crate) operation: Operation,
+    pub(crate) address: Option<Address>,
+    pub(crate) remote: Option<Remote>,
+    /// What to add or swap in, and what to compare with.
+    pub(crate) operands: [u64; 2],
+    pub(crate) data: Vec<Data>,
+}
+
+/// Why an entry is none.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Malformed(pub(crate) String);
+
+impl fmt::Display for Malformed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// Segments one after the other.
+struct Segments<'a>(&'a [u8]);
+
+impl<'a> Segments<'a> {
+    fn take(&mut self, len: usize, what: &str) -> Result<&'a [u8], Malformed> {
+        let (taken, rest) = self
+            .0
+            .split_at_checked(len)
+            .ok_or_else(|| Malformed(format!("the entry ends {} bytes short of its {what}", len - self.0.len())))?;
+        self.0 = rest;
+        Ok(taken)
+    }
+}
+
+fn word(bytes: &[u8], at: usize) -> u32 {
+    u32::from_be_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+}
+
+fn double(bytes: &[u8], at: usize) -> u64 {
+    u64::from(word(bytes, at)) << 32 | u64::from(word(bytes, at + 4))
+}
+
+impl Send {
+    /// `bytes` is the whole entry, `addressed` whether one of this queue pair has an address.
+    pub(crate) fn parse(control: &Control, bytes: &[u8], addressed: bool) -> Result<Self, Malformed> {
+        let operation = Operation::new(control.opcode)
+            .ok_or_else(|| Malformed(format!("operation {:#x} is not one that is emulated", control.opcode)))?;
+        let mut rest = Segments(bytes);
+        rest.take(SEGMENT, "control segment")?;
+        let mut send = Self { operation, address: None, remote: None, operands: [0; 2], data: Vec::new() };
+        if operation == Operation::Nop {
+            return Ok(send);
+        }
+        if addressed {
+            send.address = Some(Address::parse(&mut rest)?);
+        }
+        if operation.has_remote() {
+            let remote = rest.take(SEGMENT, "remote address segment")?;
+            send.remote = Some(Remote { address: double(remote, 0), key: word(remote, 8) });
+        }
+        if operation.is_atomic() {
+            let operands = rest.take(SEGMENT, "atomic segment")?;
+            send.operands = [double(operands, 0), double(operands, 8)];
+        }
+        while !rest.0.is_empty() {
+            if let Some(data) = Data::parse(&mut rest)? {
+                send.data.push(data);
+            }
+        }
+        Ok(send)
+    }
+}
+
+impl Address {
+    fn parse(rest: &mut Segments<'_>) -> Result<Self, Malformed> {
+        /// The long form, with a global route, follows.
+        const EXTENDED: u32 = 1 << 31;
+        const HAS_ROUTE: u32 = 1 << 30;
+        let short = rest.take(SEGMENT, "address")?;
+        let target = word(short, 8);
+        let mut address = Self {
+            key: double(short, 0),
+            qpn: target & 0xff_ffff,
+            service_level: short[12] & 15,
+            lid: u16::from_be_bytes([short[14], short[15]]),
+            route: None,
+        };
+        if target & EXTENDED != 0 {
+            let long = rest.take(2 * SEGMENT, "long address")?;
+            let route = word(long, 12);
+            let gid: [u8; 16] = *long[16..].first_chunk().expect("32 bytes");
+            // On Ethernet there is always one, and the bit is not set.
+            address.route = (route & HAS_ROUTE != 0 || gid != [0; 16]).then_some(GlobalRoute {
+                traffic_class: long[10],
+                hop_limit: long[11],
+                source_index: (route >> 20) as u8,
+                flow_label: route & 0xf_ffff,
+                gid,
+            });
+        }
+        Ok(address)
+    }
+}
+
+impl Data {
+    fn parse(rest: &mut Segments<'_>) -> Result<Option<Self>, Malformed> {
+        const INLINE: u32 = 1 << 31;
+        let first = rest.0.get(..4).ok_or_else(|| Malformed("the entry ends within a data segment".into()))?;
+        let count = word(first, 0);
+        if count & INLINE != 0 {
+            let len = (count & !INLINE) as usize;
+            let whole = (4 + len).next_multiple_of(SEGMENT);
+            let segment = rest.take(whole, "inline data")?;
+            return Ok(Some(Self::Inline(segment[4..4 + len].to_vec())));
+        }
+        Local::parse(rest.take(SEGMENT, "data segment")?).map(|local| local.map(Self::Memory))
+    }
+}
+
+impl Local {
+    fn parse(segment: &[u8]) -> Result<Option<Self>, Malformed> {
+        let (count, key, address) = (word(segment, 0), word(segment, 4), double(segment, 8));
+        // A list of no length is written as nothing at all.
+        if count == 0 && key == 0 && address == 0 {
+            return Ok(None);
+        }
+        let len = if count == 0 { 1 << 31 } else { u64::from(count) };
+        Ok(Some(Self { address, len, key }))
+    }
+}
+
+/// The stretches of a receive: up to the one with the key that ends the list.
+pub(crate) fn receive(segments: &[u8]) -> Vec<Local> {
+    const LAST: u32 = 0x100;
+    let mut list = Vec::new();
+    for segment in segments.chunks_exact(SEGMENT) {
+        let (len, key, address) = (word(segment, 0), word(segment, 4), double(segment, 8));
+        if key == LAST {
+            break;
+        }
+        if len != 0 {
+            list.push(Local { address, len: u64::from(len), key });
+        }
+    }
+    list
+}

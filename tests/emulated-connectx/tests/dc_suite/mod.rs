@@ -1,0 +1,222 @@
+//! What both links must do.
+
+use std::sync::Arc;
+
+use rdma_sys::*;
+
+use crate::common::*;
+use crate::device;
+
+/// A node that is target and initiator.
+struct Node {
+    dci: Qp,
+    targets: [Qp; 2],
+    srq: Arc<Srq>,
+    ah: Arc<Ah>,
+    source: Mr,
+    memory: Mr,
+    /// Of the targets.
+    arrived: Arc<Cq>,
+    pd: Arc<Pd>,
+}
+
+impl Node {
+    fn new() -> Self {
+        Self::with(false)
+    }
+
+    fn with(streams: bool) -> Self {
+        let context = Context::open(0);
+        let pd = Pd::new(&context);
+        let (sent, arrived) = (Cq::new(&context, 63), Cq::new(&context, 63));
+        let srq = Srq::new(&pd, 15, 2);
+        let targets = [dc_target(&pd, &arrived, &srq), dc_target(&pd, &arrived, &srq)];
+        let dci = dc_initiator(&pd, &sent, streams);
+        let ah = Ah::new(&pd, &context.route());
+        let (mut source, memory) = (Mr::new(&pd, 4096, LOCAL), Mr::new(&pd, 4096, ALL));
+        source.fill(|at| (at * 5 + 1) as u8);
+        Self { dci, targets, srq, ah, source, memory, arrived, pd }
+    }
+
+    fn to(&self, target: usize) -> To<'_> {
+        (&self.ah, self.targets[target].number(), KEY, None)
+    }
+
+    fn cq(&self) -> &Cq {
+        &self.dci.ends.send
+    }
+
+    /// The initiator works.
+    fn works(&self) {
+        post_dc(&self.dci, &[(99, Dc::Write(self.source.sge(40, 64), &self.memory, 2000), self.to(0))]);
+        self.cq().ok(99);
+        assert_eq!(self.memory.bytes()[2000..2064], self.source.bytes()[40..104]);
+    }
+
+    fn repair(&self) {
+        assert_eq!(self.dci.state(), ibv_qp_state::IBV_QPS_ERR);
+        assert_eq!(self.dci.to(ibv_qp_state::IBV_QPS_RESET), 0);
+        dc_initiator_up(&self.dci, |_| {});
+        self.works();
+    }
+}
+
+#[test]
+fn one_initiator_alternates_between_two_targets() {
+    let device = device();
+    let node = Node::new();
+    assert_ne!(node.targets[0].number(), node.targets[1].number());
+    for round in 0..100 {
+        let write = Dc::Write(node.source.sge(round, 512), &node.memory, 0);
+        post_dc(&node.dci, &[(round as u64, write, node.to(round % 2))]);
+        node.cq().ok(round as u64);
+        assert_eq!(node.memory.bytes()[..512], node.source.bytes()[round..round + 512]);
+    }
+    device.assert_clean();
+}
+
+#[test]
+fn batches_to_both_targets_with_one_doorbell() {
+    let device = device();
+    let mut node = Node::new();
+    node.memory.set_word(100, 7);
+    let requests = [
+        (1, Dc::WriteInline(b"a few bytes that are in the entry", &node.memory, 1), node.to(0)),
+        (2, Dc::Read(node.source.sge(3000, 33), &node.memory, 1), node.to(1)),
+        (3, Dc::FetchAdd(node.source.sge(0, 8), &node.memory, 800, 3), node.to(0)),
+        (4, Dc::CompareSwap(node.source.sge(8, 8), &node.memory, 800, 10, 99), node.to(1)),
+    ];
+    post_dc(&node.dci, &requests);
+    for id in 1..=4 {
+        node.cq().ok(id);
+    }
+    assert_eq!(node.source.bytes()[3000..3033], *b"a few bytes that are in the entry");
+    assert_eq!((node.source.word(0), node.source.word(1), node.memory.word(100)), (7, 10, 99));
+    device.assert_clean();
+}
+
+#[test]
+fn sends_use_the_shared_receives_of_the_target() {
+    let device = device();
+    let node = Node::new();
+    for round in 0..50_usize {
+        node.srq.post(500 + round as u64, vec![node.memory.sge(0, 100), node.memory.sge(1000, 156)]);
+        post_dc(&node.dci, &[(1, Dc::Send(node.source.sge(round, 200)), node.to(round % 2))]);
+        node.cq().ok(1);
+        let wc = node.arrived.ok(500 + round as u64);
+        assert_eq!((wc.opcode, wc.byte_len), (ibv_wc_opcode::IBV_WC_RECV, 200));
+        let memory = node.memory.bytes();
+        assert_eq!([&memory[..100], &memory[1000..1100]].concat(), node.source.bytes()[round..round + 200]);
+    }
+    node.srq.post(1, vec![]);
+    post_dc(&node.dci, &[(2, Dc::WriteImm(node.source.sge(0, 8), &node.memory, 0, 5), node.to(0))]);
+    let wc = node.arrived.ok(1);
+    assert_eq!((wc.opcode, wc.byte_len), (ibv_wc_opcode::IBV_WC_RECV_RDMA_WITH_IMM, 8));
+    node.cq().ok(2);
+    device.assert_clean();
+}
+
+#[test]
+fn streams_are_accepted() {
+    let device = device();
+    let node = Node::with(true);
+    for stream in 0..4 {
+        let (ah, number, key, _) = node.to(0);
+        let write = Dc::Write(node.source.sge(0, 64), &node.memory, 0);
+        post_dc(&node.dci, &[(5, write, (ah, number, key, Some(stream)))]);
+        node.cq().ok(5);
+    }
+    device.assert_clean();
+}
+
+#[test]
+fn emulated_wrong_key_ends_the_initiator_which_can_be_repaired() {
+    let device = device();
+    let node = Node::new();
+    let (ah, number, key, _) = node.to(0);
+    let write = Dc::Write(node.source.sge(0, 64), &node.memory, 0);
+    post_dc(&node.dci, &[(6, write, (ah, number, key + 1, None)), (7, write, node.to(0)), (8, write, node.to(1))]);
+    node.cq().ends(6, ibv_wc_status::IBV_WC_RETRY_EXC_ERR);
+    node.cq().ends(7, ibv_wc_status::IBV_WC_WR_FLUSH_ERR);
+    node.cq().ends(8, ibv_wc_status::IBV_WC_WR_FLUSH_ERR);
+    node.repair();
+    device.assert_clean();
+}
+
+#[test]
+fn emulated_unknown_target_ends_the_initiator_which_can_be_repaired() {
+    let device = device();
+    let node = Node::new();
+    let write = Dc::Write(node.source.sge(0, 64), &node.memory, 0);
+    // A number that no queue pair has, and that of one that is no target.
+    for number in [0xff_fff0, node.dci.number()] {
+        post_dc(&node.dci, &[(6, write, (&node.ah, number, KEY, None))]);
+        node.cq().ends(6, ibv_wc_status::IBV_WC_RETRY_EXC_ERR);
+        node.repair();
+    }
+    device.assert_clean();
+}
+
+#[test]
+fn emulated_target_that_is_destroyed_under_load_fails_who_asks_it() {
+    let device = device();
+    let node = Node::new();
+    let gone = dc_target(&node.pd, &node.arrived, &node.srq);
+    let number = gone.number();
+    let write = Dc::Write(node.source.sge(0, 64), &node.memory, 0);
+    let mut gone = Some(gone);
+    let (mut posted, mut failed, mut flushed) = (0, 0, 0);
+    for round in 0..40 {
+        if round == 10 {
+            gone = None;
+        }
+        post_dc(&node.dci, &[(round, write, (&node.ah, number, KEY, None)), (round, write, node.to(1))]);
+        posted += 2;
+        for _ in 0..2 {
+            posted -= 1;
+            match node.cq().next().status {
+                ibv_wc_status::IBV_WC_SUCCESS => assert!(gone.is_some(), "round {round}"),
+                ibv_wc_status::IBV_WC_RETRY_EXC_ERR => failed += 1,
+                ibv_wc_status::IBV_WC_WR_FLUSH_ERR => flushed += 1,
+                other => panic!("status {other}"),
+            }
+        }
+        if failed > 0 {
+            break;
+        }
+    }
+    assert_eq!((posted, failed, flushed), (0, 1, 1));
+    node.repair();
+    device.assert_clean();
+}
+
+#[test]
+fn empty_shared_queue_is_tried_again_and_then_an_error() {
+    let device = device();
+    let node = Node::new();
+    let before = device.counters().rnr_naks;
+    post_dc(&node.dci, &[(1, Dc::Send(node.source.sge(0, 8)), node.to(0))]);
+    node.cq().ends(1, ibv_wc_status::IBV_WC_RNR_RETRY_EXC_ERR);
+    // The first, and as many again as the initiator says.
+    assert!(device.counters().rnr_naks >= before + 4);
+    node.repair();
+    device.assert_clean();
+}
+
+#[test]
+fn states_of_targets_and_initiators() {
+    let device = device();
+    let node = Node::new();
+    // Neither goes where it may not.
+    assert_eq!(node.targets[0].to(ibv_qp_state::IBV_QPS_RTS), libc::EINVAL);
+    assert_eq!(node.dci.to(ibv_qp_state::IBV_QPS_INIT), libc::EINVAL);
+    assert_eq!(node.dci.state(), ibv_qp_state::IBV_QPS_RTS);
+    let target = dc_target_at_reset(&node.pd, &node.arrived, &node.srq);
+    let mut attr: ibv_qp_attr = zeroed();
+    attr.qp_state = ibv_qp_state::IBV_QPS_INIT;
+    attr.port_num = 1;
+    let mask = ibv_qp_attr_mask::IBV_QP_STATE | ibv_qp_attr_mask::IBV_QP_PORT;
+    assert_ne!(target.modify(&attr, mask), 0, "access flags and P_Key are missing");
+    dc_target_up(&target, node.pd.1.route());
+    device.assert_clean();
+}
