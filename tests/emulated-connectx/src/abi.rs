@@ -105,6 +105,7 @@ pub(crate) mod state {
     pub(crate) const RTR: u8 = 2;
     pub(crate) const RTS: u8 = 3;
     pub(crate) const SQD: u8 = 4;
+    pub(crate) const SQE: u8 = 5;
     pub(crate) const ERR: u8 = 6;
 }
 
@@ -112,6 +113,7 @@ pub(crate) mod state {
 pub(crate) mod mask {
     pub(crate) const STATE: u32 = 1;
     pub(crate) const CUR_STATE: u32 = 1 << 1;
+    pub(crate) const EN_SQD_ASYNC_NOTIFY: u32 = 1 << 2;
     pub(crate) const ACCESS_FLAGS: u32 = 1 << 3;
     pub(crate) const PKEY_INDEX: u32 = 1 << 4;
     pub(crate) const PORT: u32 = 1 << 5;
@@ -138,6 +140,7 @@ pub(crate) mod event {
     pub(crate) const QP_REQ_ERR: u32 = 2;
     pub(crate) const QP_ACCESS_ERR: u32 = 3;
     pub(crate) const COMM_EST: u32 = 4;
+    pub(crate) const SQ_DRAINED: u32 = 5;
     pub(crate) const DEVICE_FATAL: u32 = 8;
     pub(crate) const PORT_ACTIVE: u32 = 9;
     pub(crate) const PORT_ERR: u32 = 10;

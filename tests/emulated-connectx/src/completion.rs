@@ -7,7 +7,7 @@ use crate::channel;
 use crate::control::{Release, Waiting};
 use crate::cqe::Cqe;
 use crate::lint::Problem;
-use crate::objects::{Arm, Cq, Handle};
+use crate::objects::{Arm, Cq, Handle, Qp};
 use crate::state::State;
 
 /// Consumer indices count in 24 bits.
@@ -60,6 +60,7 @@ impl State {
             let detail = format!("{entries} entries, and none is free");
             self.lint.note(number, Problem::CompletionOverrun, detail);
             self.cq_event(handle, event::CQ_ERR);
+            self.overrun.push(handle);
             return;
         }
         cqe.stamp(now);
@@ -100,12 +101,27 @@ impl State {
         cq.last_arm = Some(record);
         let consumed = record & INDEX;
         let arm = if record & SOLICITED != 0 { Arm::Solicited } else { Arm::Any };
-        cq.armed = Some(arm);
+        // A request for any completion is not weakened.
+        if cq.armed != Some(Arm::Any) {
+            cq.armed = Some(arm);
+        }
         // What was written since the program looked is told at once.
         let written = if arm == Arm::Any { cq.produced } else { cq.solicited };
         let ahead = written.wrapping_sub(consumed) & INDEX;
         if ahead != 0 && ahead <= INDEX / 2 {
             self.notify(handle);
+        }
+    }
+
+    /// Ends the queue pairs of queues that have overrun.
+    pub(crate) fn end_overrun(&mut self) {
+        for cq in std::mem::take(&mut self.overrun) {
+            let uses = |qp: &Qp| qp.send_cq == cq || qp.recv_cq == cq;
+            let users: Vec<_> = self.qps.iter().filter(|(_, qp)| uses(qp)).map(|(&qp, _)| qp).collect();
+            for qp in users {
+                self.qp_event(qp, event::QP_FATAL);
+                self.fail_qp(qp);
+            }
         }
     }
 

@@ -61,6 +61,8 @@ pub enum Status {
     LocalProtection,
     /// `IBV_WC_WR_FLUSH_ERR`.
     WorkRequestFlushed,
+    /// `IBV_WC_LOC_ACCESS_ERR`.
+    LocalAccess,
     /// `IBV_WC_REM_INV_REQ_ERR`.
     RemoteInvalidRequest,
     /// `IBV_WC_REM_ACCESS_ERR`.
@@ -82,6 +84,7 @@ impl Status {
             Self::LocalQueuePairOperation => 0x02,
             Self::LocalProtection => 0x04,
             Self::WorkRequestFlushed => 0x05,
+            Self::LocalAccess => 0x11,
             Self::RemoteInvalidRequest => 0x12,
             Self::RemoteAccess => 0x13,
             Self::RemoteOperation => 0x14,

@@ -51,6 +51,7 @@ impl State {
             }
         }
         any |= self.write_due();
+        self.end_overrun();
         if self.last_audit.elapsed() >= AUDIT {
             any |= self.audit();
         }
@@ -111,8 +112,9 @@ impl State {
         let Self { qps, ready, lint, options, .. } = self;
         for (&handle, qp) in qps.iter_mut() {
             let posted = qp.sq.map_or(0, |sq| sq.posted());
-            if qp.state == state::ERR {
-                if posted != 0 || qp.rq.is_some_and(|rq| rq.posted() != 0) {
+            if matches!(qp.state, state::ERR | state::SQE) {
+                let receives = qp.state == state::ERR && qp.rq.is_some_and(|rq| rq.posted() != 0);
+                if posted != 0 || receives {
                     flushed.push(handle);
                 }
                 continue;

@@ -5,6 +5,7 @@
 //! on are atomic; the rest is copied as bytes, and who reads what the device is writing has broken the rules of verbs.
 
 use std::ptr;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 
 /// A stretch of the process's memory, checked on every use against its own length.
@@ -94,18 +95,24 @@ impl Buffer {
 }
 
 /// Has the kernel make the pages present, for writing too if the device may: what pinning them does.
+///
+/// A kernel before Linux 5.14 cannot be asked; then the program is believed.
 pub(crate) fn populate(start: u64, length: u64, write: bool) -> bool {
     const PAGE: u64 = 4096;
-    /// `MADV_POPULATE_READ` and `MADV_POPULATE_WRITE` of `madvise(2)`, since Linux 5.14.
-    const READ: i32 = 22;
-    const WRITE: i32 = 23;
+    static KNOWN: OnceLock<bool> = OnceLock::new();
+    let own = 0_u8;
+    let there = (&raw const own).expose_provenance() as u64 & !(PAGE - 1);
+    let known = *KNOWN.get_or_init(|| advise(there, PAGE, POPULATE_READ));
     let first = start & !(PAGE - 1);
-    let end = start + length;
-    let advice = if write { WRITE } else { READ };
+    !known || advise(first, start + length - first, if write { POPULATE_WRITE } else { POPULATE_READ })
+}
+
+/// `MADV_POPULATE_READ` and `MADV_POPULATE_WRITE` of `madvise(2)`.
+const POPULATE_READ: i32 = 22;
+const POPULATE_WRITE: i32 = 23;
+
+fn advise(first: u64, len: u64, advice: i32) -> bool {
     let address = ptr::with_exposed_provenance_mut(first as usize);
     // SAFETY: changes nothing that can be seen but which pages are present.
-    let result = unsafe { libc::madvise(address, (end - first) as usize, advice) };
-    // An older kernel does not know the advice; then the program is believed.
-    // SAFETY: `__errno_location` is of this thread.
-    result == 0 || !matches!(unsafe { *libc::__errno_location() }, libc::EFAULT | libc::ENOMEM)
+    unsafe { libc::madvise(address, len as usize, advice) == 0 }
 }

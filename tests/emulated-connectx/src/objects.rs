@@ -129,6 +129,12 @@ pub(crate) struct Qp {
     pub(crate) attr: Attr,
     pub(crate) attempt: Attempt,
     pub(crate) async_events: u32,
+    /// The first message has arrived.
+    pub(crate) established: bool,
+    /// In SQD: an event is asked for when the send queue is drained.
+    pub(crate) tells_drained: bool,
+    /// In SQD: the request at the head is still under way.
+    pub(crate) draining: bool,
     /// When a record was seen to be ahead of the doorbells.
     pub(crate) unrung: Option<Instant>,
 }
@@ -178,7 +184,7 @@ pub(crate) struct Attr {
 }
 
 /// How the request at the head of a send queue fares.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Attempt {
     pub(crate) rnr_naks: u32,
     pub(crate) timeouts: u32,
@@ -188,7 +194,7 @@ pub(crate) struct Attempt {
 impl Qp {
     /// It takes requests of others.
     pub(crate) fn responds(&self) -> bool {
-        matches!(self.state, state::RTR | state::RTS | state::SQD)
+        matches!(self.state, state::RTR | state::RTS | state::SQD | state::SQE)
     }
 
     /// As after its creation.
@@ -197,6 +203,7 @@ impl Qp {
             ring.index = 0;
         }
         self.attempt = Attempt::default();
+        (self.established, self.draining) = (false, false);
         self.unrung = None;
     }
 }

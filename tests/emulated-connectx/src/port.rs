@@ -1,6 +1,6 @@
 //! What a device and its port are said to be: addresses, limits, capabilities.
 
-use crate::abi::{GidEntry, Plain, QueryDevice, QueryPort};
+use crate::abi::{EINVAL, ENODATA, GidEntry, Plain, QueryDevice, QueryPort};
 use crate::control::Link;
 
 /// The kinds in `struct ib_uverbs_gid_entry`.
@@ -17,6 +17,8 @@ pub(crate) const MAX_MESSAGE: u64 = 1 << 30;
 /// Of a datagram, on paths with an MTU of 4096.
 pub(crate) const MAX_DATAGRAM: u64 = 4096;
 pub(crate) const COMPLETION_VECTORS: u32 = 4;
+/// Places in the GID table; most are empty.
+pub(crate) const GID_ENTRIES: u32 = 255;
 /// The firmware it claims: none there is.
 pub(crate) const FIRMWARE: [u32; 3] = [99, 44, 0];
 
@@ -80,6 +82,15 @@ impl Port {
         Some(GidEntry { gid, index: index as u32, port: 1, kind, interface: 0 })
     }
 
+    /// There is an entry of this index that a route may name.
+    pub(crate) fn check_gid(self, index: u8) -> Result<(), i32> {
+        match usize::from(index) {
+            index if index < self.gids().len() => Ok(()),
+            index if index < GID_ENTRIES as usize => Err(ENODATA),
+            _ => Err(EINVAL),
+        }
+    }
+
     pub(crate) fn attributes(self) -> QueryPort {
         const ACTIVE: u8 = 4;
         const DOWN: u8 = 1;
@@ -91,7 +102,7 @@ impl Port {
         QueryPort {
             port_cap_flags: 1 << 26 | 1 << 16 | 1 << 11,
             max_msg_sz: MAX_MESSAGE as u32,
-            gid_tbl_len: self.gids().len() as u32,
+            gid_tbl_len: GID_ENTRIES,
             pkey_tbl_len: 1,
             lid: self.lid(),
             sm_lid: u16::from(infiniband),

@@ -47,7 +47,8 @@ impl State {
     /// One attempt at the request at the head; `false` if there is none, or its time has not come.
     fn run_request(&mut self, handle: Handle, patient: bool) -> bool {
         let Some(qp) = self.qps.get(&handle).cloned() else { return false };
-        let Some(sq) = qp.sq.filter(|_| qp.state == state::RTS) else {
+        let runs = qp.state == state::RTS || qp.state == state::SQD && qp.draining;
+        let Some(sq) = qp.sq.filter(|_| runs) else {
             self.ready.remove(&handle);
             return false;
         };
@@ -74,6 +75,9 @@ impl State {
                 if control.signaled {
                     let cqe = Cqe::request(qp.uidx, qp.number, sq.index, control.opcode, bytes);
                     self.complete(qp.send_cq, qp.number, cqe);
+                }
+                if qp.draining {
+                    self.drained(handle);
                 }
                 return true;
             }
@@ -108,7 +112,16 @@ impl State {
         self.advance(handle, control.blocks());
         let cqe = Cqe::error(qp.uidx, Opcode::RequestError, qp.number, sq.index, control.opcode, status);
         self.complete(qp.send_cq, qp.number, cqe);
-        self.fail_qp(handle);
+        match is_unreliable(qp.kind) {
+            // Receives go on.
+            true => {
+                if let Some(qp) = self.qps.get_mut(&handle) {
+                    qp.state = state::SQE;
+                }
+                self.flush(handle);
+            }
+            false => self.fail_qp(handle),
+        }
         true
     }
 
@@ -146,7 +159,8 @@ impl State {
         let unsupported = match qp.kind {
             Kind::Ud => !matches!(request.operation, Operation::Send | Operation::SendImm),
             Kind::Uc => request.operation.writes_locally(),
-            Kind::Rc | Kind::Dci | Kind::Dct => false,
+            Kind::Rc => request.operation.writes_locally() && qp.attr.max_rd_atomic == 0,
+            Kind::Dci | Kind::Dct => false,
         };
         if unsupported {
             return Status::LocalQueuePairOperation.into();
@@ -158,6 +172,7 @@ impl State {
         let Some(target) = self.target(handle, qp, &request) else {
             return self.lost(qp);
         };
+        self.establish(target);
         let outcome = self.transfer(qp, target, control, &request, &payload, &local);
         match outcome {
             // No one tells the sender.
@@ -263,6 +278,11 @@ impl State {
         };
         match request.operation {
             Operation::Nop => Outcome::Done(0),
+            // There are no keys that may be invalidated.
+            Operation::SendInvalidate => match self.refuse_receive(target, Status::RemoteInvalidRequest) {
+                Answer::NotReady => self.outcome(target, Answer::NotReady),
+                _ => Outcome::Silent,
+            },
             Operation::Send | Operation::SendImm => {
                 let opcode = if request.operation == Operation::Send { Opcode::Send } else { Opcode::SendImm };
                 let header = match qp.kind {
@@ -280,13 +300,19 @@ impl State {
             Operation::Write | Operation::WriteImm => {
                 let remote = request.remote.expect("writes have one");
                 let wanted = responder::wanted(request.operation);
-                let memory = match self.remote(target, &remote, payload.len() as u64, wanted) {
-                    Ok(memory) => memory,
-                    Err(status) => return status.into(),
-                };
-                if request.operation == Operation::WriteImm && !self.has_receive(target) {
+                let takes_receive = request.operation == Operation::WriteImm;
+                if takes_receive && !self.has_receive(target) {
                     return self.outcome(target, Answer::NotReady);
                 }
+                let memory = match self.remote(target, &remote, payload.len() as u64, wanted, takes_receive) {
+                    Ok(memory) => memory,
+                    Err(status) => {
+                        if takes_receive && status == Status::RemoteAccess {
+                            self.refuse_receive(target, Status::LocalAccess);
+                        }
+                        return status.into();
+                    }
+                };
                 if let Some(memory) = memory {
                     memory.write(0, payload);
                 }
@@ -299,7 +325,7 @@ impl State {
             Operation::Read => {
                 let remote = request.remote.expect("reads have one");
                 let len: u64 = local.iter().map(Buffer::len).sum();
-                match self.remote(target, &remote, len, responder::wanted(request.operation)) {
+                match self.remote(target, &remote, len, responder::wanted(request.operation), false) {
                     Ok(memory) => {
                         responder::scatter(local, &memory.map(|memory| memory.bytes()).unwrap_or_default());
                         Outcome::Done(len as u32)
@@ -319,7 +345,7 @@ impl State {
             self.fail_qp(target);
             return Status::RemoteInvalidRequest.into();
         }
-        let memory = match self.remote(target, &remote, 8, responder::wanted(request.operation)) {
+        let memory = match self.remote(target, &remote, 8, responder::wanted(request.operation), false) {
             Ok(memory) => memory.expect("eight bytes"),
             Err(status) => return status.into(),
         };
@@ -333,6 +359,20 @@ impl State {
         };
         responder::scatter(local, &old.to_ne_bytes());
         Outcome::Done(8)
+    }
+
+    /// Fails the next receive of `target`, and so the target.
+    fn refuse_receive(&mut self, target: Handle, status: Status) -> Answer {
+        let wqe = match self.take_receive(target) {
+            responder::Receive::None => return Answer::NotReady,
+            responder::Receive::Taken { wqe, .. } | responder::Receive::Refused { wqe } => wqe,
+        };
+        let qp = &self.qps[&target];
+        let cqe = Cqe::error(qp.uidx, Opcode::ResponseError, qp.number, wqe, 0, status);
+        let (cq, number) = (qp.recv_cq, qp.number);
+        self.complete(cq, number, cqe);
+        self.fail_qp(target);
+        Answer::Failed(status)
     }
 
     fn has_receive(&self, target: Handle) -> bool {
@@ -366,11 +406,12 @@ impl State {
         }
     }
 
-    /// Completes all that is posted to a queue pair in the error state as flushed.
+    /// Completes all that is posted to a queue pair in the error state as flushed; in SQE, its requests.
     pub(crate) fn flush(&mut self, handle: Handle) -> bool {
         let mut any = false;
         loop {
-            let Some(qp) = self.qps.get(&handle).filter(|qp| qp.state == state::ERR) else { return any };
+            let stopped = |qp: &&Qp| matches!(qp.state, state::ERR | state::SQE);
+            let Some(qp) = self.qps.get(&handle).filter(stopped) else { return any };
             let Some(sq) = qp.sq.filter(|sq| sq.posted() != 0) else { break };
             let (uidx, number, cq) = (qp.uidx, qp.number, qp.send_cq);
             let (control, _) = read_entry(&sq);
@@ -382,7 +423,7 @@ impl State {
             any = true;
         }
         loop {
-            let Some(qp) = self.qps.get_mut(&handle) else { return any };
+            let Some(qp) = self.qps.get_mut(&handle).filter(|qp| qp.state == state::ERR) else { return any };
             let (uidx, number, cq) = (qp.uidx, qp.number, qp.recv_cq);
             let Some(rq) = qp.rq.as_mut().filter(|rq| rq.posted() != 0) else { return any };
             let flushed = Status::WorkRequestFlushed;

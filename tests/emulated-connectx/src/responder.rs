@@ -110,7 +110,10 @@ impl State {
         let broken = |state: &mut Self, wqe, status, answer| {
             let cqe = Cqe::error(uidx, Opcode::ResponseError, number, wqe, 0, status);
             state.complete(cq, number, cqe);
-            state.fail_qp(target);
+            // A datagram costs its receive only.
+            if kind != Kind::Ud {
+                state.fail_qp(target);
+            }
             Answer::Failed(answer)
         };
         match receive {
@@ -135,26 +138,35 @@ impl State {
 
     /// The memory of `target` that a request of its peer names.
     ///
-    /// A connected peer that names what it may not ends in the error state too, with an event.
+    /// A connected peer that names what it may not ends in the error state too, with an event, unless there is a receive
+    /// that tells of it.
     pub(crate) fn remote(
         &mut self,
         target: Handle,
         remote: &wqe::Remote,
         len: u64,
         wanted: u32,
+        takes_receive: bool,
     ) -> Result<Option<Buffer>, Status> {
         let qp = &self.qps[&target];
         let connected = qp.kind == Kind::Rc;
-        let allowed = qp.attr.access & wanted == wanted;
+        let reads = wanted & (access::REMOTE_READ | access::REMOTE_ATOMIC) != 0;
+        if qp.attr.access & wanted != wanted || reads && qp.kind == Kind::Rc && qp.attr.max_dest_rd_atomic == 0 {
+            if connected {
+                self.qp_event(target, event::QP_REQ_ERR);
+                self.fail_qp(target);
+            }
+            return Err(Status::RemoteInvalidRequest);
+        }
         // Of no bytes, neither key nor address is looked at.
         let found = match len {
             0 => Some(None),
             _ => self.region(qp.pd, remote.key, remote.address, len, wanted).map(Some),
         };
-        match found.filter(|_| allowed) {
+        match found {
             Some(memory) => Ok(memory),
             None => {
-                if connected {
+                if connected && !takes_receive {
                     self.qp_event(target, event::QP_ACCESS_ERR);
                     self.fail_qp(target);
                 }

@@ -47,6 +47,8 @@ pub(crate) struct State {
     pub(crate) faults: Vec<Fault>,
     pub(crate) policy: Policy,
     pub(crate) last_audit: Instant,
+    /// Completion queues whose queue pairs are to end.
+    pub(crate) overrun: Vec<Handle>,
 }
 
 /// Makes the state; `false` if it was there.
@@ -109,6 +111,7 @@ impl State {
             faults: Vec::new(),
             policy: Policy::default(),
             last_audit: Instant::now(),
+            overrun: Vec::new(),
         }
     }
 
@@ -260,10 +263,29 @@ impl State {
         }
         qp.state = state::ERR;
         qp.attempt = Default::default();
+        qp.draining = false;
         let shares = qp.srq.is_some();
         self.flush(handle);
         if shares {
             self.qp_event(handle, event::LAST_WQE_REACHED);
+        }
+    }
+
+    /// A queue pair in SQD has nothing under way any more.
+    pub(crate) fn drained(&mut self, handle: Handle) {
+        let Some(qp) = self.qps.get_mut(&handle) else { return };
+        qp.draining = false;
+        if std::mem::take(&mut qp.tells_drained) {
+            self.qp_event(handle, event::SQ_DRAINED);
+        }
+    }
+
+    /// The first message reaches a queue pair that is not yet ready to send.
+    pub(crate) fn establish(&mut self, handle: Handle) {
+        let Some(qp) = self.qps.get_mut(&handle) else { return };
+        let first = !std::mem::replace(&mut qp.established, true);
+        if first && qp.state == state::RTR && matches!(qp.kind, Kind::Rc | Kind::Uc) {
+            self.qp_event(handle, event::COMM_EST);
         }
     }
 

@@ -10,6 +10,7 @@ const SEGMENT: usize = 16;
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Operation {
     Nop,
+    SendInvalidate,
     Send,
     SendImm,
     Write,
@@ -23,6 +24,7 @@ impl Operation {
     fn new(code: u8) -> Option<Self> {
         Some(match code {
             0x00 => Self::Nop,
+            0x01 => Self::SendInvalidate,
             0x08 => Self::Write,
             0x09 => Self::WriteImm,
             0x0a => Self::Send,

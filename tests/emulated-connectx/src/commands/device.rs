@@ -7,7 +7,7 @@ use crate::abi::{
 };
 use crate::channel::Channel;
 use crate::interpose;
-use crate::port::{COMPLETION_VECTORS, MAX_RECV_WR, MAX_SEND_WQEBB, MAX_SRQ_WR, Port};
+use crate::port::{COMPLETION_VECTORS, GID_ENTRIES, MAX_RECV_WR, MAX_SEND_WQEBB, MAX_SRQ_WR, Port};
 use crate::state::State;
 use crate::uverbs::{Reply, Request};
 
@@ -106,6 +106,9 @@ impl State {
             return Err(EINVAL);
         }
         let index: u32 = request.get(INDEX).ok_or(EINVAL)?;
+        if index >= GID_ENTRIES {
+            return Err(EINVAL);
+        }
         let entry = port.gid_entry(index as usize).ok_or(ENODATA)?;
         request.put(ANSWER, &entry);
         Ok(())

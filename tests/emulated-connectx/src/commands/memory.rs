@@ -129,9 +129,8 @@ impl State {
         if !known || attr.port != 1 {
             return Err(EINVAL);
         }
-        let gids = self.port(own).gids().len();
-        if attr.is_global != 0 && usize::from(attr.sgid_index) >= gids {
-            return Err(EINVAL);
+        if attr.is_global != 0 {
+            self.port(own).check_gid(attr.sgid_index)?;
         }
         let mut answer = Mlx5CreateAhResponse {
             response_length: size_of::<Mlx5CreateAhResponse>() as u32,

@@ -75,6 +75,9 @@ impl State {
             attr: Attr::new(),
             attempt: Attempt::default(),
             async_events: 0,
+            established: false,
+            tells_drained: false,
+            draining: false,
             unrung: None,
         };
         let handle = self.handle();
@@ -95,8 +98,14 @@ impl State {
         let handle = request.handle(0)?;
         let (context, element, events) =
             self.qps.get(&handle).map(|qp| (qp.context, qp.user_handle, qp.async_events)).ok_or(EINVAL)?;
-        let kinds =
-            [event::QP_FATAL, event::QP_REQ_ERR, event::QP_ACCESS_ERR, event::COMM_EST, event::LAST_WQE_REACHED];
+        let kinds = [
+            event::QP_FATAL,
+            event::QP_REQ_ERR,
+            event::QP_ACCESS_ERR,
+            event::COMM_EST,
+            event::SQ_DRAINED,
+            event::LAST_WQE_REACHED,
+        ];
         let unseen = self.take_back_events(context, element, &kinds);
         self.remove_qp(handle);
         request.put(ANSWER, &(events - unseen));
@@ -131,6 +140,11 @@ impl State {
         self.check_values(qp.device, asked)?;
         let (kind, numbered) = (qp.kind, qp.number != 0);
         let number = if kind == Kind::Dct && to == state::RTR && !numbered { Some(self.number()) } else { None };
+        if from == state::RTS && to == state::SQD {
+            // What has been rung for is under way.
+            self.collect();
+            self.run_send_queue(handle, usize::MAX, true);
+        }
         let qp = self.qps.get_mut(&handle).expect("looked up above");
         qp.attr.take(asked);
         if let Some(number) = number {
@@ -141,10 +155,24 @@ impl State {
             state::ERR => self.fail_qp(handle),
             state::RESET => {
                 qp.state = to;
+                qp.attr = Attr::new();
                 qp.reset();
                 let number = qp.number;
                 self.ready.remove(&handle);
                 self.policy.waiting.retain(|waiting| waiting.qpn != number);
+            }
+            state::SQD if from == state::RTS => {
+                qp.state = to;
+                qp.tells_drained = given & mask::EN_SQD_ASYNC_NOTIFY != 0 && asked.en_sqd_async_notify != 0;
+                qp.draining = qp.attempt != Attempt::default();
+                if !qp.draining {
+                    self.drained(handle);
+                }
+            }
+            state::RTS if from == state::SQD => {
+                qp.state = to;
+                // What was posted meanwhile has been rung for.
+                self.ready.insert(handle);
             }
             _ => qp.state = to,
         }
@@ -166,11 +194,11 @@ impl State {
             || given(mask::ALT_PATH);
         let dest = &asked.dest;
         let routed = dest.is_global != 0;
-        let badly_routed = given(mask::AV)
-            && (dest.port != 1
-                || routed && usize::from(dest.sgid_index) >= port.gids().len()
-                || !routed && self.options.link == Link::Roce);
-        if wrong || badly_routed { Err(EINVAL) } else { Ok(()) }
+        let badly_routed = given(mask::AV) && (dest.port != 1 || !routed && self.options.link == Link::Roce);
+        if wrong || badly_routed {
+            return Err(EINVAL);
+        }
+        if given(mask::AV) && routed { port.check_gid(dest.sgid_index) } else { Ok(()) }
     }
 
     pub(crate) fn query_qp(&mut self, request: &mut Request<'_>) -> Reply {
@@ -196,6 +224,7 @@ impl State {
             timeout: attr.timeout,
             retry_cnt: attr.retry_cnt,
             rnr_retry: attr.rnr_retry,
+            sq_draining: u8::from(qp.draining),
             ..QueryQpResponse::zeroed()
         };
         request.put(CORE_OUT, &answer);

@@ -9,8 +9,10 @@ use crate::uverbs::Reply;
 pub(super) fn check(kind: Kind, from: u8, to: u8, given: u32) -> Reply {
     let Some((required, optional)) = attributes(kind, from, to) else { return Err(EINVAL) };
     let given = given & !mask::STATE;
+    // Only where the queue pair runs may it be said where it was.
+    let current = if to == state::RTS { mask::CUR_STATE } else { 0 };
     let complete = given & required == required;
-    let nothing_else = given & !(required | optional | mask::CUR_STATE) == 0;
+    let nothing_else = given & !(required | optional | current) == 0;
     if complete && nothing_else { Ok(()) } else { Err(EINVAL) }
 }
 
@@ -48,6 +50,7 @@ fn connected(kind: Kind, from: u8, to: u8) -> Option<(u32, u32)> {
         _ => ud,
     };
     match (from, to) {
+        (state::RESET, state::ERR) => None,
         (_, state::RESET | state::ERR) => Some((0, 0)),
         (state::RESET, state::INIT) => {
             let common = PKEY_INDEX | PORT;
@@ -69,7 +72,15 @@ fn connected(kind: Kind, from: u8, to: u8) -> Option<(u32, u32)> {
                 QKEY,
             ),
         )),
-        (state::RTS, state::RTS) => Some((
+        (state::RTS, state::SQD) => Some((0, EN_SQD_ASYNC_NOTIFY)),
+        (state::SQD, state::SQD) => {
+            let path = ACCESS_FLAGS | ALT_PATH | PKEY_INDEX | PATH_MIG_STATE;
+            let retries = TIMEOUT | RETRY_CNT | RNR_RETRY | MAX_QP_RD_ATOMIC | MAX_DEST_RD_ATOMIC | MIN_RNR_TIMER;
+            // With a route the kernel sets its port too, which UC may not: so no route either.
+            Some((0, of(path | retries | PORT | AV, path, PKEY_INDEX | QKEY)))
+        }
+        (state::SQE, state::RTS) if kind != Kind::Rc => Some((0, of(0, ACCESS_FLAGS, QKEY))),
+        (state::RTS | state::SQD, state::RTS) => Some((
             0,
             of(
                 ACCESS_FLAGS | MIN_RNR_TIMER | ALT_PATH | PATH_MIG_STATE,

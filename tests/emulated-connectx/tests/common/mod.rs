@@ -590,6 +590,14 @@ impl Pair {
         Self { a, b, source, target, pd, context }
     }
 
+    /// The next completions of the first, which are successes of `ids`.
+    #[track_caller]
+    pub fn succeed(&self, ids: std::ops::Range<u64>) {
+        for id in ids {
+            self.a.ends.send.ok(id);
+        }
+    }
+
     pub fn srq(&self) -> &Srq {
         self.b.ends.srq.as_ref().unwrap()
     }

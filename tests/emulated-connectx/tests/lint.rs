@@ -1,0 +1,208 @@
+//! What the emulated device finds wrong with what is written by hand into queues, records and registers, as a direct path
+//! would write them; and that what libmlx5 would have written is taken.
+
+mod common;
+
+use std::ffi::c_int;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use common::*;
+use emulated_connectx::{EmulatedConnectX, Problem};
+use rdma_sys::*;
+
+fn device() -> (EmulatedConnectX, MutexGuard<'static, ()>) {
+    static ALONE: Mutex<()> = Mutex::new(());
+    let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let device = start(|options| options.doorbell_patience = Duration::from_millis(40));
+    assert_eq!(device.take_findings(), []);
+    (device, alone)
+}
+
+/// A queue pair whose send queue is written by hand.
+struct Direct {
+    pair: Pair,
+    qp: mlx5dv_qp,
+    cq: mlx5dv_cq,
+    posted: u16,
+    taken: u32,
+}
+
+/// `mlx5dv_init_obj`, which the binding leaves out.
+fn init_obj(object: &mut mlx5dv_obj, kinds: u64) {
+    // SAFETY: a library and a function of it that there are, of this signature.
+    unsafe {
+        let library = libc::dlopen(c"libmlx5.so.1".as_ptr(), libc::RTLD_NOW);
+        assert!(!library.is_null());
+        let symbol = libc::dlsym(library, c"mlx5dv_init_obj".as_ptr());
+        assert!(!symbol.is_null());
+        let init: extern "C" fn(*mut mlx5dv_obj, u64) -> c_int = std::mem::transmute(symbol);
+        assert_eq!(init(object, kinds), 0);
+    }
+}
+
+impl Direct {
+    fn new() -> Self {
+        let pair = Pair::new(RC);
+        let mut direct = Self { qp: zeroed(), cq: zeroed(), posted: 0, taken: 0, pair };
+        let mut object: mlx5dv_obj = zeroed();
+        (object.qp.in_, object.qp.out) = (direct.pair.a.raw, &mut direct.qp);
+        (object.cq.in_, object.cq.out) = (direct.pair.a.ends.send.0, &mut direct.cq);
+        init_obj(&mut object, 1 | 2);
+        direct
+    }
+
+    /// A signaled write of 100 bytes in three segments, which `spoil` may change.
+    fn entry(&mut self, spoil: impl Fn(&mut [u8; 64])) -> u64 {
+        let mut entry = [0_u8; 64];
+        entry[..4].copy_from_slice(&(u32::from(self.posted) << 8 | 8).to_be_bytes());
+        entry[4..8].copy_from_slice(&(self.pair.a.number() << 8 | 3).to_be_bytes());
+        entry[11] = 8;
+        entry[16..24].copy_from_slice(&self.pair.target.address().to_be_bytes());
+        entry[24..28].copy_from_slice(&self.pair.target.key().to_be_bytes());
+        let sge = self.pair.source.sge(0, 100);
+        entry[32..36].copy_from_slice(&sge.length.to_be_bytes());
+        entry[36..40].copy_from_slice(&sge.lkey.to_be_bytes());
+        entry[40..48].copy_from_slice(&sge.addr.to_be_bytes());
+        spoil(&mut entry);
+        let at = usize::from(self.posted) % self.qp.sq.wqe_cnt as usize * 64;
+        // SAFETY: a block of the send queue, which no one else uses.
+        unsafe { self.qp.sq.buf.cast::<u8>().add(at).copy_from(entry.as_ptr(), 64) };
+        self.posted = self.posted.wrapping_add(1);
+        u64::from_ne_bytes(*entry.first_chunk().unwrap())
+    }
+
+    fn record(&self) {
+        // SAFETY: the record of the send queue is the second of the two.
+        let record = unsafe { AtomicU32::from_ptr(self.qp.dbrec.add(1)) };
+        record.store(u32::from(self.posted).to_be(), Ordering::Release);
+    }
+
+    fn ring(&self, value: u64) {
+        // SAFETY: a register of the page of this queue pair.
+        unsafe { AtomicU64::from_ptr(self.qp.bf.reg.cast()) }.store(value, Ordering::Release);
+    }
+
+    fn post(&mut self, spoil: impl Fn(&mut [u8; 64])) {
+        let value = self.entry(spoil);
+        self.record();
+        self.ring(value);
+    }
+
+    /// The next entry of the completion queue by the rule of `owner`: what it is.
+    fn take(&mut self) -> u8 {
+        let slot = (self.taken % self.cq.cqe_cnt) as usize * self.cq.cqe_size as usize;
+        let pass = u8::from(self.taken & self.cq.cqe_cnt != 0);
+        let mut last = 0;
+        until("a completion", || {
+            // SAFETY: the last byte of an entry there is.
+            last = unsafe { self.cq.buf.cast::<u8>().add(slot + 63).read_volatile() };
+            last >> 4 != 15 && last & 1 == pass
+        });
+        self.taken += 1;
+        self.consumed(self.taken);
+        last >> 4
+    }
+
+    fn consumed(&self, index: u32) {
+        // SAFETY: the record of the completion queue.
+        let record = unsafe { AtomicU32::from_ptr(self.cq.dbrec) };
+        record.store((index & 0xff_ffff).to_be(), Ordering::Release);
+    }
+}
+
+fn found(device: &EmulatedConnectX) -> Vec<Problem> {
+    let mut findings = Vec::new();
+    until("a finding", || {
+        findings = device.take_findings();
+        !findings.is_empty()
+    });
+    findings.iter().map(|finding| finding.problem).collect()
+}
+
+#[test]
+fn good_entries_are_executed_for_many_passes() {
+    let (device, _alone) = device();
+    let mut direct = Direct::new();
+    for _ in 0..1000 {
+        direct.post(|_| {});
+        assert_eq!(direct.take(), 0);
+    }
+    assert_eq!(direct.pair.target.bytes()[..100], direct.pair.source.bytes()[..100]);
+    device.assert_clean();
+}
+
+#[test]
+fn malformed_entries_are_found_and_fail() {
+    let (device, _alone) = device();
+    type Spoil = fn(&mut [u8; 64]);
+    let wrong: [(&str, Spoil); 5] = [
+        ("index", |entry| entry[2] = 9),
+        ("queue pair", |entry| entry[6] ^= 1),
+        ("operation", |entry| entry[3] = 0x3f),
+        ("two segments: no data", |entry| entry[7] = 1),
+        ("inline data longer than the entry", |entry| entry[32..36].copy_from_slice(&0x8000_0100_u32.to_be_bytes())),
+    ];
+    for (what, spoil) in wrong {
+        let mut direct = Direct::new();
+        let value = direct.entry(spoil);
+        direct.record();
+        // A good doorbell: of this queue pair, whatever the entry says.
+        direct.ring(u64::from_ne_bytes({
+            let mut bytes = value.to_ne_bytes();
+            bytes[4..].copy_from_slice(&(direct.pair.a.number() << 8 | 3).to_be_bytes());
+            bytes
+        }));
+        assert_eq!(found(&device), [Problem::MalformedWqe], "{what}");
+        assert_eq!(direct.take(), 13, "{what}: an error");
+    }
+}
+
+#[test]
+fn doorbell_that_is_missing_is_found_and_nothing_is_executed() {
+    let (device, _alone) = device();
+    let mut direct = Direct::new();
+    let value = direct.entry(|_| {});
+    direct.record();
+    assert_eq!(found(&device), [Problem::MissedDoorbell]);
+    assert_eq!(direct.pair.target.word(0), 0);
+    direct.ring(value);
+    assert_eq!(direct.take(), 0);
+    device.take_findings();
+}
+
+#[test]
+fn doorbell_of_no_one_is_found() {
+    let (device, _alone) = device();
+    let direct = Direct::new();
+    direct.ring(u64::from_ne_bytes([0, 0, 0, 8, 0xff, 0xff, 0xf0, 3]));
+    assert_eq!(found(&device), [Problem::StrayDoorbell]);
+}
+
+#[test]
+fn completions_taken_by_a_wrong_owner_bit_are_found() {
+    let (device, _alone) = device();
+    let mut direct = Direct::new();
+    direct.post(|_| {});
+    direct.take();
+    // As by code that takes the entry behind, which is still the device's.
+    direct.consumed(2);
+    assert_eq!(found(&device), [Problem::WrongOwner]);
+    direct.consumed(1);
+    device.take_findings();
+}
+
+#[test]
+fn completions_that_no_one_takes_overrun_their_queue() {
+    let (device, _alone) = device();
+    let mut direct = Direct::new();
+    for _ in 0..=direct.cq.cqe_cnt {
+        let before = device.counters().requests;
+        direct.post(|_| {});
+        until("the request", || device.counters().requests > before);
+    }
+    assert_eq!(found(&device), [Problem::CompletionOverrun]);
+    assert_eq!(direct.pair.context.event(), ibv_event_type::IBV_EVENT_CQ_ERR as u32);
+    assert_eq!(direct.pair.context.event(), ibv_event_type::IBV_EVENT_QP_FATAL as u32);
+}
