@@ -149,11 +149,16 @@ impl EmulatedConnectX {
     /// # Errors
     ///
     /// No memory, or no room for the device's files below the directory of temporary files. `InvalidInput`: `devices` is
-    /// not 1 to 4. `AlreadyExists`: it was started with another link or another number of devices.
+    /// not 1 to 4. `Unsupported`: the linker has not exported the calls that are taken over. `AlreadyExists`: it was started with another link or another number of devices.
     pub fn start(options: Options) -> io::Result<Self> {
         if !(1..=4).contains(&options.devices) {
             let message = format!("devices is {}, and may be 1 to 4", options.devices);
             return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
+        }
+        let missing = interpose::missing();
+        if !missing.is_empty() {
+            let message = format!("{missing:?} are not exported: link with -C link-arg=-Wl,--export-dynamic");
+            return Err(io::Error::new(io::ErrorKind::Unsupported, message));
         }
         let (link, devices) = (options.link, options.devices);
         uar::prepare()?;

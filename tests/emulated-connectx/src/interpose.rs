@@ -30,6 +30,25 @@ pub(crate) fn activate(sysfs: CString) {
     SYSFS.get_or_init(|| sysfs);
 }
 
+/// The calls that the dynamic linker does not find here, so that the libraries would call those of libc.
+pub(crate) fn missing() -> Vec<&'static str> {
+    let ours: [(&CStr, *const c_void); 8] = [
+        (c"open", open as *const c_void),
+        (c"openat", openat as *const c_void),
+        (c"opendir", opendir as *const c_void),
+        (c"stat", stat as *const c_void),
+        (c"socket", socket as *const c_void),
+        (c"close", close as *const c_void),
+        (c"ioctl", ioctl as *const c_void),
+        (c"mmap", mmap as *const c_void),
+    ];
+    let found = |name: &CStr| {
+        // SAFETY: a name that ends in a zero.
+        unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) }.cast_const()
+    };
+    ours.iter().filter(|(name, own)| found(name) != *own).map(|(name, _)| name.to_str().unwrap_or("?")).collect()
+}
+
 /// Names `fd` as the completion or event channel it is.
 pub(crate) fn is_channel(fd: c_int) {
     KIND[fd as usize].store(CHANNEL, Ordering::Release);

@@ -18,7 +18,7 @@ pub(crate) const MAX_MESSAGE: u64 = 1 << 30;
 pub(crate) const MAX_DATAGRAM: u64 = 4096;
 pub(crate) const COMPLETION_VECTORS: u32 = 4;
 /// Places in the GID table; most are empty.
-pub(crate) const GID_ENTRIES: u32 = 255;
+pub(crate) const GID_ENTRIES: u32 = 256;
 /// The firmware it claims: none there is.
 pub(crate) const FIRMWARE: [u32; 3] = [99, 44, 0];
 

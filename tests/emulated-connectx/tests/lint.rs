@@ -3,7 +3,6 @@
 
 mod common;
 
-use std::ffi::c_int;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -27,19 +26,6 @@ struct Direct {
     cq: mlx5dv_cq,
     posted: u16,
     taken: u32,
-}
-
-/// `mlx5dv_init_obj`, which the binding leaves out.
-fn init_obj(object: &mut mlx5dv_obj, kinds: u64) {
-    // SAFETY: a library and a function of it that there are, of this signature.
-    unsafe {
-        let library = libc::dlopen(c"libmlx5.so.1".as_ptr(), libc::RTLD_NOW);
-        assert!(!library.is_null());
-        let symbol = libc::dlsym(library, c"mlx5dv_init_obj".as_ptr());
-        assert!(!symbol.is_null());
-        let init: extern "C" fn(*mut mlx5dv_obj, u64) -> c_int = std::mem::transmute(symbol);
-        assert_eq!(init(object, kinds), 0);
-    }
 }
 
 impl Direct {

@@ -3,7 +3,7 @@
 #![allow(dead_code, missing_docs, unreachable_pub, clippy::undocumented_unsafe_blocks)]
 // Every `unsafe` here is a call of libibverbs with objects that live, or a structure of numbers that is zero.
 
-use std::ffi::{CStr, c_void};
+use std::ffi::{CStr, c_int, c_void};
 use std::mem;
 use std::ptr;
 use std::sync::Arc;
@@ -759,5 +759,18 @@ pub fn post_dc(qp: &Qp, requests: &[(u64, Dc<'_>, To<'_>)]) {
             }
         }
         assert_eq!(ibv_wr_complete(x), 0);
+    }
+}
+
+/// `mlx5dv_init_obj`, which the binding leaves out.
+pub fn init_obj(object: &mut mlx5dv_obj, kinds: u64) {
+    // SAFETY: a library and a function of it that there are, of this signature.
+    unsafe {
+        let library = libc::dlopen(c"libmlx5.so.1".as_ptr(), libc::RTLD_NOW);
+        assert!(!library.is_null());
+        let symbol = libc::dlsym(library, c"mlx5dv_init_obj".as_ptr());
+        assert!(!symbol.is_null());
+        let init: extern "C" fn(*mut mlx5dv_obj, u64) -> c_int = std::mem::transmute(symbol);
+        assert_eq!(init(object, kinds), 0);
     }
 }

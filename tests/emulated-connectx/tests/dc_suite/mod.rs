@@ -220,3 +220,71 @@ fn states_of_targets_and_initiators() {
     dc_target_up(&target, node.pd.1.route());
     device.assert_clean();
 }
+
+#[test]
+fn several_threads_write_to_each_other_through_one_initiator_each() {
+    let device = device();
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(1);
+    let nodes: Vec<_> = (0..4).map(|_| Node::new()).collect();
+    // What a peer needs to know.
+    let peers: Vec<_> = nodes.iter().map(|node| (node.targets[0].number(), node.targets[1].number())).collect();
+    let memories: Vec<_> = nodes.iter().map(|node| &node.memory).collect();
+    std::thread::scope(|scope| {
+        for (own, node) in nodes.iter().enumerate() {
+            let (peers, memories) = (&peers, &memories);
+            // Each writes a place of its own.
+            let memories: Vec<_> = memories.iter().map(|memory| (memory.address(), memory.key())).collect();
+            let node = Shared(node);
+            scope.spawn(move || {
+                let node = node.get();
+                for round in 0.. {
+                    let mut posted = 0;
+                    for (to, &(first, second)) in peers.iter().enumerate() {
+                        let number = if round % 2 == 0 { first } else { second };
+                        let from = node.source.sge((round + to) % 1000, 64);
+                        let place = Place { address: memories[to].0 + 64 * own as u64, key: memories[to].1 };
+                        write_to(&node.dci, to as u64, from, place, (&node.ah, number, KEY, None));
+                        posted += 1;
+                    }
+                    for _ in 0..posted {
+                        assert_eq!(node.cq().next().status, ibv_wc_status::IBV_WC_SUCCESS);
+                    }
+                    if std::time::Instant::now() >= deadline {
+                        return;
+                    }
+                }
+            });
+        }
+    });
+    device.assert_clean();
+}
+
+/// For threads that use parts of a node that no other thread uses.
+struct Shared<'a>(&'a Node);
+// SAFETY: verbs may be called by any thread; what is not of verbs is used by one thread only.
+unsafe impl Send for Shared<'_> {}
+
+impl<'a> Shared<'a> {
+    fn get(&self) -> &'a Node {
+        self.0
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Place {
+    address: u64,
+    key: u32,
+}
+
+fn write_to(qp: &Qp, id: u64, from: ibv_sge, place: Place, (ah, number, key, _): To<'_>) {
+    // SAFETY: a queue pair with extended operations, and objects that live.
+    unsafe {
+        let x = ibv_qp_to_qp_ex(qp.raw);
+        ibv_wr_start(x);
+        ((*x).wr_id, (*x).wr_flags) = (id, SIGNALED);
+        ibv_wr_rdma_write(x, place.key, place.address);
+        ibv_wr_set_sge(x, from.lkey, from.addr, from.length);
+        mlx5dv_wr_set_dc_addr(mlx5dv_qp_ex_from_ibv_qp_ex(x), ah.0, number, key);
+        assert_eq!(ibv_wr_complete(x), 0);
+    }
+}
