@@ -44,7 +44,8 @@ impl Default for Options {
             manual_stepping: false,
             longest_timeout: Duration::from_millis(5),
             longest_rnr_wait: Duration::from_millis(2),
-            doorbell_patience: Duration::from_millis(500),
+            // A busy machine may leave a thread between its record and its doorbell for as long as this.
+            doorbell_patience: Duration::from_secs(5),
         }
     }
 }

@@ -2,37 +2,75 @@
 //! files, which paths are led to.
 
 use std::ffi::CString;
-use std::fs;
+use std::fs::{self, File};
 use std::io;
+use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
+use std::time::{Duration, SystemTime};
 
 use crate::control::Link;
 use crate::port::{FIRMWARE, Port};
 
-static ROOT: OnceLock<PathBuf> = OnceLock::new();
+/// With the file that is locked as long as the process lives.
+static ROOT: OnceLock<(PathBuf, File)> = OnceLock::new();
+
+const NAME: &str = "emulated-connectx-";
+const LOCK: &str = "lock";
 
 /// Makes the tree, once; removed when the process ends as it should.
 pub(crate) fn build(ports: &[Port]) -> io::Result<CString> {
-    let root = std::env::temp_dir().join(format!("emulated-connectx-{}", std::process::id()));
-    let path = CString::new(root.as_os_str().as_bytes())?;
-    if ROOT.get().is_some() {
-        return Ok(path);
+    let path = |root: &Path| Ok(CString::new(root.as_os_str().as_bytes())?);
+    if let Some((root, _)) = ROOT.get() {
+        return path(root);
+    }
+    // Another process may have had the same number, or has it elsewhere.
+    let age = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_err(io::Error::other)?;
+    let root = std::env::temp_dir().join(format!("{NAME}{}-{}", std::process::id(), age.as_nanos()));
+    let named = path(&root);
+    remove_old(&std::env::temp_dir())?;
+    fs::create_dir(&root)?;
+    let lock = File::create(root.join(LOCK))?;
+    if !is_free(&lock) {
+        return Err(io::Error::new(io::ErrorKind::AlreadyExists, format!("{} is in use", root.display())));
     }
     put(&root, "class/infiniband_verbs/abi_version", "6")?;
     for port in ports {
         device(&root, port)?;
     }
-    if ROOT.set(root).is_ok() {
+    if ROOT.set((root, lock)).is_ok() {
         // SAFETY: a function that may be called at exit.
         unsafe { libc::atexit(remove) };
     }
-    Ok(path)
+    named
+}
+
+/// Nobody has locked `file`; now we have.
+fn is_free(file: &File) -> bool {
+    // SAFETY: a descriptor that is open.
+    unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) == 0 }
+}
+
+/// Removes the trees of processes that were killed. One that is young may not have got its lock yet.
+fn remove_old(directory: &Path) -> io::Result<()> {
+    const YOUNG: Duration = Duration::from_secs(600);
+    for entry in fs::read_dir(directory)?.flatten() {
+        let named = entry.file_name().to_str().is_some_and(|name| name.starts_with(NAME));
+        let old = || entry.metadata()?.modified()?.elapsed().map_err(io::Error::other);
+        if !named || old().map_or(true, |age| age < YOUNG) {
+            continue;
+        }
+        // Of another user, or gone meanwhile: none of our business.
+        if File::open(entry.path().join(LOCK)).is_ok_and(|lock| is_free(&lock)) {
+            let _ = fs::remove_dir_all(entry.path());
+        }
+    }
+    Ok(())
 }
 
 extern "C" fn remove() {
-    if let Some(root) = ROOT.get() {
+    if let Some((root, _)) = ROOT.get() {
         // What is left of it stays; nothing can be done about that here.
         let _ = fs::remove_dir_all(root);
     }
