@@ -259,6 +259,28 @@ fn several_threads_write_to_each_other_through_one_initiator_each() {
     device.assert_clean();
 }
 
+#[test]
+fn ten_thousand_targets_through_eight_initiators() {
+    const TARGETS: usize = 10_000;
+    let device = device();
+    let node = Node::new();
+    let targets: Vec<_> = (0..TARGETS).map(|_| dc_target(&node.pd, &node.arrived, &node.srq)).collect();
+    let numbers: std::collections::HashSet<_> = targets.iter().map(Qp::number).collect();
+    assert_eq!(numbers.len(), TARGETS);
+    let initiators: Vec<_> = (0..8).map(|_| dc_initiator(&node.pd, &Cq::new(&node.pd.1, 31), false)).collect();
+    for (batch, chunk) in targets.chunks(8).enumerate() {
+        let initiator = &initiators[batch % 8];
+        let add = |target: &Qp| {
+            let add = Dc::FetchAdd(node.source.sge(0, 8), &node.memory, 64, 1);
+            (1, add, (&*node.ah, target.number(), KEY, None))
+        };
+        post_dc(initiator, &chunk.iter().map(add).collect::<Vec<_>>());
+        chunk.iter().for_each(|_| assert_eq!(initiator.ends.send.ok(1).byte_len, 8));
+    }
+    assert_eq!(node.memory.word(8), TARGETS as u64);
+    device.assert_clean();
+}
+
 /// For threads that use parts of a node that no other thread uses.
 struct Shared<'a>(&'a Node);
 // SAFETY: verbs may be called by any thread; what is not of verbs is used by one thread only.
