@@ -17,8 +17,9 @@ const EAGER: u32 = 200;
 const AWAKE: u32 = 5000;
 const SHORT: Duration = Duration::from_micros(20);
 const LONG: Duration = Duration::from_micros(200);
-/// How often all queues are looked at, for what no doorbell tells.
+/// How often all queues are looked at, for what no doorbell tells; less often if they are so many that it takes a while.
 const AUDIT: Duration = Duration::from_micros(500);
+const SHARE: u32 = 10;
 
 pub(crate) fn spawn() -> io::Result<()> {
     let run = || {
@@ -52,7 +53,7 @@ impl State {
         }
         any |= self.write_due();
         self.end_overrun();
-        if self.last_audit.elapsed() >= AUDIT {
+        if Instant::now() >= self.next_audit {
             any |= self.audit();
         }
         any
@@ -107,7 +108,6 @@ impl State {
     /// What is posted to queues in the error state needs no doorbell; what else needs one and has none is a problem.
     fn audit(&mut self) -> bool {
         let now = Instant::now();
-        self.last_audit = now;
         let mut flushed = Vec::new();
         let Self { qps, ready, lint, options, .. } = self;
         for (&handle, qp) in qps.iter_mut() {
@@ -133,6 +133,8 @@ impl State {
         for channel in self.channels.values_mut() {
             channel.flush();
         }
-        flushed.into_iter().fold(false, |any, qp| self.flush(qp) | any)
+        let any = flushed.into_iter().fold(false, |any, qp| self.flush(qp) | any);
+        self.next_audit = Instant::now() + AUDIT.max(now.elapsed() * SHARE);
+        any
     }
 }

@@ -46,7 +46,7 @@ pub(crate) struct State {
     pub(crate) lint: Lint,
     pub(crate) faults: Vec<Fault>,
     pub(crate) policy: Policy,
-    pub(crate) last_audit: Instant,
+    pub(crate) next_audit: Instant,
     /// Completion queues whose queue pairs are to end.
     pub(crate) overrun: Vec<Handle>,
 }
@@ -110,7 +110,7 @@ impl State {
             lint: Lint::default(),
             faults: Vec::new(),
             policy: Policy::default(),
-            last_audit: Instant::now(),
+            next_audit: Instant::now(),
             overrun: Vec::new(),
         }
     }

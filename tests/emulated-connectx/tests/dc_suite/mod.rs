@@ -191,6 +191,26 @@ fn emulated_target_that_is_destroyed_under_load_fails_who_asks_it() {
 }
 
 #[test]
+fn memory_that_may_not_be_touched_ends_the_initiator_and_not_the_target() {
+    let device = device();
+    let node = Node::new();
+    let other = dc_initiator(&node.pd, &Cq::new(&node.pd.1, 15), false);
+    // Of memory that no one else may write.
+    post_dc(&node.dci, &[(1, Dc::Write(node.source.sge(0, 8), &node.source, 0), node.to(0))]);
+    node.cq().ends(1, ibv_wc_status::IBV_WC_REM_ACCESS_ERR);
+    post_dc(&other, &[(2, Dc::Write(node.source.sge(0, 8), &node.memory, 0), node.to(0))]);
+    other.ends.send.ok(2);
+    // And a receive that is too short.
+    node.srq.post(3, vec![node.memory.sge(0, 8)]);
+    post_dc(&other, &[(4, Dc::Send(node.source.sge(0, 9)), node.to(0))]);
+    node.arrived.ends(3, ibv_wc_status::IBV_WC_LOC_LEN_ERR);
+    other.ends.send.ends(4, ibv_wc_status::IBV_WC_REM_INV_REQ_ERR);
+    node.repair();
+    assert!(!node.pd.1.has_event());
+    device.assert_clean();
+}
+
+#[test]
 fn empty_shared_queue_is_tried_again_and_then_an_error() {
     let device = device();
     let node = Node::new();
@@ -256,6 +276,28 @@ fn several_threads_write_to_each_other_through_one_initiator_each() {
             });
         }
     });
+    device.assert_clean();
+}
+
+#[test]
+fn ten_thousand_targets_through_eight_initiators() {
+    const TARGETS: usize = 10_000;
+    let device = device();
+    let node = Node::new();
+    let targets: Vec<_> = (0..TARGETS).map(|_| dc_target(&node.pd, &node.arrived, &node.srq)).collect();
+    let numbers: std::collections::HashSet<_> = targets.iter().map(Qp::number).collect();
+    assert_eq!(numbers.len(), TARGETS);
+    let initiators: Vec<_> = (0..8).map(|_| dc_initiator(&node.pd, &Cq::new(&node.pd.1, 31), false)).collect();
+    for (batch, chunk) in targets.chunks(8).enumerate() {
+        let initiator = &initiators[batch % 8];
+        let add = |target: &Qp| {
+            let add = Dc::FetchAdd(node.source.sge(0, 8), &node.memory, 64, 1);
+            (1, add, (&*node.ah, target.number(), KEY, None))
+        };
+        post_dc(initiator, &chunk.iter().map(add).collect::<Vec<_>>());
+        chunk.iter().for_each(|_| assert_eq!(initiator.ends.send.ok(1).byte_len, 8));
+    }
+    assert_eq!(node.memory.word(8), TARGETS as u64);
     device.assert_clean();
 }
 
