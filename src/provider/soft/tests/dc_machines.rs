@@ -563,3 +563,42 @@ fn session_is_renewed_after_a_pause_and_after_a_reset() {
     let open = it.packet();
     assert_eq!((kinds(&[open])[0], open.1.session.count), ("open", 3), "numbers go on");
 }
+
+#[test]
+fn whatever_a_target_answers_is_survived() {
+    let mut random = fastrand::Rng::with_seed(8);
+    for _ in 0..5000 {
+        let mut it = Asking::new();
+        for wr_id in 0..4 {
+            it.post(wr_id, random.u32(20..22), random.u32(0..600));
+        }
+        let mut sent = it.packets();
+        for _ in 0..20 {
+            let Some(&about) = sent.get(random.usize(..sent.len().max(1))) else { break };
+            let syndrome = [
+                Syndrome::ACK,
+                Syndrome::RnrNak(random.u8(..32)),
+                Syndrome::Nak(Nak::Sequence),
+                Syndrome::Nak(Nak::RemoteAccess),
+                Syndrome::Reserved(0x40),
+            ][random.usize(..5)];
+            let body = match random.u8(..8) {
+                0 | 1 => Body::Accept,
+                2 => Body::Gone,
+                3..6 => nak(syndrome),
+                6 => Body::AtomicAcknowledge { aeth: Aeth { syndrome, msn: 0 }, original: 1 },
+                _ => Body::ReadResponse { part: Part::Only, aeth: Aeth { syndrome, msn: 0 } },
+            };
+            it.answer(about, random.u32(5..7), body);
+            sent.extend(it.packets());
+            if random.u8(..4) == 0 && it.deadline.is_some() {
+                it.expire();
+            }
+        }
+        // Whatever was said, each completes once at most, in order, and the end of it all is an end.
+        it.machine.set_state(QpState::Err, &mut it.side);
+        let order: Vec<_> = it.side.completions.iter().map(|&(wr_id, _)| wr_id).collect();
+        assert_eq!(order, [0, 1, 2, 3]);
+        assert_eq!(it.machine.settle(|| 0), None);
+    }
+}
