@@ -11,7 +11,7 @@ use crate::provider::soft::responder::Responder;
 
 use super::header::SessionNumber;
 
-/// Sessions of one target. About 2 MiB of them.
+/// Sessions of one target: 2 MiB of them, and what they keep to answer again, 1 KiB each at most.
 pub(super) const MAX_SESSIONS: usize = 4096;
 
 /// How long a session must have been silent before another takes its place, in nanoseconds: ten times what it takes for its
@@ -90,5 +90,16 @@ impl Sessions {
         let mut all: Vec<_> = std::mem::take(&mut self.table).into_iter().collect();
         all.sort_unstable_by_key(|(key, _)| *key);
         all.into_iter().map(|(_, session)| session)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sessions_are_small() {
+        let each = size_of::<(SessionKey, Session)>();
+        assert!(each * MAX_SESSIONS <= 2 << 20, "{each} bytes");
     }
 }

@@ -126,7 +126,8 @@ impl Target {
         match packet.body {
             Body::Open { key: claimed, mtu } => {
                 if claimed != self.key {
-                    tracing::warn!(dct = %self.config.qpn, %source, initiator = %header.source, "wrong access key");
+                    // Anybody may try, as often as they like.
+                    tracing::debug!(dct = %self.config.qpn, %source, initiator = %header.source, "wrong access key");
                     self.counters.refused += 1;
                     return self.refuse(packet, header, Syndrome::Nak(Nak::RemoteAccess));
                 }

@@ -208,8 +208,9 @@ impl Requester {
             return;
         }
         match packet.body {
-            Body::Accept => self.on_accept(header.cookie),
+            Body::Accept if packet.psn == self.unacked => self.on_accept(header.cookie),
             Body::Gone => self.on_gone(out),
+            // Another acceptance is found stale there.
             _ => self.on_response(packet, payload, keys, out),
         }
     }
