@@ -98,6 +98,7 @@ pub mod fuzzing {
 /// The software device's own interface: networks within this process and over UDP, their faults and their clock.
 pub mod software {
     pub use crate::provider::soft::{
-        CqCounters, DeviceControl, Faults, LinkCounters, Network, ReceiveCounters, SendCounters, UdpConfig, UdpError,
+        CqCounters, DeviceControl, Faults, LinkCounters, Network, ReceiveCounters, SendCounters, TargetCounters,
+        UdpConfig, UdpError,
     };
 }

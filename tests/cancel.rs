@@ -16,14 +16,16 @@ use std::time::Duration;
 use fastrand::Rng;
 use tokio_rdma::software::Network;
 use tokio_rdma::{
-    Access, Batch, BufMut, CompletionQueue, Device, ExposedRegion, Imm, Pool, QueuePair, RemoteRegion,
-    SharedReceiveQueue,
+    Access, Atomic, Batch, BatchOp, Buf, BufMut, CompletionQueue, DcInitiator, DcPeer, DcSender, DcTarget, Device,
+    ExposedRegion, Imm, Pool, QueuePair, Read, RemoteRegion, Send as Sending, SharedReceiveQueue, WorkQueueCounters,
+    Write,
 };
 use torture::{
-    Flavour, LONG, Mode, Seed, bounded, connect, device, eventually, hardware, scaled, slow_network, soon, yields,
+    Flavour, LONG, Mode, Seed, bounded, connect, device, eventually, hardware, impatient, scaled, slow_network, soon,
+    yields,
 };
 
-/// Operations of each storm; there are 64 of them, and 32 on a real device.
+/// Operations of each storm; there are 96 of them, and 32 on a real device, or 48 if it has DC.
 fn operations() -> u64 {
     scaled(3_200)
 }
@@ -62,7 +64,7 @@ fn assert_stamped(what: &str, buffer: &[u8]) {
 
 /// One configuration with all that its tasks share.
 struct Storm {
-    client: QueuePair,
+    client: Client,
     remote: RemoteRegion,
     region: ExposedRegion,
     pool: Pool,
@@ -84,7 +86,77 @@ struct Setting {
     flavour: Flavour,
     depth: u32,
     slow: bool,
-    shared: bool,
+    ends: Ends,
+}
+
+/// What the operations go from and to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Ends {
+    /// A queue pair with its own receives.
+    Own,
+    /// One with those of a shared queue.
+    Shared,
+    /// From an initiator of dynamic connections to some targets, in turn.
+    Dynamic,
+}
+
+/// Where operations go from.
+#[derive(Clone)]
+enum Client {
+    Pair(QueuePair),
+    Dynamic { initiator: DcInitiator, peers: Vec<DcPeer> },
+}
+
+/// The same for the next one.
+enum Way<'a> {
+    Pair(QueuePair),
+    Dynamic(DcSender<'a>),
+}
+
+/// Calls the same method, of whichever it is.
+macro_rules! either {
+    ($($method:ident($($argument:ident: $type:ty),*) -> $result:ty;)*) => {
+        impl Way<'_> {
+            $(fn $method(&self, $($argument: $type),*) -> $result {
+                match self {
+                    Self::Pair(qp) => qp.$method($($argument),*),
+                    Self::Dynamic(sender) => sender.$method($($argument),*),
+                }
+            })*
+        }
+    };
+}
+
+either! {
+    send(buffer: BufMut) -> Sending<BufMut>;
+    write(buffer: Buf, remote: RemoteRegion) -> Write<Buf>;
+    read(buffer: BufMut, remote: RemoteRegion) -> Read<BufMut>;
+    write_with_imm(buffer: BufMut, remote: RemoteRegion, imm: Imm) -> Write<BufMut>;
+    send_inline(bytes: &[u8]) -> Sending<()>;
+    fetch_add(remote: RemoteRegion, add: u64) -> Atomic;
+    compare_swap(remote: RemoteRegion, compare: u64, swap: u64) -> Atomic;
+    post_batch(batch: Batch<BufMut>) -> BatchOp<BufMut>;
+}
+
+impl Client {
+    /// `chance` decides where to, of those that there are.
+    fn way(&self, chance: usize, fenced: bool) -> Way<'_> {
+        match self {
+            Self::Pair(qp) if fenced => Way::Pair(qp.fenced()),
+            Self::Pair(qp) => Way::Pair(qp.clone()),
+            Self::Dynamic { initiator, peers } => {
+                let to = initiator.to(&peers[chance % peers.len()]);
+                Way::Dynamic(if fenced { to.fenced() } else { to })
+            }
+        }
+    }
+
+    fn counters(&self) -> WorkQueueCounters {
+        match self {
+            Self::Pair(qp) => qp.send_counters(),
+            Self::Dynamic { initiator, .. } => initiator.counters(),
+        }
+    }
 }
 
 /// A poster of operations with the memory it watches.
@@ -129,7 +201,8 @@ impl Poster {
             soon("an operation put aside", work).await;
         }
         let word = self.storm.remote.slice(COUNTER..COUNTER + 8).unwrap();
-        soon("settling", self.storm.client.fetch_add(word, 0)).await.unwrap();
+        let last = self.storm.client.way(self.rng.usize(..), false).fetch_add(word, 0);
+        soon("settling", last).await.unwrap();
     }
 
     fn buffer(&mut self) -> Option<BufMut> {
@@ -147,7 +220,7 @@ impl Poster {
     /// Posts a random operation; the work is to await and check it. With the number of pool buffers it owns.
     fn post(&mut self) -> Option<(Work, u64)> {
         let (storm, task) = (self.storm.clone(), self.task);
-        let qp = if storm.fences && self.rng.u8(..8) == 0 { storm.client.fenced() } else { storm.client.clone() };
+        let qp = storm.client.way(self.rng.usize(..), storm.fences && self.rng.u8(..8) == 0);
         let work: Work = match self.rng.u8(..16) {
             0..=2 => {
                 let buffer = self.buffer()?;
@@ -208,7 +281,7 @@ impl Poster {
         Some((work, 1))
     }
 
-    fn post_batch(&mut self, qp: &QueuePair) -> Option<(Work, u64)> {
+    fn post_batch(&mut self, qp: &Way<'_>) -> Option<(Work, u64)> {
         let mut batch = Batch::new();
         let (len, mut reads) = (self.rng.u64(1..=4), Vec::new());
         batch.signal_every(self.rng.u32(..3));
@@ -403,14 +476,28 @@ async fn storm(setting: Setting, seed: u64) -> u64 {
     let (device, pd) = device(&network);
     let queue = CompletionQueue::new(&device, setting.mode.make()).unwrap();
     let elsewhere = CompletionQueue::new(&device, setting.mode.make()).unwrap();
-    let srq = setting.shared.then(|| SharedReceiveQueue::new(&pd, &elsewhere, setting.depth, 1).unwrap());
-    let client = QueuePair::builder(&pd, &queue).max_send_wr(setting.depth).build().unwrap();
-    let server = QueuePair::builder(&pd, &queue).max_recv_wr(setting.depth);
-    let server = match &srq {
-        Some(srq) => server.shared_receive_queue(srq).build().unwrap(),
-        None => server.receive_completions(&elsewhere).build().unwrap(),
+    let shared = setting.ends != Ends::Own;
+    let srq = shared.then(|| SharedReceiveQueue::new(&pd, &elsewhere, setting.depth, 1).unwrap());
+    let mut targets = Vec::new();
+    let (client, server) = match &srq {
+        Some(srq) if setting.ends == Ends::Dynamic => {
+            targets.extend((0..3).map(|_| DcTarget::new(&pd, srq).unwrap()));
+            let initiator = DcInitiator::builder(&pd, &queue).max_send_wr(setting.depth).options(impatient()).build();
+            let initiator = initiator.unwrap();
+            let peers = targets.iter().map(|target| initiator.peer(&target.address()).unwrap()).collect();
+            (Client::Dynamic { initiator, peers }, None)
+        }
+        srq => {
+            let client = QueuePair::builder(&pd, &queue).max_send_wr(setting.depth).build().unwrap();
+            let server = QueuePair::builder(&pd, &queue).max_recv_wr(setting.depth);
+            let server = match srq {
+                Some(srq) => server.shared_receive_queue(srq).build().unwrap(),
+                None => server.receive_completions(&elsewhere).build().unwrap(),
+            };
+            connect(&client, &server);
+            (Client::Pair(client), Some(server))
+        }
     };
-    connect(&client, &server);
     let region = ExposedRegion::new(&pd, vec![0; REGION as usize], Access::REMOTE_ALL).unwrap();
     let readable: Vec<u8> = (0..2 * SIZE).map(pattern).collect();
     region.write(PATTERN as usize, &readable).unwrap();
@@ -429,7 +516,11 @@ async fn storm(setting: Setting, seed: u64) -> u64 {
         abandoned: AtomicU64::new(0),
     });
     let stop = Arc::new(AtomicBool::new(false));
-    let receiver = srq.clone().map_or(Receiver::Own(server.clone()), Receiver::Shared);
+    let receiver = match (&srq, &server) {
+        (None, Some(server)) => Receiver::Own(server.clone()),
+        (Some(srq), _) => Receiver::Shared(srq.clone()),
+        (None, None) => unreachable!("targets have a shared queue"),
+    };
     let receiver = tokio::spawn(receive(receiver, received.clone(), rng.fork(), stop.clone()));
     let posters: Vec<_> = (0..TASKS)
         .map(|task| {
@@ -451,13 +542,13 @@ async fn storm(setting: Setting, seed: u64) -> u64 {
     }
     // The last of all: when it is done, everything before it is.
     let word = storm.remote.slice(COUNTER..COUNTER + 8).unwrap();
-    let added = soon("the last operation", client.fetch_add(word, 0)).await.unwrap();
+    let added = soon("the last operation", client.way(rng.usize(..), false).fetch_add(word, 0)).await.unwrap();
     stop.store(true, Ordering::Relaxed);
     let abandoned = soon("the receiver", receiver).await.unwrap();
 
     assert_eq!(added, storm.added.load(Ordering::Relaxed), "each FETCH_ADD is done once");
     assert_eq!(storm.region.load(COUNTER as usize), Ok(added));
-    let counters = client.send_counters();
+    let counters = client.counters();
     assert_eq!((counters.in_flight, counters.waiting, counters.failed), (0, 0, 0), "{counters:?}");
     assert_eq!(queue.counters().waiting, 0, "nobody waits: {:?}", queue.counters());
     let leaked = storm.leaked.load(Ordering::Relaxed) as usize;
@@ -468,9 +559,11 @@ async fn storm(setting: Setting, seed: u64) -> u64 {
     assert!(area[..] == readable[..SIZE], "what is only read stays as it is");
 
     drop(client);
-    soon("closing", server.close()).await;
+    if let Some(server) = server {
+        soon("closing", server.close()).await;
+    }
     let abandoned = storm.abandoned.load(Ordering::Relaxed) + abandoned;
-    drop((storm, srq));
+    drop((storm, targets, srq));
     assert_eq!(elsewhere.counters().waiting, 0, "nobody waits: {:?}", elsewhere.counters());
     eventually("buffers of receives come back", || received.available() == received.total()).await;
     abandoned
@@ -481,12 +574,16 @@ fn storms(mode: Mode) {
         let seed = Seed::new("--test cancel");
         let (mut rng, mut abandoned) = (Rng::with_seed(seed.value), 0);
         // A real device takes the time it takes.
+        let has_dc = device(&Network::new()).0.attr().dc.is_some();
         let speeds: &[bool] = if hardware().is_some() { &[false] } else { &[false, true] };
         for flavour in Flavour::ALL {
             for depth in [4, 128] {
                 for &slow in speeds {
-                    for shared in [false, true] {
-                        let setting = Setting { mode, flavour, depth, slow, shared };
+                    for ends in [Ends::Own, Ends::Shared, Ends::Dynamic] {
+                        if ends == Ends::Dynamic && !has_dc {
+                            continue;
+                        }
+                        let setting = Setting { mode, flavour, depth, slow, ends };
                         println!("{setting:?}");
                         let runtime = setting.flavour.runtime();
                         abandoned += runtime.block_on(storm(setting, rng.u64(..)));

@@ -16,6 +16,8 @@ mod awaited;
 mod campaign;
 #[path = "faults/chance.rs"]
 mod chance;
+#[path = "faults/dynamic.rs"]
+mod dynamic;
 #[path = "faults/links.rs"]
 mod links;
 #[path = "faults/memory.rs"]

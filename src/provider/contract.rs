@@ -304,14 +304,17 @@ pub(crate) trait Dct: Debug + Send + Sync {
 }
 
 /// The target of a provider that has none.
+#[cfg(feature = "ibverbs")]
 #[derive(Debug)]
 pub(crate) enum NoDct {}
 
+#[cfg(feature = "ibverbs")]
 impl NoDct {
     /// What such a provider answers.
     pub(crate) const REFUSED: VerbError = VerbError::new("mlx5dv_create_qp", VerbError::EOPNOTSUPP);
 }
 
+#[cfg(feature = "ibverbs")]
 impl Dct for NoDct {
     fn number(&self) -> Option<Qpn> {
         match *self {}

@@ -16,7 +16,7 @@ use super::contract::{self, DctInit, DmaBufRange, PostError, Provider, QpInit};
 #[cfg(feature = "ibverbs")]
 use super::ibverbs::Ibverbs;
 use super::soft::Soft;
-pub(crate) use super::soft::{CqCounters, ReceiveCounters, SendCounters};
+pub(crate) use super::soft::{CqCounters, ReceiveCounters, SendCounters, TargetCounters};
 use crate::error::VerbError;
 use crate::types::{
     Access, AddressVector, AsyncEvent, DeviceAttr, Lkey, PortAttr, PortNum, QpAttr, QpCaps, QpState, Qpn, RecvWr, Rkey,
@@ -342,6 +342,17 @@ impl contract::Qp for Qp {
 
     fn destroy(&mut self) -> Result<(), VerbError> {
         each!(self, inner => inner.destroy())
+    }
+}
+
+impl Dct {
+    /// Counters of the software device.
+    pub(crate) fn software_counters(&self) -> Option<TargetCounters> {
+        match self {
+            Self::Soft(inner) => Some(inner.counters()),
+            #[cfg(feature = "ibverbs")]
+            Self::Ibverbs(_) => None,
+        }
     }
 }
 

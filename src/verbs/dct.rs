@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use super::{Cq, ProtectionDomain, Srq};
 use crate::error::{SetupError, VerbError};
 use crate::provider::contract::{Dct as _, DctInit, Pd as _};
-use crate::provider::dispatch;
+use crate::provider::dispatch::{self, TargetCounters};
 use crate::types::{DcKey, QpAttr, QpState, Qpn, TransitionError, check_dct_transition};
 
 /// Bare DC target, a DCT of `mlx5dv_create_qp(3)`: initiators that know its number and key reach the memory and the shared
@@ -98,6 +98,12 @@ impl Dct {
     /// [`VerbError`] as the provider gives it.
     pub fn query(&self) -> Result<(QpState, QpAttr), VerbError> {
         self.raw.query()
+    }
+
+    /// Packets, sessions and refusals so far, if it is of a software device.
+    #[must_use]
+    pub fn software_counters(&self) -> Option<TargetCounters> {
+        self.raw.software_counters()
     }
 
     /// Destroys it, `ibv_destroy_qp(3)`, and says whether it is gone; a drop can only log that.

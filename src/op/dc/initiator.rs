@@ -11,6 +11,7 @@ use super::{DcAddress, DcSender};
 use crate::completion::{CompletionQueue, Key, To, WorkQueueCounters};
 use crate::error::{LimitError, SetupError};
 use crate::op::{ConnectOptions, QueuePair, QueuePairBuilder};
+use crate::provider::dispatch::SendCounters;
 use crate::types::{AddressVector, DcKey, Gid, Mtu, PortNum, QpAttr, QpCaps, QpState, Qpn, SendFlags, Transport};
 use crate::verbs::{AddressHandle, ProtectionDomain};
 
@@ -108,6 +109,12 @@ impl DcInitiator {
     #[must_use]
     pub fn counters(&self) -> WorkQueueCounters {
         self.qp.send_counters()
+    }
+
+    /// Packets, retries and sessions so far, if it is of a software device and not closed.
+    #[must_use]
+    pub fn software_counters(&self) -> Option<SendCounters> {
+        self.qp.software_counters().map(|(sent, _)| sent)
     }
 
     /// A peer to send to: made once from its address, used by any initiator of the same protection domain and port.

@@ -8,6 +8,7 @@ use crate::completion::{Shared, TargetCore};
 use crate::error::SetupError;
 use crate::op::SharedReceiveQueue;
 use crate::op::queue_pair::Path;
+use crate::provider::dispatch::TargetCounters;
 use crate::types::{Access, AddressVector, DcKey, Gid, Mtu, PortNum, QpAttr, QpState, Qpn, RnrTimer};
 use crate::verbs::{Dct, ProtectionDomain};
 
@@ -88,6 +89,12 @@ impl DcTarget {
     /// [`SetupError::Verb`] if the device refuses, [`SetupError::Closed`] if the completion queue of its receives has failed.
     pub fn query(&self) -> Result<(QpState, QpAttr), SetupError> {
         Ok(self.inner.core.ask(Dct::query)??)
+    }
+
+    /// Packets, sessions and refusals so far, if it is of a software device and not closed.
+    #[must_use]
+    pub fn software_counters(&self) -> Option<TargetCounters> {
+        self.inner.core.ask(Dct::software_counters).ok()?
     }
 }
 

@@ -71,8 +71,12 @@ impl Deferred {
                         tracing::error!(?event, "completion queue overrun: completions are lost");
                         cq.context().event(event);
                         for qpn in cq.queue_pairs() {
-                            if let Some(qp) = cq.context().device().queue_pair(qpn) {
+                            let device = cq.context().device();
+                            if let Some(qp) = device.queue_pair(qpn) {
                                 qp.fail(None, Some(AsyncEvent::QpFatal(qpn)), &self);
+                            }
+                            if let Some(target) = device.target(qpn) {
+                                target.fail(Some(AsyncEvent::QpFatal(qpn)), &self);
                             }
                         }
                     }

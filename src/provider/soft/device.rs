@@ -15,15 +15,16 @@ use memmap2::MmapRaw;
 use parking_lot::{Mutex, RwLock};
 
 use crate::error::VerbError;
-use crate::provider::contract::{self, DctInit, DmaBufRange, NoDct, QpInit};
+use crate::provider::contract::{self, DctInit, DmaBufRange, QpInit};
 use crate::types::{
-    Access, AddressVector, AsyncEvent, AtomicCapability, DeviceAttr, Gid, GidEntry, GidKind, Lkey, Mtu, PortAttr,
-    PortNum, PortState, Psn, Qpn, Rkey, SrqCaps,
+    Access, AddressVector, AsyncEvent, AtomicCapability, DcAttr, DeviceAttr, Gid, GidEntry, GidKind, Lkey, Mtu,
+    PortAttr, PortNum, PortState, Psn, Qpn, Rkey, SrqCaps,
 };
 
 use super::channel::{Channel, Mailbox, os_error};
 use super::cm::{CmChannel, Manager};
 use super::cq::{Cq, CqInner};
+use super::dc::{Dct, DctInner};
 use super::deferred::Deferred;
 use super::dma::Memory;
 use super::keys::{Keys, MAX_REGISTRATIONS};
@@ -32,7 +33,7 @@ use super::qp::{Qp, QpInner};
 use super::requester::MAX_MESSAGE;
 use super::srq::Srq;
 use super::udp::Endpoint;
-use super::{Soft, dma_buf, qp};
+use super::{Soft, dc, dma_buf, qp};
 
 /// The only port.
 pub(super) const PORT: PortNum = PortNum(1);
@@ -51,6 +52,8 @@ pub(super) struct DeviceInner {
     pub(super) cm: Manager,
     attr: DeviceAttr,
     queue_pairs: RwLock<HashMap<Qpn, Weak<QpInner>>>,
+    /// Targets of dynamic connections, whose numbers are of the same space. Locked after `queue_pairs`.
+    targets: RwLock<HashMap<Qpn, Weak<DctInner>>>,
     completion_queues: Mutex<Vec<Weak<CqInner>>>,
     contexts: Mutex<Vec<Weak<ContextInner>>>,
     next_id: AtomicU64,
@@ -112,7 +115,7 @@ impl DeviceInner {
             // Nothing is ever pinned.
             on_demand_paging: true,
             dma_buf: true,
-            dc: None,
+            dc: Some(DcAttr { max_rd_atomic: 16, max_init_rd_atomic: 16, streams: None }),
             ..DeviceAttr::named(name)
         };
         let mtu = endpoint.as_ref().map_or(Mtu::Mtu4096, |endpoint| endpoint.own_mtu());
@@ -125,6 +128,7 @@ impl DeviceInner {
             network,
             attr,
             queue_pairs: RwLock::default(),
+            targets: RwLock::default(),
             completion_queues: Mutex::default(),
             contexts: Mutex::default(),
             next_id: AtomicU64::new(1),
@@ -218,16 +222,43 @@ impl DeviceInner {
     /// Makes a queue pair under a number that is not in use and that peers cannot predict.
     pub(super) fn add_queue_pair(&self, make: impl FnOnce(Qpn) -> Arc<QpInner>) -> Result<Arc<QpInner>, VerbError> {
         let mut table = self.queue_pairs.write();
-        if table.len() >= self.attr.max_qp as usize {
-            return Err(VerbError::new("ibv_create_qp", VerbError::ENOMEM));
+        let qpn = self.unused_number(&table, &self.targets.read(), "ibv_create_qp")?;
+        let made = make(qpn);
+        table.insert(qpn, Arc::downgrade(&made));
+        Ok(made)
+    }
+
+    /// Gives a target of dynamic connections its number; packets for it arrive from now on.
+    pub(super) fn add_target(&self, target: &Arc<DctInner>) -> Result<Qpn, VerbError> {
+        let pairs = self.queue_pairs.read();
+        let mut table = self.targets.write();
+        let number = self.unused_number(&pairs, &table, "ibv_modify_qp")?;
+        table.insert(number, Arc::downgrade(target));
+        Ok(number)
+    }
+
+    pub(super) fn target(&self, number: Qpn) -> Option<Arc<DctInner>> {
+        self.targets.read().get(&number)?.upgrade()
+    }
+
+    pub(super) fn remove_target(&self, number: Qpn) {
+        self.targets.write().remove(&number);
+    }
+
+    fn unused_number(
+        &self,
+        pairs: &HashMap<Qpn, Weak<QpInner>>,
+        targets: &HashMap<Qpn, Weak<DctInner>>,
+        verb: &'static str,
+    ) -> Result<Qpn, VerbError> {
+        if pairs.len() + targets.len() >= self.attr.max_qp as usize {
+            return Err(VerbError::new(verb, VerbError::ENOMEM));
         }
         loop {
             let qpn = Qpn(self.network.random()? as u32 & Qpn::MAX.0);
             // 0 and 1 are management, 0xffffff is multicast (IBTA 3.5.10).
-            if qpn.0 > 1 && qpn != Qpn::MAX && !table.contains_key(&qpn) {
-                let made = make(qpn);
-                table.insert(qpn, Arc::downgrade(&made));
-                return Ok(made);
+            if qpn.0 > 1 && qpn != Qpn::MAX && !pairs.contains_key(&qpn) && !targets.contains_key(&qpn) {
+                return Ok(qpn);
             }
         }
     }
@@ -256,6 +287,11 @@ impl DeviceInner {
         let deferred = Deferred::new();
         for qp in all {
             qp.fail(None, None, &deferred);
+        }
+        let mut targets: Vec<_> = self.targets.read().values().filter_map(Weak::upgrade).collect();
+        targets.sort_unstable_by_key(|target| target.number());
+        for target in targets {
+            target.fail(None, &deferred);
         }
         deferred.run();
         // After all flushes: what no flush ends, as receives of a shared queue, ends by the error.
@@ -456,8 +492,9 @@ impl contract::Pd<Soft> for Pd {
         Ok(Mw { device: Arc::clone(device), key, ended: false })
     }
 
-    fn create_dct(&self, _init: &DctInit<'_, Soft>) -> Result<NoDct, VerbError> {
-        Err(NoDct::REFUSED)
+    fn create_dct(&self, init: &DctInit<'_, Soft>) -> Result<Dct, VerbError> {
+        self.context.device.alive("mlx5dv_create_qp")?;
+        dc::create(&self.context, self.id, init)
     }
 
     fn create_srq(&self, caps: SrqCaps) -> Result<Srq, VerbError> {

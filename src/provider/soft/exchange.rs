@@ -21,22 +21,22 @@ use super::wire::Packet;
 ///
 /// 256 KiB take about 20 µs at memory speed and 64 small packets about as long: well below what a task
 /// may hold an executor's thread.
-struct Budget {
+pub(super) struct Budget {
     packets: u32,
     bytes: usize,
 }
 
 impl Budget {
-    const fn slice() -> Self {
+    pub(super) const fn slice() -> Self {
         Self { packets: 64, bytes: 256 << 10 }
     }
 
-    const fn spend(&mut self, bytes: usize) {
+    pub(super) const fn spend(&mut self, bytes: usize) {
         self.packets = self.packets.saturating_sub(1);
         self.bytes = self.bytes.saturating_sub(bytes);
     }
 
-    const fn is_spent(&self) -> bool {
+    pub(super) const fn is_spent(&self) -> bool {
         self.packets == 0 || self.bytes == 0
     }
 }
@@ -55,14 +55,20 @@ impl QpInner {
         if !sender.continuing && sender.machine.has_work() {
             let network = &self.device().network;
             let more = if network.is_queued() {
-                let more = self.pump_queued(sender, deferred);
+                let more = if self.transport() == Transport::Dci {
+                    self.pump_initiator_queued(sender, deferred)
+                } else {
+                    self.pump_queued(sender, deferred)
+                };
                 // Perhaps nothing was sent: work that is local, or waits.
                 sender.rest();
                 more
-            } else if self.transport() == Transport::Ud {
-                self.pump_datagrams(sender, deferred)
             } else {
-                self.pump_connected(sender, deferred)
+                match self.transport() {
+                    Transport::Rc | Transport::Uc => self.pump_connected(sender, deferred),
+                    Transport::Ud => self.pump_datagrams(sender, deferred),
+                    Transport::Dci => self.pump_initiator(sender, deferred),
+                }
             };
             if more {
                 sender.continuing = true;
@@ -386,7 +392,11 @@ impl QpInner {
 
 /// The payload of a packet just made.
 #[inline]
-fn payload_of<'a, 'k>(machine: &'a Requester, outgoing: &Outgoing, gather: &'a Gather<'k>) -> Payload<'a, 'k> {
+pub(super) fn payload_of<'a, 'k>(
+    machine: &'a Requester,
+    outgoing: &Outgoing,
+    gather: &'a Gather<'k>,
+) -> Payload<'a, 'k> {
     match outgoing.source {
         Source::Gathered => Payload::Segments(gather),
         source => Payload::Bytes(machine.inline(source)),

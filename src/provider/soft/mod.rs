@@ -21,13 +21,14 @@
 //! exchange encoded packets.
 //!
 //! Locks, in the order they are taken: requester half of one queue pair, responder half of one queue
-//! pair, then one of completion queue, shared receive queue, channel, windows, scheduler. What would need
+//! pair or a DC target, then one of completion queue, shared receive queue, channel, windows, scheduler. What would need
 //! another order (a queue pair that takes a second one down with it) is put on a
 //! [`Deferred`](deferred::Deferred) list and done when no lock is held.
 
 mod channel;
 mod cm;
 mod cq;
+mod dc;
 mod deferred;
 mod device;
 mod dma;
@@ -56,6 +57,8 @@ mod tests;
 pub(crate) use channel::Channel;
 pub(crate) use cq::Cq;
 pub use cq::CqCounters;
+pub(crate) use dc::Dct;
+pub use dc::TargetCounters;
 pub(crate) use device::{Ah, Context, Mr, Mw, Pd};
 pub use faults::{Faults, LinkCounters};
 pub use network::{DeviceControl, Network};
@@ -86,7 +89,7 @@ impl contract::Provider for Soft {
     type Channel = Channel;
     type Cq = Cq;
     type Qp = Qp;
-    type Dct = contract::NoDct;
+    type Dct = Dct;
     type Srq = Srq;
     type Ah = Ah;
     type CmChannel = cm::CmChannel;

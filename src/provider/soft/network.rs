@@ -13,8 +13,10 @@ use crate::error::{OpenError, VerbError};
 use crate::types::{AsyncEvent, Gid, Qkey, Qpn, Transport};
 
 use super::cm::{Manager, Ports};
+use super::dc::{DctInner, Header};
 use super::device::{Context, DeviceInner};
 use super::dma::Payload;
+use super::exchange::Half;
 use super::faults::{Faults, Link, LinkCounters};
 use super::qp::QpInner;
 use super::scheduler::{Job, Scheduler};
@@ -282,6 +284,10 @@ impl NetworkInner {
         self.device(gid)?.queue_pair(qpn)
     }
 
+    pub(super) fn target(&self, gid: Gid, number: Qpn) -> Option<Arc<DctInner>> {
+        self.device(gid)?.target(number)
+    }
+
     /// A number that peers cannot predict; from the seed where the network is simulated.
     pub(super) fn random(&self) -> Result<u64, VerbError> {
         match &self.random {
@@ -334,14 +340,34 @@ impl NetworkInner {
         payload: &[u8],
         turn: &mut Turn,
     ) -> bool {
+        if packet.transport == Transport::Dci {
+            return Self::on_framed(device, source, packet, payload, turn);
+        }
         if packet.dest != MANAGEMENT {
-            let Some(qp) = device.queue_pair(packet.dest) else { return false };
+            // Initiators of dynamic connections hear their targets only.
+            let taken = device.queue_pair(packet.dest).filter(|qp| qp.transport() != Transport::Dci);
+            let Some(qp) = taken else { return false };
             let half = qp.on_packet(packet, source, payload);
             turn.next(qp, half);
         } else if let Body::Datagram { qkey: MANAGEMENT_QKEY, imm: None, .. } = packet.body {
             Manager::on_datagram(device, source, payload);
         } else {
             return false;
+        }
+        true
+    }
+
+    /// The same of a dynamic connection.
+    fn on_framed(device: &Arc<DeviceInner>, source: Gid, packet: &Packet, payload: &[u8], turn: &mut Turn) -> bool {
+        let Ok((header, payload)) = Header::parse(payload) else { return false };
+        if packet.body.is_dc_response() {
+            let Some(qp) = device.queue_pair(packet.dest) else { return false };
+            qp.on_answer((packet, &header), source, payload);
+            turn.next(qp, Half::Sender);
+        } else {
+            let Some(target) = device.target(packet.dest) else { return false };
+            target.on_packet((packet, &header), source, payload);
+            turn.next_target(target);
         }
         true
     }

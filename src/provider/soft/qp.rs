@@ -4,8 +4,8 @@
 #![allow(unsafe_code)]
 
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 use smallvec::SmallVec;
@@ -19,6 +19,7 @@ use crate::types::{
 
 use super::Soft;
 use super::cq::{CqInner, Frees, Polled};
+use super::dc::DctInner;
 use super::deferred::Deferred;
 use super::device::{ContextInner, DeviceInner, PORT};
 use super::requester::{Destination, Flow, Requester, SendCompletions, SendConfig, SendCounters};
@@ -67,6 +68,8 @@ pub(super) struct Sender {
     /// Queue pair that packets went to last, and its address. A strong reference: no counting per
     /// packet; a destroyed one is found out and dropped.
     pub(super) peer: Option<Arc<QpInner>>,
+    /// Of an initiator of dynamic connections: the target there instead.
+    pub(super) target: Weak<DctInner>,
     pub(super) peer_at: Destination,
     /// When its timers come that are scheduled, the earliest last.
     pub(super) scheduled: SmallVec<[u64; 2]>,
@@ -82,6 +85,19 @@ pub(super) struct Sender {
 }
 
 impl Sender {
+    /// An initiator of dynamic connections sends to `to`.
+    pub(super) fn follow(&mut self, to: Destination, device: &DeviceInner) {
+        if self.peer_at.gid != to.gid || self.link.is_none() {
+            self.busy = None;
+            self.link = device.endpoint().map(|endpoint| endpoint.link_to(to.gid));
+            self.share_link();
+        }
+        if (self.peer_at.gid, self.peer_at.qpn) != (to.gid, to.qpn) {
+            self.target = Weak::new();
+        }
+        self.peer_at = to;
+    }
+
     /// Over UDP: takes part in the use of the way to the peer, and keeps to its share of it.
     pub(super) fn share_link(&mut self) {
         if let Some(link) = &self.link {
@@ -128,6 +144,14 @@ impl SendCompletions for SendSide<'_> {
             self.deferred.overrun(&self.qp.send_cq);
         }
     }
+
+    fn now(&mut self) -> u64 {
+        self.qp.device().network.scheduler.now()
+    }
+
+    fn random(&mut self) -> Option<u64> {
+        self.qp.device().network.random().ok()
+    }
 }
 
 /// Where completions of receives go, and where receives come from.
@@ -161,12 +185,13 @@ impl Receiver for ReceiveSide<'_> {
 /// Makes a queue pair in RESET.
 pub(super) fn create(context: &Arc<ContextInner>, pd: u32, init: &QpInit<'_, Soft>) -> Result<Qp, VerbError> {
     let refuse = || VerbError::new("ibv_create_qp", VerbError::EINVAL);
-    if init.transport == Transport::Dci {
-        return Err(contract::NoDct::REFUSED);
-    }
     let device = context.device();
     let limits = device.attr();
     let mut caps = init.caps;
+    let initiator = init.transport == Transport::Dci;
+    if initiator && (caps.max_recv_wr > 0 || init.srq.is_some()) {
+        return Err(refuse());
+    }
     if init.srq.is_some() {
         caps.max_recv_wr = 0;
         caps.max_recv_sge = 0;
@@ -184,6 +209,7 @@ pub(super) fn create(context: &Arc<ContextInner>, pd: u32, init: &QpInit<'_, Sof
         return Err(refuse());
     }
     let srq = init.srq.map(|srq| Arc::clone(&srq.0));
+    let incarnation = if initiator { device.network.random()? as u32 } else { 0 };
     let polled = Arc::new(Polled::default());
     let inner = device.add_queue_pair(|qpn| {
         let send_cq = Arc::clone(&init.send_cq.0);
@@ -191,7 +217,7 @@ pub(super) fn create(context: &Arc<ContextInner>, pd: u32, init: &QpInit<'_, Sof
         let recv_owner = recv_cq.attach(qpn, &polled, srq.as_ref());
         let send_owner = if Arc::ptr_eq(&send_cq, &recv_cq) { recv_owner } else { send_cq.attach(qpn, &polled, None) };
         let send = SendConfig {
-            transport: init.transport,
+            transport: if initiator { Transport::Rc } else { init.transport },
             qpn,
             pd,
             dest: Qpn(0),
@@ -232,9 +258,10 @@ pub(super) fn create(context: &Arc<ContextInner>, pd: u32, init: &QpInit<'_, Sof
             destroyed: AtomicBool::new(false),
             generation: AtomicU64::new(0),
             sender: Mutex::new(Sender {
-                machine: Requester::new(send),
+                machine: if initiator { Requester::initiator(send, incarnation) } else { Requester::new(send) },
                 attr: QpAttr::default(),
                 peer: None,
+                target: Weak::new(),
                 peer_at: Destination::default(),
                 scheduled: SmallVec::new(),
                 continuing: false,
@@ -347,8 +374,12 @@ impl QpInner {
                     && length as usize <= Mtu::Mtu4096.bytes()
                     && matches!(wr.target, Some(SendTarget::Datagram(to)) if to.address.port == PORT && to.address.sgid_index == 0)
             }
-            // None is made.
-            Transport::Dci => false,
+            Transport::Dci => {
+                !wr.op.is_local()
+                    && !matches!(wr.op, SendOp::SendWithInvalidate(_))
+                    && matches!(wr.target, Some(SendTarget::Dc(to))
+                        if to.address.port == PORT && to.address.sgid_index == 0 && to.number <= Qpn::MAX)
+            }
         };
         allowed.then_some(length)
     }
@@ -561,7 +592,8 @@ impl QpInner {
             (send.dest, receive.peer) = (qpn, qpn);
             sender.peer_at.qpn = qpn;
         }
-        if let Some(address) = attr.address {
+        // Each work request of an initiator of dynamic connections has its own.
+        if let Some(address) = attr.address.filter(|_| self.transport != Transport::Dci) {
             receive.peer_gid = address.dgid;
             sender.peer_at.gid = address.dgid;
             sender.busy = None;
@@ -592,12 +624,16 @@ impl QpInner {
         if receiver.machine.has_replies() {
             self.reply(receiver, deferred);
         }
+        if self.transport == Transport::Dci {
+            self.close_session(sender, deferred);
+        }
         self.return_shared(receiver);
         sender.machine.set_state(QpState::Reset, &mut SendSide { qp: self, deferred });
         receiver.machine.set_state(QpState::Reset, &mut ReceiveSide { qp: self, deferred });
         sender.attr = QpAttr::default();
         (sender.busy, sender.link) = (None, None);
         sender.peer = None;
+        sender.target = Weak::new();
         sender.failed = false;
         sender.notify_drained = false;
         self.send_cq.purge(self.send_owner);

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::cm::Manager;
+use super::dc::DctInner;
 use super::device::DeviceInner;
 use super::network::Delivery;
 use super::qp::QpInner;
@@ -26,6 +27,8 @@ pub(super) enum Job {
     Continue(Weak<QpInner>),
     /// More replies of the responder than one slice took.
     Reply(Weak<QpInner>),
+    /// More replies of the sessions of a DC target than one slice took.
+    TargetReply(Weak<DctInner>),
     /// A packet arrives.
     Deliver(Box<Delivery>),
     /// A deadline of the connection manager has come.
@@ -48,6 +51,11 @@ impl Job {
             Self::Reply(qp) => {
                 if let Some(qp) = qp.upgrade() {
                     qp.on_reply_turn();
+                }
+            }
+            Self::TargetReply(target) => {
+                if let Some(target) = target.upgrade() {
+                    target.on_reply_turn();
                 }
             }
             Self::Deliver(delivery) => delivery.run(),

@@ -49,6 +49,11 @@ impl SrqInner {
         true
     }
 
+    /// Puts a receive back that was taken: the message that it was for will not end.
+    pub(super) fn give_back(&self, receive: &mut ReceiveWqe) {
+        std::mem::swap(self.state.lock().queue.push_slot(), receive);
+    }
+
     /// A completion of one of its receives was polled or purged.
     pub(super) fn release(&self) {
         self.used.fetch_sub(1, Ordering::Release);

@@ -5,7 +5,7 @@
 //! end are not part of the image: the link adds them. That of UDP has the ICRC, as [`icrc`](super::udp) says;
 //! within the process [`seal`] and [`unseal`] put a check in its place that covers the image alone.
 
-use crate::types::{Imm, Psn, Qkey, Qpn, RemoteAddr, Rkey, Transport};
+use crate::types::{DcKey, Imm, Mtu, Psn, Qkey, Qpn, RemoteAddr, Rkey, Transport};
 
 /// Position of a packet in its message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -143,12 +143,25 @@ pub(super) enum Body {
     AtomicAcknowledge { aeth: Aeth, original: u64 },
     /// Datagram.
     Datagram { qkey: Qkey, source: Qpn, imm: Option<Imm> },
+    /// An initiator of dynamic connections asks a target for a session; see [`dc`](super::dc), as for the next three.
+    Open { key: DcKey, mtu: Mtu },
+    /// The session is made.
+    Accept,
+    /// There is no such session.
+    Gone,
+    /// The session is over.
+    Close,
 }
 
 impl Body {
     /// True for what travels from responder to requester.
     pub(super) const fn is_response(&self) -> bool {
         matches!(self, Self::ReadResponse { .. } | Self::Acknowledge(_) | Self::AtomicAcknowledge { .. })
+    }
+
+    /// The same in a session of dynamic connections.
+    pub(super) const fn is_dc_response(&self) -> bool {
+        self.is_response() || matches!(self, Self::Accept | Self::Gone)
     }
 }
 
@@ -220,9 +233,19 @@ mod opcode {
     pub(super) const FETCH_ADD: u8 = 0x14;
     pub(super) const SEND_LAST_INV: u8 = 0x16;
     pub(super) const SEND_ONLY_INV: u8 = 0x17;
+    // Of dynamic connections, our own.
+    pub(super) const OPEN: u8 = 0x18;
+    pub(super) const ACCEPT: u8 = 0x19;
+    pub(super) const GONE: u8 = 0x1a;
+    pub(super) const CLOSE: u8 = 0x1b;
 }
 
 impl Packet {
+    /// What opens, refuses or ends a session of dynamic connections.
+    pub(super) const fn of_dc(dest: Qpn, psn: Psn, body: Body) -> Self {
+        Self { transport: Transport::Dci, dest, psn, solicited: false, ack_request: false, body }
+    }
+
     /// Low five bits of the opcode.
     const fn opcode(&self) -> u8 {
         match self.body {
@@ -257,15 +280,21 @@ impl Packet {
             Body::AtomicAcknowledge { .. } => opcode::ATOMIC_ACKNOWLEDGE,
             Body::Datagram { imm: None, .. } => opcode::SEND_ONLY,
             Body::Datagram { imm: Some(_), .. } => opcode::SEND_ONLY_IMM,
+            Body::Open { .. } => opcode::OPEN,
+            Body::Accept => opcode::ACCEPT,
+            Body::Gone => opcode::GONE,
+            Body::Close => opcode::CLOSE,
         }
     }
 
     /// Appends the image to `out`; `payload` appends the payload.
     pub(super) fn emit(&self, payload_len: usize, out: &mut Vec<u8>, payload: impl FnOnce(&mut Vec<u8>)) {
         let class = match self.transport {
-            Transport::Rc | Transport::Dci => 0x00,
+            Transport::Rc => 0x00,
             Transport::Uc => 0x20,
             Transport::Ud => 0x60,
+            // Manufacturer-defined (IBTA table 38).
+            Transport::Dci => 0xc0,
         };
         let pad = payload_len.wrapping_neg() & 3;
         out.push(class | self.opcode());
@@ -311,6 +340,11 @@ impl Packet {
                     out.extend_from_slice(&imm.0.to_be_bytes());
                 }
             }
+            Body::Open { key, mtu } => {
+                out.extend_from_slice(&key.0.to_be_bytes());
+                out.extend_from_slice(&(mtu as u32).to_be_bytes());
+            }
+            Body::Accept | Body::Gone | Body::Close => {}
         }
         let before = out.len();
         payload(out);
@@ -334,6 +368,7 @@ impl Packet {
             0 => Transport::Rc,
             1 => Transport::Uc,
             3 => Transport::Ud,
+            6 => Transport::Dci,
             _ => return Err(WireError::Unsupported),
         };
         let body = parse_body(transport, code & 31, &mut reader)?;
@@ -405,6 +440,14 @@ fn parse_body(transport: Transport, code: u8, reader: &mut Reader<'_>) -> Result
             };
             Body::Atomic { remote, op }
         }
+        opcode::OPEN if transport == Transport::Dci => {
+            let key = DcKey(u64::from_be_bytes(reader.take()?));
+            let [.., code] = reader.take::<4>()?;
+            Body::Open { key, mtu: Mtu::from_code(code).ok_or(WireError::Unsupported)? }
+        }
+        opcode::ACCEPT if transport == Transport::Dci => Body::Accept,
+        opcode::GONE if transport == Transport::Dci => Body::Gone,
+        opcode::CLOSE if transport == Transport::Dci => Body::Close,
         _ => return Err(WireError::Unsupported),
     };
     Ok(body)
@@ -499,7 +542,7 @@ mod tests {
         for part in [Part::First, Part::Middle, Part::Last, Part::Only] {
             let shown = if part.begins() { reth } else { Reth::default() };
             let aeth = if part == Part::Middle { 0 } else { 0x00ab_cdef };
-            for transport in [Transport::Rc, Transport::Uc] {
+            for transport in [Transport::Rc, Transport::Uc, Transport::Dci] {
                 all.push(packet(transport, Body::Send { part, tail: Tail::None }));
                 all.push(packet(transport, Body::Write { part, reth: shown, imm: None }));
                 if part.ends() {
@@ -522,6 +565,10 @@ mod tests {
             all.push(packet(Transport::Rc, Body::Acknowledge(aeth)));
             all.push(packet(Transport::Rc, Body::AtomicAcknowledge { aeth, original: 9 }));
         }
+        for body in [Body::Open { key: DcKey(1 << 63 | 5), mtu: Mtu::Mtu512 }, Body::Accept, Body::Gone, Body::Close] {
+            all.push(packet(Transport::Dci, body));
+        }
+        all.push(packet(Transport::Dci, Body::ReadRequest(reth)));
         for imm in [None, Some(imm)] {
             all.push(packet(Transport::Ud, Body::Datagram { qkey: Qkey(0x8001_0000), source: Qpn(3), imm }));
         }
@@ -536,6 +583,21 @@ mod tests {
                 let image = emitted(&packet, &payload);
                 assert_eq!(image.len() % 4, 0);
                 assert_eq!(Packet::parse(&image), Ok((packet, &payload[..])));
+            }
+        }
+    }
+
+    #[test]
+    fn packets_of_our_own_are_of_a_class_of_their_own() {
+        for packet in every_kind() {
+            let image = emitted(&packet, &[]);
+            assert_eq!(image[0] >> 5 == 6, packet.transport == Transport::Dci, "{packet:?}");
+            let ours = matches!(packet.body, Body::Open { .. } | Body::Accept | Body::Gone | Body::Close);
+            if ours {
+                // Of RC there is no such thing.
+                let mut image = image;
+                image[0] &= 31;
+                assert_eq!(Packet::parse(&image), Err(WireError::Unsupported));
             }
         }
     }

@@ -14,17 +14,19 @@
 //! Recovery is go-back-N: the cursor returns to the oldest unacknowledged packet (IBTA 9.7.5).
 
 mod answers;
+mod initiator;
 mod local;
 mod quiet;
 mod wqe;
 
+use initiator::{Facing, Initiator};
 pub(super) use quiet::Whole;
 pub(super) use wqe::Destination;
 use wqe::{SendWqe, body_of, consumes_receive, local_fault};
 
 use crate::types::{
-    Access, AckTimeout, Data, Mtu, Psn, Qkey, QpState, Qpn, RnrTimer, SendFlags, SendOp, SendTarget, SendWr, Sge,
-    Transport, WcStatus, WorkCompletion,
+    Access, AckTimeout, Data, Mtu, Psn, Qkey, QpState, Qpn, RnrTimer, SendFlags, SendOp, SendWr, Sge, Transport,
+    WcStatus, WorkCompletion,
 };
 
 use crate::provider::soft::dma::Gather;
@@ -66,15 +68,20 @@ impl Flow {
 /// the answers which request they end. 32 KiB of the largest MTU.
 const READ_PACKETS: u32 = 8;
 
-/// Who takes the requester's completions.
+/// What surrounds a requester: who takes its completions, and what an initiator of dynamic connections asks for.
 pub(in crate::provider::soft) trait SendCompletions {
     /// The work request at `position` is done; slots before `position + 1` are free once this is polled.
     fn complete(&mut self, position: u32, completion: &WorkCompletion);
+    /// The time, in nanoseconds.
+    fn now(&mut self) -> u64;
+    /// A number that peers cannot predict, or none.
+    fn random(&mut self) -> Option<u64>;
 }
 
 /// Attributes that a requester obeys.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::provider::soft) struct SendConfig {
+    /// Of an initiator of dynamic connections: RC, which it speaks to each of its targets.
     pub(in crate::provider::soft) transport: Transport,
     pub(in crate::provider::soft) qpn: Qpn,
     pub(in crate::provider::soft) pd: u32,
@@ -105,6 +112,9 @@ pub struct SendCounters {
     pub sequence_naks: u64,
     /// Responses that answer nothing outstanding.
     pub stale: u64,
+    /// Sessions that an initiator of dynamic connections has opened: one for each time that it turned to another target, or
+    /// came back to the same one after a second or more.
+    pub sessions: u64,
 }
 
 /// Where the payload of a packet comes from.
@@ -121,7 +131,7 @@ pub(in crate::provider::soft) enum Source {
 pub(in crate::provider::soft) struct Outgoing {
     pub(in crate::provider::soft) packet: Packet,
     pub(in crate::provider::soft) source: Source,
-    /// Receiver of a datagram.
+    /// Receiver of a datagram, or target of a dynamic connection.
     pub(in crate::provider::soft) to: Destination,
 }
 
@@ -164,6 +174,8 @@ pub(in crate::provider::soft) struct Requester {
     gap_seen: bool,
     drained_reported: bool,
     position: u32,
+    /// Of dynamic connections.
+    initiator: Option<Box<Initiator>>,
     pub(in crate::provider::soft) counters: SendCounters,
 }
 
@@ -189,6 +201,7 @@ impl Requester {
             gap_seen: false,
             drained_reported: true,
             position: 0,
+            initiator: None,
             counters: SendCounters::default(),
         }
     }
@@ -224,7 +237,8 @@ impl Requester {
         match state {
             QpState::Err => self.flush(state, out),
             QpState::Reset => {
-                *self = Self { counters: self.counters, ..Self::new(self.config) };
+                let initiator = self.initiator.take().map(Initiator::renewed);
+                *self = Self { counters: self.counters, initiator, ..Self::new(self.config) };
             }
             _ => {
                 if state == QpState::Sqd && self.state == QpState::Rts {
@@ -276,8 +290,8 @@ impl Requester {
                 }
             }
         }
-        if let Some(SendTarget::Datagram(target)) = wr.target {
-            wqe.to = Destination { gid: target.address.dgid, qpn: target.qpn, qkey: target.qkey };
+        if let Some(target) = &wr.target {
+            wqe.to = Destination::of(target);
         }
         if matches!(self.state, QpState::Err | QpState::Sqe) {
             let completion = wqe.completion(WcStatus::WR_FLUSH_ERR, self.config.qpn);
@@ -299,6 +313,13 @@ impl Requester {
         }
         while self.queue.get(self.cursor)?.op.is_local() {
             self.run_local(keys, out)?;
+        }
+        if self.initiator.is_some() {
+            match self.face(out) {
+                Facing::Target => {}
+                Facing::Nobody => return None,
+                Facing::Turning(packet) => return Some(packet),
+            }
         }
         if self.too_many_reads() {
             return None;
@@ -522,6 +543,9 @@ impl Requester {
 
     /// Sends again from the oldest packet that is not acknowledged.
     fn go_back(&mut self) {
+        if let Some(initiator) = &mut self.initiator {
+            initiator.go_back();
+        }
         self.cursor = 0;
         self.cursor_packet = match self.queue.front() {
             Some(head) if head.started => self.unacked.distance_from(head.first_psn).max(0) as u32,

@@ -1,8 +1,8 @@
 //! Send work request: its place in the queue, and the packets it is cut into.
 
 use crate::types::{
-    Access, Gid, Psn, Qkey, Qpn, RemoteAddr, SendFlags, SendOp, Sge, Transport, WcOpcode, WcStatus, WindowBind,
-    WorkCompletion, WrId,
+    Access, DcKey, Gid, Psn, Qkey, Qpn, RemoteAddr, SendFlags, SendOp, SendTarget, Sge, Transport, WcOpcode, WcStatus,
+    WindowBind, WorkCompletion, WrId,
 };
 
 use crate::provider::soft::dma::Gather;
@@ -11,12 +11,24 @@ use crate::provider::soft::wire::{AtomicOp, Body, Part, Reth, Tail};
 
 use super::{MAX_MESSAGE, SendConfig};
 
-/// Where a datagram goes.
+/// Where a datagram goes, or who is the target of a dynamic connection.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(in crate::provider::soft) struct Destination {
     pub(in crate::provider::soft) gid: Gid,
     pub(in crate::provider::soft) qpn: Qpn,
     pub(in crate::provider::soft) qkey: Qkey,
+    /// Of a target.
+    pub(in crate::provider::soft) key: Option<DcKey>,
+}
+
+impl Destination {
+    /// What a work request names.
+    pub(super) fn of(target: &SendTarget<'_>) -> Self {
+        match target {
+            SendTarget::Datagram(to) => Self { gid: to.address.dgid, qpn: to.qpn, qkey: to.qkey, key: None },
+            SendTarget::Dc(to) => Self { gid: to.address.dgid, qpn: to.number, qkey: Qkey(0), key: Some(to.key) },
+        }
+    }
 }
 
 /// Inline bytes that need no allocation of their own.

@@ -87,6 +87,11 @@ impl Responder {
         out.complete(self.receive.position, completion, solicited);
     }
 
+    /// Gives up the receive that it holds.
+    pub(in crate::provider::soft) fn yield_receive(&mut self) -> Option<&mut ReceiveWqe> {
+        std::mem::take(&mut self.receive_held).then_some(&mut self.receive)
+    }
+
     pub(super) fn fail_receive(&mut self, status: WcStatus, out: &mut impl Receiver) {
         let completion = self.completion(self.receive.wr_id, status);
         self.finish_receive(&completion, false, out);

@@ -36,6 +36,14 @@ impl SendCompletions for Log {
     fn complete(&mut self, _: u32, completion: &WorkCompletion) {
         self.completions.push((completion.wr_id.0, completion.status));
     }
+
+    fn now(&mut self) -> u64 {
+        0
+    }
+
+    fn random(&mut self) -> Option<u64> {
+        None
+    }
 }
 
 impl Receiver for Log {

@@ -2,6 +2,9 @@
 
 mod campaign;
 mod cost;
+mod dc;
+mod dc_campaign;
+mod dc_machines;
 mod errors;
 mod keys;
 mod machines;
@@ -63,7 +66,11 @@ impl Buffer {
     }
 
     fn fill(&self, bytes: impl IntoIterator<Item = u8>) {
-        for (offset, byte) in bytes.into_iter().take(self.len).enumerate() {
+        self.fill_at(0, bytes);
+    }
+
+    fn fill_at(&self, start: usize, bytes: impl IntoIterator<Item = u8>) {
+        for (offset, byte) in (start..self.len).zip(bytes) {
             // SAFETY: within the allocation; no work is in flight that touches it.
             unsafe { self.base.as_ptr().add(offset).write_volatile(byte) }
         }

@@ -13,6 +13,7 @@ use std::time::Duration;
 use parking_lot::{Mutex, RwLock};
 
 use crate::error::VerbError;
+use crate::provider::soft::dc::DctInner;
 use crate::provider::soft::device::DeviceInner;
 use crate::provider::soft::exchange::Half;
 use crate::provider::soft::faults::LinkCounters;
@@ -298,22 +299,38 @@ impl Drop for Deaf<'_> {
     }
 }
 
-/// Half of a queue pair whose packets arrive one after the other: it answers once, after the last.
+/// Half of a queue pair, or DC target, whose packets arrive one after the other: it answers once, after the last.
 #[derive(Debug, Default)]
-pub(in crate::provider::soft) struct Turn(Option<(Arc<QpInner>, Half)>);
+pub(in crate::provider::soft) struct Turn(Option<Party>);
+
+#[derive(Debug)]
+enum Party {
+    Pair(Arc<QpInner>, Half),
+    Target(Arc<DctInner>),
+}
 
 impl Turn {
     /// A packet for `qp` was accepted.
     pub(in crate::provider::soft) fn next(&mut self, qp: Arc<QpInner>, half: Half) {
-        if self.0.as_ref().is_some_and(|(before, of)| *of != half || !Arc::ptr_eq(before, &qp)) {
+        if !matches!(&self.0, Some(Party::Pair(before, of)) if *of == half && Arc::ptr_eq(before, &qp)) {
             self.end();
         }
-        self.0 = Some((qp, half));
+        self.0 = Some(Party::Pair(qp, half));
+    }
+
+    /// A packet for a DC target was accepted.
+    pub(in crate::provider::soft) fn next_target(&mut self, target: Arc<DctInner>) {
+        if !matches!(&self.0, Some(Party::Target(before)) if Arc::ptr_eq(before, &target)) {
+            self.end();
+        }
+        self.0 = Some(Party::Target(target));
     }
 
     pub(in crate::provider::soft) fn end(&mut self) {
-        if let Some((qp, half)) = self.0.take() {
-            qp.answer(half);
+        match self.0.take() {
+            Some(Party::Pair(qp, half)) => qp.answer(half),
+            Some(Party::Target(target)) => target.answer(),
+            None => {}
         }
     }
 }

@@ -2,10 +2,11 @@
 
 use std::sync::Arc;
 
+use crate::provider::soft::dc::{Framed, Header};
 use crate::provider::soft::device::DeviceInner;
 use crate::provider::soft::dma::Payload;
 use crate::provider::soft::wire::Packet;
-use crate::types::Gid;
+use crate::types::{Gid, Transport};
 
 use super::batch::Batch;
 
@@ -22,14 +23,33 @@ impl<'a> Outbox<'a> {
     }
 
     pub(in crate::provider::soft) fn push(&mut self, packet: &Packet, to: Gid, payload: &Payload<'_, '_>) {
+        self.write(packet, to, payload.len(), |out| payload.append_to(out));
+    }
+
+    /// A packet of a dynamic connection, which its machines make as one of RC.
+    pub(in crate::provider::soft) fn push_framed(
+        &mut self,
+        (packet, header): &Framed,
+        to: Gid,
+        payload: &Payload<'_, '_>,
+    ) {
+        let packet = Packet { transport: Transport::Dci, ..*packet };
+        self.write(&packet, to, Header::LEN + payload.len(), |out| {
+            header.append_to(out);
+            payload.append_to(out);
+        });
+    }
+
+    #[inline]
+    fn write(&mut self, packet: &Packet, to: Gid, length: usize, payload: impl FnOnce(&mut Vec<u8>)) {
         let device = self.device;
         if !device.is_linked() {
             return;
         }
         tracing::trace!(%to, ?packet, "packet leaves");
-        let write = |out: &mut Vec<u8>| packet.emit(payload.len(), out, |out| payload.append_to(out));
+        let write = |out: &mut Vec<u8>| packet.emit(length, out, payload);
         let Some(endpoint) = device.endpoint().filter(|_| !device.network.is_faulty()) else {
-            let mut image = Vec::with_capacity(64 + payload.len());
+            let mut image = Vec::with_capacity(64 + length);
             write(&mut image);
             device.network.transmit((device.gid, to), image);
             return;
