@@ -36,6 +36,7 @@ pub use buf::{Buf, BufMut};
 pub use channel::Channel;
 pub use cq::Cq;
 pub use device::Device;
+pub(crate) use device::Inlet;
 pub use dma_buf::DmaBufRegion;
 pub(crate) use events::Listener;
 pub use exposed::{ExposedRegion, ExposedSlice};

@@ -77,7 +77,7 @@ const LENGTHS: [usize; 4] = [8, 1024, 1025, 5000];
 
 /// Room for `len` bytes, the last word of which is cut in half.
 const fn size(len: usize) -> usize {
-    (len + 63 & !7) + 4
+    ((len + 63) & !7) + 4
 }
 
 /// Remote memory that does not allow what is asked. All of its addresses are of words, for atomics.

@@ -67,7 +67,7 @@ impl Chance {
 
     /// Less than `limit`.
     pub(super) fn below(&mut self, limit: u64) -> u64 {
-        (u128::from(self.next()) * u128::from(limit) >> 64) as u64
+        ((u128::from(self.next()) * u128::from(limit)) >> 64) as u64
     }
 
     fn percent(&mut self, percent: u64) -> bool {

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
+use std::os::fd::BorrowedFd;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
@@ -23,6 +24,7 @@ use crate::types::{Gid, Mtu};
 
 use super::batch::Batch;
 use super::config::{UdpConfig, UdpError};
+use super::duty::Duty;
 use super::icrc::{CHECK, Header};
 use super::peer_link::PeerLink;
 use super::socket::{Inbox, Socket};
@@ -35,6 +37,9 @@ const SMALLEST_ROUTE: usize = 1280;
 const SPARE: usize = 8;
 /// How long nothing is received after the kernel refused to: it may be out of memory.
 const PAUSE: Duration = Duration::from_millis(10);
+/// Times that somebody who waits empties its inbox before it leaves the rest to the thread: what one has to wait for is little,
+/// and a runtime's thread is not for more.
+const ROUNDS: u32 = 4;
 
 /// See the module.
 pub(in crate::provider::soft) struct Endpoint {
@@ -48,6 +53,7 @@ pub(in crate::provider::soft) struct Endpoint {
     /// The kernel cuts messages into datagrams.
     cuts: AtomicBool,
     closed: AtomicBool,
+    duty: Duty,
     thread: Mutex<Option<JoinHandle<()>>>,
     counters: Counters,
 }
@@ -97,6 +103,7 @@ impl Endpoint {
             links: Mutex::default(),
             cuts: AtomicBool::new(true),
             closed: AtomicBool::new(false),
+            duty: Duty::new(),
             thread: Mutex::default(),
             counters: Counters::default(),
         });
@@ -121,6 +128,7 @@ impl Endpoint {
         let thread = self.thread.lock().take();
         // The receiving thread itself may have dropped the last of the network.
         if let Some(thread) = thread.filter(|handle| handle.thread().id() != thread::current().id()) {
+            thread.thread().unpark();
             // How it ended it has said itself.
             let _ = thread.join();
         }
@@ -229,21 +237,76 @@ impl Endpoint {
         batch.clear();
     }
 
+    /// Readable when something has arrived.
+    pub(in crate::provider::soft) fn fd(&self) -> BorrowedFd<'_> {
+        self.socket.fd()
+    }
+
+    /// Receives what has arrived, in place of the thread, unless somebody is at it; true if there was anything. Takes locks
+    /// of queue pairs and completion queues, and waits for nothing.
+    pub(in crate::provider::soft) fn serve(&self) -> bool {
+        // Outlives the inbox's lock: the last of a network waits for the thread, which may wait for the lock.
+        let device = self.device.read().upgrade();
+        let mut any = false;
+        for _ in 0..ROUNDS {
+            let Some(mut inbox) = self.duty.try_take() else { return any };
+            let _deaf = Deaf(self);
+            if let Err(error) = self.socket.receive(&mut inbox, false) {
+                tracing::debug!(endpoint = ?self, %error, "cannot receive; the thread will see");
+                return any;
+            }
+            self.on_inbox(&inbox, device.as_ref());
+            if !inbox.is_empty() {
+                any = true;
+                self.duty.taken();
+            }
+            let full = inbox.is_full();
+            drop(inbox);
+            if !full && !self.duty.is_wanted() {
+                return any;
+            }
+        }
+        self.duty.leave();
+        if let Some(thread) = &*self.thread.lock() {
+            thread.thread().unpark();
+        }
+        any
+    }
+
+    fn on_inbox(&self, inbox: &Inbox, device: Option<&Arc<DeviceInner>>) {
+        let mut turn = Turn::default();
+        for (source, datagram) in inbox.datagrams() {
+            self.on_datagram(device, source, datagram, &mut turn);
+        }
+        turn.end();
+    }
+
     /// The receiving thread.
     fn work(&self) {
         let _deaf = Deaf(self);
-        let mut inbox = Inbox::new();
+        let over = || self.closed.load(Ordering::Acquire);
+        while !over() {
+            self.receive_until_wanted();
+            // What came before the inbox was free nobody else may have noticed.
+            if !self.socket.is_readable() {
+                self.duty.stand_by(over, || self.socket.is_readable());
+            }
+        }
+    }
+
+    /// The receiving thread: receives until somebody else would.
+    fn receive_until_wanted(&self) {
+        let mut inbox = self.duty.take();
         let mut failing = false;
         while !self.closed.load(Ordering::Acquire) {
-            match self.socket.receive(&mut inbox) {
+            match self.socket.receive(&mut inbox, true) {
                 Ok(()) => {
                     failing = false;
                     let device = self.device.read().upgrade();
-                    let mut turn = Turn::default();
-                    for (source, datagram) in inbox.datagrams() {
-                        self.on_datagram(device.as_ref(), source, datagram, &mut turn);
+                    self.on_inbox(&inbox, device.as_ref());
+                    if self.duty.is_wanted() {
+                        return;
                     }
-                    turn.end();
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => {
