@@ -37,6 +37,8 @@ const SMALLEST_ROUTE: usize = 1280;
 const SPARE: usize = 8;
 /// How long nothing is received after the kernel refused to: it may be out of memory.
 const PAUSE: Duration = Duration::from_millis(10);
+/// Pauses in which a port that is taken may become free.
+const LEAVING: u32 = 10;
 /// Times that somebody who waits empties its inbox before it leaves the rest to the thread: what one has to wait for is little,
 /// and a runtime's thread is not for more.
 const ROUNDS: u32 = 4;
@@ -89,7 +91,8 @@ impl Endpoint {
             error: VerbError::new(verb, error.raw_os_error().unwrap_or(VerbError::EIO)),
         };
         let port = config.port;
-        let socket = Socket::bind(SocketAddr::new(address, port)).map_err(|error| match error.kind() {
+        let bound = bind(SocketAddr::new(address, port));
+        let socket = bound.map_err(|error| match error.kind() {
             io::ErrorKind::AddrInUse => UdpError::PortTaken { address, port, soft_roce: soft_roce_has(port) },
             io::ErrorKind::Unsupported => UdpError::NotLinux,
             io::ErrorKind::AddrNotAvailable => UdpError::NotLocal { address },
@@ -379,6 +382,20 @@ impl Turn {
             qp.answer(half);
         }
     }
+}
+
+/// A socket at `local`. That of a network that is gone may be there a moment longer: a thread that was about to hand a packet
+/// to its device when the last handle was dropped is what gives it back.
+fn bind(local: SocketAddr) -> io::Result<Socket> {
+    for _ in 0..LEAVING {
+        match Socket::bind(local) {
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse && !soft_roce_has(local.port()) => {
+                thread::sleep(PAUSE);
+            }
+            result => return result,
+        }
+    }
+    Socket::bind(local)
 }
 
 /// The largest MTU whose packets fit.
