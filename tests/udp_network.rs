@@ -170,8 +170,9 @@ fn peers_that_are_not_allowed_are_not_heard() {
         b.connect(&a);
         let error = a.qp.write(a.buffer(8), b.region.grant()).await.unwrap_err();
         assert!(matches!(error.kind(), OpErrorKind::Completion(error) if error.status == WcStatus::RETRY_EXC_ERR));
-        let counters = theirs.counters();
-        assert!(counters.unwanted >= 4 && counters.sent == 0, "{counters:?}");
+        // The last may still lie in the socket.
+        counted(&theirs, |counters| counters.unwanted >= 4);
+        assert_eq!(theirs.counters().sent, 0);
     });
 }
 
@@ -272,7 +273,8 @@ fn many_queue_pairs_share_the_way_to_a_peer() {
         let pairs: Vec<_> = (0..48).map(|_| (End::new(&mine), End::new(&theirs))).collect();
         let mut work = tokio::task::JoinSet::new();
         for (a, b) in pairs {
-            let options = ConnectOptions::default();
+            // Of so many some wait long for their turn on a busy machine.
+            let options = ConnectOptions { timeout: AckTimeout::from_code(17), ..Default::default() };
             a.qp.connect_with(&b.qp.endpoint(), &options).unwrap();
             b.qp.connect_with(&a.qp.endpoint(), &options).unwrap();
             work.spawn(async move {

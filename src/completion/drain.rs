@@ -619,6 +619,8 @@ impl CqShared {
         if self.mode.arms() && !self.reactors.watch(self) {
             // No runtime, no reactor: the only way to be woken is to ask for it.
             context.waker().wake_by_ref();
+        } else if rounds > 0 && !self.reactors.has_inlet() {
+            self.cq.device().leave();
         }
         Poll::Pending
     }

@@ -69,6 +69,11 @@ impl Reactors {
         reactor.fd.is_some()
     }
 
+    /// True if some runtime sees to what arrives.
+    pub(super) fn has_inlet(&self) -> bool {
+        self.list.lock().iter().any(|reactor| reactor.inlet.is_some())
+    }
+
     fn forget(&self, gone: &Reactor) {
         let mut list = self.list.lock();
         let forgotten = list.iter().position(|reactor| reactor.runtime == gone.runtime).map(|at| list.swap_remove(at));

@@ -90,6 +90,9 @@ pub(crate) trait Context<P: Provider>: Debug + Send + Sync {
     fn serve(&self) -> bool {
         false
     }
+
+    /// Whoever called [`serve`](Self::serve) goes to sleep, and what tells of arrivals does not wake it.
+    fn leave(&self) {}
 }
 
 /// Protection domain, `ibv_alloc_pd(3)`: what belongs together may be used together.

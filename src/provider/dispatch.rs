@@ -153,6 +153,10 @@ impl contract::Context<Any> for Context {
     fn serve(&self) -> bool {
         each!(self, inner => inner.serve())
     }
+
+    fn leave(&self) {
+        each!(self, inner => inner.leave());
+    }
 }
 
 impl<'a> QpInit<'a, Any> {

@@ -263,6 +263,11 @@ impl Device {
         self.inner.context.serve()
     }
 
+    /// Whoever called [`serve`](Self::serve) goes to sleep, and has no [`Inlet`] that wakes it.
+    pub(crate) fn leave(&self) {
+        self.inner.context.leave();
+    }
+
     fn new(context: Context) -> Self {
         let (vectors, watched) = (AtomicU32::new(0), AtomicBool::new(false));
         Self { inner: Arc::new(Inner { context, vectors, events: Events::default(), watched }) }

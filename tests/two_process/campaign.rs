@@ -3,6 +3,7 @@
 
 use std::collections::VecDeque;
 use std::pin::Pin;
+use std::time::Duration;
 
 use tokio_rdma::types::{Mtu, Transport};
 use tokio_rdma::{Device, Imm, RemoteRegion};
@@ -189,27 +190,37 @@ async fn unreliable(device: &Device, meeting: &mut Meeting, role: Role, seed: u6
     let active = (role == Role::Client) == seed.is_multiple_of(2);
     if active {
         meeting.meet().await;
+        let send = |number: u32| end.qp.send_with_imm(end.buffer(&pattern(LEN, number as u8)), Imm(number));
         for number in 0..MESSAGES {
-            end.qp.send_with_imm(end.buffer(&pattern(LEN, number as u8)), Imm(number)).await.unwrap();
+            send(number).await.unwrap();
         }
-        meeting.meet().await;
+        // One more says that this was all, until one of it has arrived.
+        let last = async {
+            loop {
+                send(MESSAGES).await.unwrap();
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        tokio::select! {
+            () = meeting.meet() => {}
+            () = last => {}
+        }
     } else {
-        let mut receives: VecDeque<_> = (0..MESSAGES).map(|_| end.qp.recv(end.room(LEN))).collect();
+        let mut receives: VecDeque<_> = (0..MESSAGES + 1).map(|_| end.qp.recv(end.room(LEN))).collect();
         meeting.meet().await;
-        // Meanwhile all has been sent; what is held back on the way comes soon, and none of it needs to.
-        meeting.meet().await;
-        let mut last = None;
-        let mut count = 0;
+        let mut before = None;
         while let Some(receive) = receives.pop_front() {
-            let Ok(received) = tokio::time::timeout(std::time::Duration::from_millis(50), receive).await else { break };
-            let received = received.unwrap();
+            let received = receive.await.unwrap();
             let number = received.imm.unwrap().0;
-            assert!(last < Some(number), "{number} after {last:?}");
+            assert!(before < Some(number), "{number} after {before:?}");
             assert_eq!(&received.buffer[..], pattern(LEN, number as u8));
-            last = Some(number);
-            count += 1;
+            before = Some(number);
+            if number == MESSAGES {
+                break;
+            }
         }
-        assert!(count > MESSAGES / 4, "{count} of {MESSAGES} arrived");
+        assert_eq!(before, Some(MESSAGES));
+        meeting.meet().await;
     }
     meeting.meet().await;
 }

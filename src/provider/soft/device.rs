@@ -395,6 +395,12 @@ impl contract::Context<Soft> for Context {
     fn serve(&self) -> bool {
         self.0.device.endpoint().is_some_and(|endpoint| endpoint.serve())
     }
+
+    fn leave(&self) {
+        if let Some(endpoint) = self.0.device.endpoint() {
+            endpoint.leave();
+        }
+    }
 }
 
 /// Protection domain, see [`contract::Pd`].

@@ -28,8 +28,10 @@ pub(super) struct Duty {
     wanted: AtomicBool,
     /// Times that somebody else than the thread received something.
     turns: AtomicU32,
-    /// Somebody else has left something behind.
+    /// Somebody else leaves the rest to the thread.
     left: AtomicBool,
+    /// The thread does.
+    standing_by: AtomicBool,
 }
 
 impl Duty {
@@ -39,6 +41,7 @@ impl Duty {
             wanted: AtomicBool::new(false),
             turns: AtomicU32::new(0),
             left: AtomicBool::new(false),
+            standing_by: AtomicBool::new(false),
         }
     }
 
@@ -69,25 +72,29 @@ impl Duty {
         self.turns.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Somebody else than the thread, which is to be unparked, has left something behind.
-    pub(super) fn leave(&self) {
+    /// Somebody else than the thread leaves what is there, or will be, to it; true if the thread stands by, and is to be
+    /// unparked.
+    pub(super) fn leave(&self) -> bool {
         self.left.store(true, Ordering::SeqCst);
+        self.standing_by.load(Ordering::SeqCst)
     }
 
     /// The thread: lets others receive as long as they do, until `over` or something is to be received.
     pub(super) fn stand_by(&self, over: impl Fn() -> bool, readable: impl Fn() -> bool) {
         let mut idle = 0;
         let mut turns = self.turns.load(Ordering::Relaxed);
+        self.standing_by.store(true, Ordering::SeqCst);
         while !over() && !self.left.swap(false, Ordering::SeqCst) && idle < IDLE {
             thread::park_timeout(LOOK);
             let now = self.turns.load(Ordering::Relaxed);
             if now != turns {
                 (turns, idle) = (now, 0);
             } else if readable() {
-                return;
+                break;
             } else {
                 idle += 1;
             }
         }
+        self.standing_by.store(false, Ordering::SeqCst);
     }
 }

@@ -253,7 +253,7 @@ impl Endpoint {
         let mut any = false;
         for _ in 0..ROUNDS {
             let Some(mut inbox) = self.duty.try_take() else { return any };
-            let _deaf = Deaf(self);
+            let _deaf = Deaf::new(self);
             if let Err(error) = self.socket.receive(&mut inbox, false) {
                 tracing::debug!(endpoint = ?self, %error, "cannot receive; the thread will see");
                 return any;
@@ -269,11 +269,17 @@ impl Endpoint {
                 return any;
             }
         }
-        self.duty.leave();
-        if let Some(thread) = &*self.thread.lock() {
+        self.leave();
+        any
+    }
+
+    /// Leaves what comes to the thread.
+    pub(in crate::provider::soft) fn leave(&self) {
+        if self.duty.leave()
+            && let Some(thread) = &*self.thread.lock()
+        {
             thread.thread().unpark();
         }
-        any
     }
 
     fn on_inbox(&self, inbox: &Inbox, device: Option<&Arc<DeviceInner>>) {
@@ -286,7 +292,7 @@ impl Endpoint {
 
     /// The receiving thread.
     fn work(&self) {
-        let _deaf = Deaf(self);
+        let _deaf = Deaf::new(self);
         let over = || self.closed.load(Ordering::Acquire);
         while !over() {
             self.receive_until_wanted();
@@ -350,14 +356,24 @@ impl Endpoint {
     }
 }
 
-/// A device whose receiving thread has ended by a panic is lost, and says so.
-struct Deaf<'a>(&'a Endpoint);
+/// A device in whose midst the thread that receives has panicked is lost, and says so.
+struct Deaf<'a> {
+    endpoint: &'a Endpoint,
+    /// Of something else: whoever waits may do so in a destructor.
+    panicking: bool,
+}
+
+impl<'a> Deaf<'a> {
+    fn new(endpoint: &'a Endpoint) -> Self {
+        Self { endpoint, panicking: thread::panicking() }
+    }
+}
 
 impl Drop for Deaf<'_> {
     fn drop(&mut self) {
-        if thread::panicking() {
-            tracing::error!(endpoint = ?self.0, "the receiving thread panicked");
-            if let Some(device) = self.0.device.read().upgrade() {
+        if thread::panicking() && !self.panicking {
+            tracing::error!(endpoint = ?self.endpoint, "panic while receiving");
+            if let Some(device) = self.endpoint.device.read().upgrade() {
                 device.kill();
             }
         }
