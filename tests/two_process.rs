@@ -2,18 +2,31 @@
 //! wire and on one that loses, repeats, reorders and damages packets; and the end of one of them.
 //!
 //! Each test starts its own binary again as the other process, which runs the same scenario from the other side. They meet
-//! over a TCP connection, which also tells each the other's queue pairs and regions. The conformance suite itself needs both
-//! ends in one process: `conformance_udp` runs it over the same wire.
+//! over a TCP connection, which also tells each the other's queue pairs and regions. A scenario of the conformance suite holds
+//! both ends in one function, so both in one process: `conformance_udp` runs it over the same wire; here `errors` goes through
+//! what can fail, and `campaign` through work of all kinds over a [`shim`] with faults.
 
-#[path = "common/udp.rs"]
-mod udp;
+#[allow(dead_code, unused_macros, unused_imports, reason = "only a part of it is of use between processes")]
+mod common;
 
-use std::net::SocketAddr;
+#[path = "two_process/campaign.rs"]
+mod campaign;
+#[path = "two_process/errors.rs"]
+mod errors;
+#[path = "two_process/shim.rs"]
+mod shim;
+
+const WIRE: common::Wire = common::Wire::Udp;
+
+use std::net::{IpAddr, SocketAddr};
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream};
+use common::udp;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::task::JoinSet;
 use tokio_rdma::software::{Faults, Network, UdpConfig};
 use tokio_rdma::types::{AckTimeout, AddressVector, Gid, Mtu, PortNum, Qkey, QpState, RnrTimer, Transport, WcStatus};
@@ -26,7 +39,32 @@ use tokio_rdma::{
 const HANG: Duration = Duration::from_secs(60);
 const QKEY: Qkey = Qkey(0x1111_2222);
 /// Around packets of every MTU, and long.
-const LENGTHS: [usize; 16] = [0, 1, 3, 4, 255, 256, 257, 1023, 1024, 1025, 4095, 4096, 4097, 65_537, 262_144, 1 << 20];
+const LENGTHS: [usize; 22] = [
+    0,
+    1,
+    3,
+    4,
+    255,
+    256,
+    257,
+    511,
+    512,
+    513,
+    1023,
+    1024,
+    1025,
+    2047,
+    2048,
+    2049,
+    4095,
+    4096,
+    4097,
+    65_537,
+    262_144,
+    1 << 20,
+];
+/// Of them, those up to a little more than the largest packet: what an unreliable connection never loses here.
+const SHORT: usize = 19;
 const LARGEST: usize = 1 << 20;
 
 /// Which process it is.
@@ -36,8 +74,13 @@ enum Role {
     Server,
 }
 
+/// A connection with the other process.
+trait Stream: AsyncRead + AsyncWrite + Unpin + Send {}
+
+impl<T: AsyncRead + AsyncWrite + Unpin + Send> Stream for T {}
+
 /// The way to the other process, and its GID where the choice of ours depends on it.
-struct Meeting(TcpStream, Option<Gid>);
+struct Meeting(Box<dyn Stream>, Option<Gid>);
 
 impl Meeting {
     /// Gives `bytes` to the other side and takes what it gives; neither goes on without the other.
@@ -176,7 +219,7 @@ async fn datagrams(end: &End, meeting: &mut Meeting, role: Role) {
     let index = end.pd.device().default_path().unwrap().1.index;
     let route = end.pd.address_handle(&AddressVector::new(PortNum(1), index, end.peer.gid)).unwrap();
     for active in [role == Role::Client, role == Role::Server] {
-        for len in [0, 1, 100, 4096] {
+        for len in LENGTHS.into_iter().filter(|&len| len <= 4096) {
             let bytes = pattern(len, 9);
             if active {
                 meeting.meet().await;
@@ -189,6 +232,32 @@ async fn datagrams(end: &End, meeting: &mut Meeting, role: Role) {
                 assert_eq!(received.src_qpn, end.peer.qpn);
             }
             meeting.meet().await;
+        }
+    }
+}
+
+/// Memory that is lent, reached, given back by the one who reached it, and not reached any more.
+async fn leases(end: &End, meeting: &mut Meeting, role: Role) {
+    for active in [role == Role::Client, role == Role::Server] {
+        if active {
+            let lent = RemoteRegion::from_bytes(&meeting.swap(&[]).await).unwrap();
+            end.qp.write(end.buffer(&[7; 100]), lent).await.unwrap();
+            assert_eq!(end.qp.read(end.room(100), lent).await.unwrap()[..], [7; 100]);
+            end.qp.send_with_invalidate(end.buffer(b"done"), lent).await.unwrap();
+            meeting.meet().await;
+        } else {
+            let memory = HostMemory::zeroed(100).unwrap();
+            let region = ExposedRegion::new(&end.pd, memory, Access::MW_BIND).unwrap();
+            let rights = Access::REMOTE_WRITE | Access::REMOTE_READ;
+            let lease = end.qp.lease(&region, 0..100, rights).await.unwrap();
+            let receive = end.qp.recv(end.room(4));
+            meeting.swap(&lease.grant().to_bytes()).await;
+            let received = receive.await.unwrap();
+            assert_eq!((&received.buffer[..], received.invalidated), (&b"done"[..], Some(lease.rkey())));
+            meeting.meet().await;
+            let mut bytes = [0; 100];
+            region.read(0, &mut bytes).unwrap();
+            assert_eq!(bytes, [7; 100]);
         }
     }
 }
@@ -246,11 +315,13 @@ fn faults() -> Faults {
 async fn clean(network: &Network, meeting: &mut Meeting, role: Role) {
     let device = Device::software_in(network, "one").unwrap();
     for transport in [Transport::Rc, Transport::Uc] {
-        for mtu in [Mtu::Mtu256, Mtu::Mtu1024, Mtu::Mtu4096] {
+        for mtu in Mtu::ALL {
             let end = End::new(&device, meeting, transport, mtu, &ConnectOptions::default()).await;
-            // Of an unreliable connection, no more than what is never lost.
-            let lengths = if transport == Transport::Rc { &LENGTHS[..] } else { &LENGTHS[..13] };
+            let lengths = if transport == Transport::Rc { &LENGTHS[..] } else { &LENGTHS[..SHORT] };
             every_operation(&end, meeting, role, lengths).await;
+            if transport == Transport::Rc {
+                leases(&end, meeting, role).await;
+            }
             meeting.meet().await;
         }
     }
@@ -356,6 +427,10 @@ async fn scenario(name: &str, meeting: &mut Meeting, role: Role, child: Option<&
             "lossy" => lossy(&network, meeting, role).await,
             "refusals" => refusals(&network, meeting, role).await,
             "killed" => killed(&network, meeting, role, child).await,
+            "errors" => {
+                let device = Device::software_in(&network, "one").unwrap();
+                errors::every_error(&device, meeting, role).await;
+            }
             _ => panic!("no scenario is called {name}"),
         }
     };
@@ -389,8 +464,9 @@ fn between_processes(name: &str) {
             .spawn();
         let mut other = Other(child.unwrap());
         let accepted = tokio::time::timeout(HANG, listener.accept()).await.expect("the other process does not start");
-        let mut meeting = Meeting(accepted.unwrap().0, None);
-        meeting.0.set_nodelay(true).unwrap();
+        let stream = accepted.unwrap().0;
+        stream.set_nodelay(true).unwrap();
+        let mut meeting = Meeting(Box::new(stream), None);
         scenario(name, &mut meeting, Role::Client, Some(&mut other.0)).await;
         if name != "killed" {
             assert!(other.0.wait().unwrap().success(), "the other process failed");
@@ -407,7 +483,7 @@ fn the_peer() {
     runtime().block_on(async {
         let stream = TcpStream::connect(address).await.unwrap();
         stream.set_nodelay(true).unwrap();
-        scenario(name, &mut Meeting(stream, None), Role::Server, None).await;
+        scenario(name, &mut Meeting(Box::new(stream), None), Role::Server, None).await;
     });
 }
 
@@ -437,7 +513,7 @@ fn one_end_of_a_wire() {
         };
         stream.set_nodelay(true).unwrap();
         let peer = stream.peer_addr().unwrap().ip();
-        let mut meeting = Meeting(stream, Some(Gid::from(peer)));
+        let mut meeting = Meeting(Box::new(stream), Some(Gid::from(peer)));
         let run = wired(&device, &mut meeting, role, wire == "lossy", peer.is_ipv4());
         tokio::time::timeout(4 * HANG, run).await.expect("hangs");
     });
@@ -449,13 +525,13 @@ async fn wired(device: &Device, meeting: &mut Meeting, role: Role, lossy: bool, 
     let options = ConnectOptions { timeout, retry_count: 7, ..Default::default() };
     if lossy {
         let end = End::new(device, meeting, Transport::Rc, Mtu::Mtu1024, &options).await;
-        return every_operation(&end, meeting, role, &LENGTHS[..14]).await;
+        return every_operation(&end, meeting, role, &LENGTHS[..=SHORT]).await;
     }
     for (transport, mtu, lengths) in [
         (Transport::Rc, Mtu::Mtu1024, &LENGTHS[..]),
         (Transport::Rc, Mtu::Mtu4096, &LENGTHS[..]),
-        (Transport::Rc, Mtu::Mtu256, &LENGTHS[..13]),
-        (Transport::Uc, Mtu::Mtu1024, &LENGTHS[..13]),
+        (Transport::Rc, Mtu::Mtu256, &LENGTHS[..SHORT]),
+        (Transport::Uc, Mtu::Mtu1024, &LENGTHS[..SHORT]),
     ] {
         let end = End::new(device, meeting, transport, mtu, &options).await;
         every_operation(&end, meeting, role, lengths).await;
@@ -470,6 +546,120 @@ async fn wired(device: &Device, meeting: &mut Meeting, role: Role, lossy: bool, 
     }
     load(device, meeting, &options, 5).await;
     println!("8 connections with work of all kinds at once");
+}
+
+/// A network with one device at `near`, and the shim that stands in for the one at `far`; `None` if an address is taken.
+async fn shimmed(near: IpAddr, far: IpAddr, paths: (&Path, &Path), seed: u64) -> Option<(Network, shim::Shim)> {
+    let network = Network::udp(&UdpConfig::new().port(SHIM_PORT).device("one", near)).ok()?;
+    let shim = shim::Shim::start(near, SocketAddr::new(far, SHIM_PORT), paths, seed).await?;
+    Some((network, shim))
+}
+
+/// Another port than that of RoCE v2, which SoftRoCE may have.
+const SHIM_PORT: u16 = UdpConfig::PORT + 2;
+
+/// Campaigns over a wire with faults; both processes run it at once.
+async fn over_the_shim(network: &Network, shim: &shim::Shim, meeting: &mut Meeting, role: Role, seeds: (u64, u64)) {
+    let device = Device::software_in(network, "one").unwrap();
+    campaign::campaign(&device, meeting, role, seeds.0..seeds.0 + seeds.1).await;
+    let faults = &shim.faults;
+    let counts = [&faults.passed, &faults.lost, &faults.repeated, &faults.held, &faults.damaged];
+    let counts = counts.map(|count| count.load(Ordering::Relaxed));
+    let counters = network.counters();
+    eprintln!("{role:?}: passed, lost, repeated, held back, damaged: {counts:?}; {counters:?}");
+    let damaged = meeting.swap(&counts[4].to_be_bytes()).await;
+    let damaged = u64::from_be_bytes(damaged.try_into().unwrap());
+    // Of few seeds some may have had luck.
+    if seeds.1 >= 10 {
+        assert!(counts[0] > 100 * seeds.1 && counts.iter().all(|&count| count > 0), "{counts:?}");
+        // What is damaged there is found out here; some was lost at the socket, or damaged where nothing looks.
+        assert!(counters.rejected > damaged / 2, "{counters:?}, {damaged} were damaged");
+    }
+    meeting.meet().await;
+}
+
+/// Seeds of a campaign: the first, and how many.
+fn seeds() -> (u64, u64) {
+    let number = |name| std::env::var(name).ok().map(|value| value.parse::<u64>().unwrap());
+    match number("TOKIO_RDMA_SEED") {
+        Some(seed) => (seed, 1),
+        None => (0, number("TOKIO_RDMA_SEEDS").unwrap_or(30)),
+    }
+}
+
+/// Bounds a campaign: only a hang takes this long.
+fn long(seeds: u64) -> Duration {
+    HANG + Duration::from_secs(5 * seeds)
+}
+
+/// The other process of `everything_happens_once_over_a_wire_with_faults`; of no use alone.
+#[test]
+fn the_peer_behind_the_shim() {
+    let Ok(said) = std::env::var("TOKIO_RDMA_SHIM") else { return };
+    let [directory, near, far, first, count] = said.split(' ').collect::<Vec<_>>()[..] else { panic!("{said}") };
+    let (near, far) = (near.parse().unwrap(), far.parse().unwrap());
+    let seeds: (u64, u64) = (first.parse().unwrap(), count.parse().unwrap());
+    let directory = Path::new(directory);
+    runtime().block_on(async {
+        let paths = (&*directory.join("there"), &*directory.join("here"));
+        let (network, shim) = shimmed(near, far, paths, !seeds.0).await.expect("a namespace of its own is free");
+        let mut meeting = Meeting(Box::new(UnixStream::connect(directory.join("meeting")).await.unwrap()), None);
+        let run = over_the_shim(&network, &shim, &mut meeting, Role::Server, seeds);
+        tokio::time::timeout(long(seeds.1), run).await.expect("hangs");
+    });
+}
+
+/// A directory that goes with it.
+struct Directory(PathBuf);
+
+impl Drop for Directory {
+    fn drop(&mut self) {
+        std::fs::remove_dir_all(&self.0).ok();
+    }
+}
+
+#[test]
+fn everything_happens_once_over_a_wire_with_faults() {
+    let Some(mut command) = shim::in_namespace(&std::env::current_exe().unwrap()) else {
+        let required = std::env::var("TOKIO_RDMA_SHIM_REQUIRED").is_ok();
+        assert!(!required, "no network namespaces for users, by `unshare --user --net` and `ip`");
+        eprintln!("SKIPPED everything_happens_once_over_a_wire_with_faults: no network namespace without privilege");
+        return;
+    };
+    let seeds = seeds();
+    runtime().block_on(async {
+        let directory = Directory(std::env::temp_dir().join(format!("tokio-rdma-shim-{}", std::process::id())));
+        std::fs::create_dir(&directory.0).unwrap();
+        let paths = (&*directory.0.join("here"), &*directory.0.join("there"));
+        let mut made = None;
+        for _ in 0..100 {
+            let (near, far) = (udp::address(), udp::address());
+            made = shimmed(near, far, paths, seeds.0).await.map(|made| (made, near, far));
+            if made.is_some() {
+                break;
+            }
+        }
+        let ((network, shim), near, far) = made.expect("no two addresses of 100 are free");
+        let listener = UnixListener::bind(directory.0.join("meeting")).unwrap();
+        let said = format!("{} {far} {near} {} {}", directory.0.display(), seeds.0, seeds.1);
+        let child = command
+            .args(["--exact", "the_peer_behind_the_shim", "--nocapture", "--test-threads=1"])
+            .env("TOKIO_RDMA_SHIM", said)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .spawn();
+        let mut other = Other(child.unwrap());
+        let accepted = tokio::time::timeout(HANG, listener.accept()).await.expect("the other process does not start");
+        let mut meeting = Meeting(Box::new(accepted.unwrap().0), None);
+        let run = over_the_shim(&network, &shim, &mut meeting, Role::Client, seeds);
+        tokio::time::timeout(long(seeds.1), run).await.expect("hangs");
+        assert!(other.0.wait().unwrap().success(), "the other process failed");
+    });
+}
+
+#[test]
+fn every_error_is_the_same_between_processes() {
+    between_processes("errors");
 }
 
 #[test]

@@ -25,8 +25,12 @@ struct End {
 
 impl End {
     fn new(device: &Device) -> Self {
+        Self::watched(device, CompletionMode::Event)
+    }
+
+    fn watched(device: &Device, mode: CompletionMode) -> Self {
         let pd = device.protection_domain().unwrap();
-        let queue = CompletionQueue::new(device, CompletionMode::Event).unwrap();
+        let queue = CompletionQueue::new(device, mode).unwrap();
         let qp = QueuePair::new(&pd, &queue).unwrap();
         let pool = Pool::builder(&pd).buffer_size(BLOCK).buffers(2).growing(true).build().unwrap();
         let region = ExposedRegion::new(&pd, vec![0; BLOCK], Access::REMOTE_ALL).unwrap();
@@ -166,8 +170,9 @@ fn peers_that_are_not_allowed_are_not_heard() {
         b.connect(&a);
         let error = a.qp.write(a.buffer(8), b.region.grant()).await.unwrap_err();
         assert!(matches!(error.kind(), OpErrorKind::Completion(error) if error.status == WcStatus::RETRY_EXC_ERR));
-        let counters = theirs.counters();
-        assert!(counters.unwanted >= 4 && counters.sent == 0, "{counters:?}");
+        // The last may still lie in the socket.
+        counted(&theirs, |counters| counters.unwanted >= 4);
+        assert_eq!(theirs.counters().sent, 0);
     });
 }
 
@@ -188,6 +193,78 @@ fn queue_pair_hears_its_peer_only() {
     });
 }
 
+/// Whoever waits receives in place of the device's thread, which has to see when nobody does any more.
+#[test]
+fn peers_are_served_while_the_runtime_that_received_does_something_else() {
+    for mode in [CompletionMode::Event, CompletionMode::Cooperative, CompletionMode::Hybrid] {
+        let (here, there) = (udp::network(&["one"]), udp::network(&["one"]));
+        let a = End::watched(&Device::software_in(&here, "one").unwrap(), mode.clone());
+        let b = End::new(&Device::software_in(&there, "one").unwrap());
+        a.connect(&b);
+        b.connect(&a);
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let write = async {
+                for _ in 0..50 {
+                    a.qp.write(a.buffer(8), b.region.grant()).await.unwrap();
+                }
+            };
+            tokio::time::timeout(HANG, write).await.expect("hangs");
+        });
+        // The runtime is there and nobody runs it.
+        run(async {
+            for _ in 0..50 {
+                b.qp.write(b.buffer(5000), a.region.grant()).await.unwrap();
+            }
+        });
+        let mut bytes = [0; 5000];
+        a.region.read(0, &mut bytes).unwrap();
+        assert_eq!(bytes, [7; 5000], "{mode:?}");
+        drop(runtime);
+    }
+}
+
+/// Threads and runtimes that all would receive for the same device, beside its own thread.
+#[test]
+fn no_packet_is_overlooked_by_many_who_would_receive() {
+    let (here, there) = (udp::network(&["one"]), udp::network(&["one"]));
+    let (mine, theirs) = (Device::software_in(&here, "one").unwrap(), Device::software_in(&there, "one").unwrap());
+    let modes = [
+        CompletionMode::Event,
+        CompletionMode::Event,
+        CompletionMode::Cooperative,
+        CompletionMode::Hybrid,
+        CompletionMode::busy_poll().unwrap(),
+    ];
+    std::thread::scope(|scope| {
+        for mode in modes {
+            let (mine, theirs) = (&mine, &theirs);
+            scope.spawn(move || {
+                let (a, b) = (End::watched(mine, mode.clone()), End::watched(theirs, mode));
+                let options = ConnectOptions::default();
+                a.qp.connect_with(&b.qp.endpoint(), &options).unwrap();
+                b.qp.connect_with(&a.qp.endpoint(), &options).unwrap();
+                run(async {
+                    for round in 0..60 {
+                        // So little at once that no socket overflows.
+                        let len = if round % 8 == 0 { 5000 } else { 8 };
+                        let (written, read) = tokio::join!(
+                            a.qp.write(a.buffer(len), b.region.grant()),
+                            b.qp.read(b.pool.try_alloc(len).unwrap(), a.region.grant().slice(..len as u64).unwrap()),
+                        );
+                        written.unwrap();
+                        read.unwrap();
+                    }
+                });
+            });
+        }
+    });
+    // What was not lost in front of a full socket has been taken out of it.
+    for (from, to) in [(&here, &there), (&there, &here)] {
+        counted(to, |counters| counters.received == from.counters().sent);
+    }
+}
+
 #[test]
 fn many_queue_pairs_share_the_way_to_a_peer() {
     let (here, there) = (udp::network(&["one"]), udp::network(&["one"]));
@@ -196,7 +273,8 @@ fn many_queue_pairs_share_the_way_to_a_peer() {
         let pairs: Vec<_> = (0..48).map(|_| (End::new(&mine), End::new(&theirs))).collect();
         let mut work = tokio::task::JoinSet::new();
         for (a, b) in pairs {
-            let options = ConnectOptions::default();
+            // Of so many some wait long for their turn on a busy machine.
+            let options = ConnectOptions { timeout: AckTimeout::from_code(17), ..Default::default() };
             a.qp.connect_with(&b.qp.endpoint(), &options).unwrap();
             b.qp.connect_with(&a.qp.endpoint(), &options).unwrap();
             work.spawn(async move {

@@ -104,7 +104,7 @@ impl Shared {
             let (mut any, mut gone) = (false, false);
             for queue in &queues {
                 match queue.upgrade() {
-                    Some(queue) => any |= queue.try_drain(),
+                    Some(queue) => any |= queue.try_drain() || queue.serve(),
                     None => gone = true,
                 }
             }

@@ -232,6 +232,11 @@ impl CqShared {
         }
     }
 
+    /// Sees to what has arrived at a device that is a program; true if there was anything.
+    pub(super) fn serve(&self) -> bool {
+        self.cq.device().serve()
+    }
+
     /// Takes one batch of completions, unless somebody else is at it; false if there were none.
     pub(super) fn try_drain(&self) -> bool {
         let Some(mut state) = try_lock(&self.state) else { return true };
@@ -594,6 +599,9 @@ impl CqShared {
             // A dead queue is being taken down by whoever noticed; look again until it is.
             slot.spin(rounds.saturating_add(1));
             self.release(state);
+            if spins {
+                self.serve();
+            }
             context.waker().wake_by_ref();
             return Poll::Pending;
         }
@@ -611,6 +619,8 @@ impl CqShared {
         if self.mode.arms() && !self.reactors.watch(self) {
             // No runtime, no reactor: the only way to be woken is to ask for it.
             context.waker().wake_by_ref();
+        } else if rounds > 0 && !self.reactors.has_inlet() {
+            self.cq.device().leave();
         }
         Poll::Pending
     }

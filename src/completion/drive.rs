@@ -41,6 +41,7 @@ impl<F: Future> Future for Drive<F> {
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<F::Output> {
         let this = self.project();
+        this.driver.queue.serve();
         this.driver.queue.drain();
         let output = this.future.poll(context);
         if output.is_pending() {

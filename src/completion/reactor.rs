@@ -22,7 +22,7 @@ use tokio::task::unconstrained;
 
 use super::async_events::readable;
 use super::drain::CqShared;
-use crate::verbs::Channel;
+use crate::verbs::{Channel, Inlet};
 
 /// Registrations of one channel, one for each runtime that has waited for it.
 pub(super) struct Reactors {
@@ -36,11 +36,15 @@ struct Reactor {
     fd: Option<AsyncFd<Channel>>,
     /// Readable when the device has asynchronous events.
     events: Option<AsyncFd<OwnedFd>>,
+    /// Readable when something has arrived that a device that is a program would see to in a thread of its own, which would
+    /// then wake us.
+    inlet: Option<AsyncFd<Inlet>>,
     cq: Weak<CqShared>,
     /// One for each descriptor, so that a completion costs no look at the other. They hold the reactor weakly: the registration
     /// holds the waker.
     completion_waker: Waker,
     event_waker: Waker,
+    arrival_waker: Waker,
 }
 
 impl Reactors {
@@ -60,8 +64,14 @@ impl Reactors {
         list.push(reactor.clone());
         drop(list);
         reactor.serve_events();
+        reactor.serve_arrivals();
         reactor.serve_completions();
         reactor.fd.is_some()
+    }
+
+    /// True if some runtime sees to what arrives.
+    pub(super) fn has_inlet(&self) -> bool {
+        self.list.lock().iter().any(|reactor| reactor.inlet.is_some())
     }
 
     fn forget(&self, gone: &Reactor) {
@@ -97,13 +107,23 @@ impl Reactor {
                 None
             }
         });
+        // Without it all is as well, if later.
+        let inlet = fd.as_ref().and_then(|_| {
+            let inlet = cq.verbs().device().inlet();
+            #[allow(deprecated, reason = "its successor is not in the oldest Tokio we work with")]
+            let registered = inlet
+                .and_then(|inlet| inlet.map(|inlet| AsyncFd::with_interest(inlet, Interest::READABLE)).transpose());
+            registered.inspect_err(|error| tracing::debug!(%error, "arrivals cannot be watched")).ok().flatten()
+        });
         Arc::new_cyclic(|weak| Self {
             runtime,
             fd,
             events,
+            inlet,
             cq: Arc::downgrade(cq),
             completion_waker: Waker::from(Arc::new(CompletionWaker(weak.clone()))),
             event_waker: Waker::from(Arc::new(EventWaker(weak.clone()))),
+            arrival_waker: Waker::from(Arc::new(ArrivalWaker(weak.clone()))),
         })
     }
 
@@ -120,6 +140,23 @@ impl Reactor {
         }
     }
 
+    /// Has what has arrived seen to until there is nothing; then the reactor has the waker.
+    fn serve_arrivals(&self) {
+        let (Some(inlet), Some(fd), Some(cq)) = (&self.inlet, &self.fd, self.cq.upgrade()) else { return };
+        let mut context = Context::from_waker(&self.arrival_waker);
+        // Not charged to a budget, as below.
+        while let Poll::Ready(Ok(mut ready)) =
+            pin!(unconstrained(poll_fn(|context| inlet.poll_read_ready(context)))).poll(&mut context)
+        {
+            let held = fd.get_ref().hold();
+            if inlet.get_ref().serve() {
+                cq.on_event();
+            }
+            drop(held);
+            ready.clear_ready();
+        }
+    }
+
     /// Serves the completion channel until it is not readable; then the reactor has the waker.
     fn serve_completions(&self) {
         let (Some(fd), Some(cq)) = (&self.fd, self.cq.upgrade()) else { return };
@@ -127,6 +164,10 @@ impl Reactor {
         loop {
             // A new event meanwhile makes the descriptor ready anew, which this does not clear.
             let served = fd.try_io(Interest::READABLE, |_| {
+                // Somebody else has seen to what has arrived, perhaps before we could have; the next is ours.
+                if let Some(inlet) = &self.inlet {
+                    inlet.get_ref().serve();
+                }
                 cq.on_event();
                 Err::<(), _>(io::ErrorKind::WouldBlock.into())
             });
@@ -173,6 +214,20 @@ impl Wake for EventWaker {
     fn wake_by_ref(self: &Arc<Self>) {
         if let Some(reactor) = self.0.upgrade() {
             reactor.serve_events();
+        }
+    }
+}
+
+struct ArrivalWaker(Weak<Reactor>);
+
+impl Wake for ArrivalWaker {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        if let Some(reactor) = self.0.upgrade() {
+            reactor.serve_arrivals();
         }
     }
 }

@@ -80,6 +80,20 @@ pub(crate) trait Context<P: Provider>: Debug + Send + Sync {
     /// Next asynchronous event, already acknowledged; `None` if there is none now.
     /// ENODEV once the device is gone and all events have been given.
     fn next_event(&self) -> Result<Option<AsyncEvent>, VerbError>;
+
+    /// Of a device that is a program: readable when something has arrived that [`serve`](Self::serve) would see to.
+    fn inlet(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+
+    /// Does what the device would do by itself, a thread later: sees to what has arrived. True if there was anything. Waits
+    /// for nothing; nobody needs to call it.
+    fn serve(&self) -> bool {
+        false
+    }
+
+    /// Whoever called [`serve`](Self::serve) goes to sleep, and what tells of arrivals does not wake it.
+    fn leave(&self) {}
 }
 
 /// Protection domain, `ibv_alloc_pd(3)`: what belongs together may be used together.
@@ -195,6 +209,13 @@ pub(crate) trait Channel: Debug + Send + Sync {
     /// The cookie of the next completion queue that had an event, `ibv_get_cq_event(3)`; `None` if
     /// there is none now. Each event given is to be acknowledged by [`Cq::ack`].
     fn next_event(&self) -> Result<Option<u64>, VerbError>;
+
+    /// The caller is about to look for events without being told: the descriptor need not say so until
+    /// [`release`](Self::release), which follows.
+    fn hold(&self) {}
+
+    /// Ends a [`hold`](Self::hold): what is left is told.
+    fn release(&self) {}
 }
 
 /// Completion queue, `ibv_create_cq(3)`.

@@ -145,6 +145,18 @@ impl contract::Context<Any> for Context {
     fn next_event(&self) -> Result<Option<AsyncEvent>, VerbError> {
         each!(self, inner => inner.next_event())
     }
+
+    fn inlet(&self) -> Option<BorrowedFd<'_>> {
+        each!(self, inner => inner.inlet())
+    }
+
+    fn serve(&self) -> bool {
+        each!(self, inner => inner.serve())
+    }
+
+    fn leave(&self) {
+        each!(self, inner => inner.leave());
+    }
 }
 
 impl<'a> QpInit<'a, Any> {
@@ -253,6 +265,14 @@ impl contract::Channel for Channel {
 
     fn next_event(&self) -> Result<Option<u64>, VerbError> {
         each!(self, inner => inner.next_event())
+    }
+
+    fn hold(&self) {
+        each!(self, inner => inner.hold());
+    }
+
+    fn release(&self) {
+        each!(self, inner => inner.release());
     }
 }
 

@@ -42,12 +42,27 @@ impl Channel {
         self.inner.raw.next_event()
     }
 
+    /// Whoever has the result looks for events without being told; what is left when it is dropped is told.
+    pub(crate) fn hold(&self) -> Held<'_> {
+        self.inner.raw.hold();
+        Held(self)
+    }
+
     pub(super) fn raw(&self) -> &dispatch::Channel {
         &self.inner.raw
     }
 
     pub(super) fn device(&self) -> &Device {
         &self.inner.device
+    }
+}
+
+/// See [`Channel::hold`].
+pub(crate) struct Held<'a>(&'a Channel);
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.0.inner.raw.release();
     }
 }
 

@@ -1,9 +1,9 @@
 //! Find, choose and open a device.
 
 use std::fmt;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use super::ProtectionDomain;
 use super::events::{Events, Listener};
@@ -25,6 +25,8 @@ struct Inner {
     /// Completion queues that were given a vector so far.
     vectors: AtomicU32,
     events: Events,
+    /// There is an [`Inlet`].
+    watched: AtomicBool,
 }
 
 impl Device {
@@ -248,8 +250,32 @@ impl Device {
         self.inner.vectors.fetch_add(1, Ordering::Relaxed) % self.attr().completion_vectors.max(1)
     }
 
+    /// What tells that something has arrived which the device has not seen to; `None` if the device sees to it without
+    /// anybody's help, or somebody else has it: each is woken by all that arrives, and one is enough.
+    pub(crate) fn inlet(&self) -> std::io::Result<Option<Inlet>> {
+        let Some(fd) = self.inner.context.inlet() else { return Ok(None) };
+        if self.inner.watched.swap(true, Ordering::AcqRel) {
+            return Ok(None);
+        }
+        let release = |_: &_| self.inner.watched.store(false, Ordering::Release);
+        // A descriptor of its own: one cannot be registered twice.
+        let fd = fd.try_clone_to_owned().inspect_err(release)?;
+        Ok(Some(Inlet { fd, device: self.clone() }))
+    }
+
+    /// Sees to what has arrived, if the device is a program and nobody is at it; true if there was anything.
+    pub(crate) fn serve(&self) -> bool {
+        self.inner.context.serve()
+    }
+
+    /// Whoever called [`serve`](Self::serve) goes to sleep, and has no [`Inlet`] that wakes it.
+    pub(crate) fn leave(&self) {
+        self.inner.context.leave();
+    }
+
     fn new(context: Context) -> Self {
-        Self { inner: Arc::new(Inner { context, vectors: AtomicU32::new(0), events: Events::default() }) }
+        let (vectors, watched) = (AtomicU32::new(0), AtomicBool::new(false));
+        Self { inner: Arc::new(Inner { context, vectors, events: Events::default(), watched }) }
     }
 
     pub(crate) fn context(&self) -> &Context {
@@ -259,6 +285,31 @@ impl Device {
     /// True if both are the same open device.
     pub(crate) fn same(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.inner, &other.inner)
+    }
+}
+
+/// See [`Device::inlet`].
+pub(crate) struct Inlet {
+    fd: OwnedFd,
+    device: Device,
+}
+
+impl Inlet {
+    /// As [`Device::serve`].
+    pub(crate) fn serve(&self) -> bool {
+        self.device.serve()
+    }
+}
+
+impl AsRawFd for Inlet {
+    fn as_raw_fd(&self) -> RawFd {
+        self.fd.as_raw_fd()
+    }
+}
+
+impl Drop for Inlet {
+    fn drop(&mut self) {
+        self.device.inner.watched.store(false, Ordering::Release);
     }
 }
 

@@ -38,6 +38,7 @@ pub use channel::Channel;
 pub use cq::Cq;
 pub use dct::Dct;
 pub use device::Device;
+pub(crate) use device::Inlet;
 pub use dma_buf::DmaBufRegion;
 pub(crate) use events::Listener;
 pub use exposed::{ExposedRegion, ExposedSlice};

@@ -153,7 +153,19 @@ impl End {
 
     /// Posts a signalled datagram.
     pub(crate) fn send_to(&self, wr_id: u64, to: &Self, qpn: Qpn, qkey: Qkey, sges: &[Sge]) -> Result<(), PostError> {
-        let handle = self.pd.address_handle(&to.address()).unwrap();
+        self.send_at(wr_id, &to.address(), qpn, qkey, sges)
+    }
+
+    /// Posts a signalled datagram to an address that is perhaps another process's.
+    pub(crate) fn send_at(
+        &self,
+        wr_id: u64,
+        to: &AddressVector,
+        qpn: Qpn,
+        qkey: Qkey,
+        sges: &[Sge],
+    ) -> Result<(), PostError> {
+        let handle = self.pd.address_handle(to).unwrap();
         self.routes.borrow_mut().push(handle.clone());
         let target = UdTarget { qpn, ..handle.target(qpn, qkey) };
         let (op, flags, data) = (SendOp::Send, SendFlags::SIGNALED, Data::Sges(sges));
@@ -246,12 +258,17 @@ pub(crate) fn init(options: &Options) -> QpAttr {
 }
 
 pub(crate) fn rtr(options: &Options, peer: &End) -> QpAttr {
+    rtr_to(options, peer.address(), peer.qp.qpn())
+}
+
+/// Towards a queue pair that is perhaps in another process.
+pub(crate) fn rtr_to(options: &Options, address: AddressVector, qpn: Qpn) -> QpAttr {
     let connected = options.transport != Transport::Ud;
     let reliable = options.transport == Transport::Rc;
     QpAttr {
-        address: connected.then(|| peer.address()),
+        address: connected.then_some(address),
         path_mtu: connected.then_some(options.mtu),
-        dest_qpn: connected.then(|| peer.qp.qpn()),
+        dest_qpn: connected.then_some(qpn),
         rq_psn: connected.then_some(PSN),
         max_dest_rd_atomic: reliable.then_some(options.dest_rd_atomic),
         // 0.01 ms.

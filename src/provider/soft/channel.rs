@@ -12,16 +12,26 @@ use parking_lot::Mutex;
 use crate::error::VerbError;
 use crate::provider::contract;
 
-/// Queue whose descriptor is readable exactly while something is in it.
+/// Queue whose descriptor is readable exactly while something is in it, and nobody holds it.
 ///
 /// A byte is written when the queue turns non-empty and taken when it turns empty, both under its lock:
 /// a burst of events costs one system call, and a connected pair of sockets is an ordinary descriptor
-/// for any reactor on any Unix.
+/// for any reactor on any Unix. Whoever makes the device raise events and looks for them itself holds it meanwhile,
+/// which saves both calls.
 #[derive(Debug)]
 pub(super) struct Mailbox<T> {
-    queue: Mutex<VecDeque<T>>,
+    queue: Mutex<Queue<T>>,
     reader: UnixStream,
     writer: UnixStream,
+}
+
+#[derive(Debug)]
+struct Queue<T> {
+    events: VecDeque<T>,
+    /// The byte is there.
+    signalled: bool,
+    /// Those who look without being told.
+    holders: u32,
 }
 
 impl<T> Mailbox<T> {
@@ -29,32 +39,50 @@ impl<T> Mailbox<T> {
         let (reader, writer) = UnixStream::pair()?;
         reader.set_nonblocking(true)?;
         writer.set_nonblocking(true)?;
-        Ok(Self { queue: Mutex::new(VecDeque::new()), reader, writer })
+        let queue = Queue { events: VecDeque::new(), signalled: false, holders: 0 };
+        Ok(Self { queue: Mutex::new(queue), reader, writer })
     }
 
     pub(super) fn push(&self, event: T) {
         let mut queue = self.queue.lock();
-        if queue.is_empty() {
-            self.signal();
-        }
-        queue.push_back(event);
+        queue.events.push_back(event);
+        self.tell(&mut queue);
     }
 
     pub(super) fn pop(&self) -> Option<T> {
         let mut queue = self.queue.lock();
-        let event = queue.pop_front()?;
-        if queue.is_empty() {
-            self.unsignal();
-        }
+        let event = queue.events.pop_front()?;
+        self.tell(&mut queue);
         Some(event)
     }
 
     /// Removes the events that `keep` refuses.
     pub(super) fn retain(&self, keep: impl FnMut(&T) -> bool) {
         let mut queue = self.queue.lock();
-        let before = queue.len();
-        queue.retain(keep);
-        if before > 0 && queue.is_empty() {
+        queue.events.retain(keep);
+        self.tell(&mut queue);
+    }
+
+    /// From now on events are not told of, until [`release`](Self::release).
+    pub(super) fn hold(&self) {
+        self.queue.lock().holders += 1;
+    }
+
+    /// Ends a [`hold`](Self::hold): tells of what is left.
+    pub(super) fn release(&self) {
+        let mut queue = self.queue.lock();
+        queue.holders -= 1;
+        self.tell(&mut queue);
+    }
+
+    /// Makes the descriptor say what is so.
+    fn tell(&self, queue: &mut Queue<T>) {
+        let any = !queue.events.is_empty();
+        if any && !queue.signalled && queue.holders == 0 {
+            queue.signalled = true;
+            self.signal();
+        } else if !any && queue.signalled {
+            queue.signalled = false;
             self.unsignal();
         }
     }
@@ -110,6 +138,14 @@ impl contract::Channel for Channel {
             subscriber.cookie
         }))
     }
+
+    fn hold(&self) {
+        self.0.hold();
+    }
+
+    fn release(&self) {
+        self.0.release();
+    }
 }
 
 /// The verb failed with the reason the system gave.
@@ -149,5 +185,29 @@ mod tests {
         mailbox.retain(|event| *event == 5);
         // One byte for all.
         assert_eq!(drain(mailbox.fd()), 1);
+    }
+
+    #[test]
+    fn descriptor_is_silent_while_somebody_looks_without_it() {
+        let mailbox = Mailbox::new().unwrap();
+        mailbox.hold();
+        mailbox.hold();
+        mailbox.push(1);
+        assert_eq!(mailbox.pop(), Some(1));
+        mailbox.push(2);
+        mailbox.release();
+        assert_eq!(drain(mailbox.fd()), 0, "another still looks");
+        mailbox.release();
+        assert_eq!(drain(mailbox.fd()), 1, "what is left is told");
+    }
+
+    #[test]
+    fn what_was_told_before_holding_is_taken_back() {
+        let mailbox = Mailbox::new().unwrap();
+        mailbox.push(1);
+        mailbox.hold();
+        assert_eq!((mailbox.pop(), drain(mailbox.fd())), (Some(1), 0));
+        mailbox.release();
+        assert_eq!(drain(mailbox.fd()), 0);
     }
 }

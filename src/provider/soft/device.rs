@@ -423,6 +423,20 @@ impl contract::Context<Soft> for Context {
             event => Ok(event),
         }
     }
+
+    fn inlet(&self) -> Option<BorrowedFd<'_>> {
+        self.0.device.endpoint().map(|endpoint| endpoint.fd())
+    }
+
+    fn serve(&self) -> bool {
+        self.0.device.endpoint().is_some_and(|endpoint| endpoint.serve())
+    }
+
+    fn leave(&self) {
+        if let Some(endpoint) = self.0.device.endpoint() {
+            endpoint.leave();
+        }
+    }
 }
 
 /// Protection domain, see [`contract::Pd`].

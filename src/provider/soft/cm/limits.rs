@@ -7,11 +7,17 @@ use std::collections::HashMap;
 
 use crate::types::Gid;
 
+use super::message::CmTimeout;
+
 /// Requests of one peer that have not come to a connection or to a refusal. A program makes a queue pair for each that it
 /// accepts, so this is what a peer can make it hold.
 pub(super) const HALF_OPEN_OF_PEER: u32 = 256;
 /// Those of all peers.
 pub(super) const HALF_OPEN: u32 = 4096;
+/// Repetitions of an answer that nobody confirms, and nanoseconds between them, while more than half of that room is taken: who
+/// asks in the name of others would otherwise choose how long each takes it. A peer that means well confirms at once.
+pub(super) const HURRIED_RETRIES: u8 = 3;
+pub(super) const HURRIED_TIMEOUT: u64 = CmTimeout(16).nanoseconds();
 
 /// Connections that peers have begun and not completed.
 #[derive(Debug, Default)]
@@ -29,6 +35,11 @@ impl HalfOpen {
         *self.of_peers.entry(peer).or_default() += 1;
         self.total += 1;
         true
+    }
+
+    /// More than half of the room is taken.
+    pub(super) const fn is_crowded(&self) -> bool {
+        self.total > HALF_OPEN / 2
     }
 
     /// One that was opened has become something else.

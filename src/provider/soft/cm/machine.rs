@@ -12,7 +12,7 @@ use crate::provider::cm_contract::{CmParams, CmPeer, REJECT_DATA};
 use crate::types::{AckTimeout, Gid, Mtu, Psn, Qpn, RejectReason};
 
 use super::connection::{Connection, State};
-use super::limits::{Answers, HalfOpen};
+use super::limits::{Answers, HURRIED_RETRIES, HURRIED_TIMEOUT, HalfOpen};
 use super::message::{About, CmTimeout, CommId, Dreq, Mad, Message, Mra, Private, Rej, Rep, Req, Rtu, Traffic};
 
 /// Time in which a peer's manager answers: 268 ms, far above what a process takes to be scheduled. With
@@ -317,12 +317,14 @@ impl Machine {
             self.timers.pop_first();
             let Some(connection) = self.connections.get_mut(&id) else { continue };
             connection.deadline = None;
-            let again = connection.retries_left > 0;
+            let hurried = connection.half_open && self.half_open.is_crowded();
+            let repeated = connection.retries - connection.retries_left;
+            let again = connection.retries_left > 0 && !(hurried && repeated >= HURRIED_RETRIES);
             match connection.state {
                 State::ReqSent | State::RepSent | State::DreqSent if again => {
                     connection.retries_left -= 1;
                     let (peer, answers) = (connection.peer, connection.state == State::RepSent);
-                    let at = now.saturating_add(connection.response_timeout);
+                    let at = now.saturating_add(patience(connection, hurried));
                     self.set_deadline(id, Some(at));
                     // Who asked in the name of another has chosen how often that one is answered, and how soon.
                     if !answers || self.answers.take(now, peer) {
@@ -476,7 +478,8 @@ impl Machine {
     fn send_and_repeat(&mut self, now: u64, id: CommId, message: Message) {
         let Some(connection) = self.connections.get_mut(&id) else { return };
         connection.retries_left = connection.retries;
-        let at = now.saturating_add(connection.response_timeout);
+        let hurried = connection.half_open && self.half_open.is_crowded();
+        let at = now.saturating_add(patience(connection, hurried));
         self.set_deadline(id, Some(at));
         self.send(id, message);
     }
@@ -539,6 +542,11 @@ impl Machine {
     pub(super) fn sizes(&self) -> [usize; 4] {
         [self.connections.len(), self.requests.len(), self.queue_pairs.len(), self.timers.len()]
     }
+}
+
+/// How long an answer to `connection` is waited for; `hurried`: its room is scarce.
+fn patience(connection: &Connection, hurried: bool) -> u64 {
+    connection.response_timeout.min(if hurried { HURRIED_TIMEOUT } else { u64::MAX })
 }
 
 /// A time that a peer asks for, within [`TIMEOUTS`].

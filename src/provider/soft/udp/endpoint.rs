@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
+use std::os::fd::BorrowedFd;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
@@ -24,6 +25,7 @@ use crate::types::{Gid, Mtu};
 
 use super::batch::Batch;
 use super::config::{UdpConfig, UdpError};
+use super::duty::Duty;
 use super::icrc::{CHECK, Header};
 use super::peer_link::PeerLink;
 use super::socket::{Inbox, Socket};
@@ -36,6 +38,11 @@ const SMALLEST_ROUTE: usize = 1280;
 const SPARE: usize = 8;
 /// How long nothing is received after the kernel refused to: it may be out of memory.
 const PAUSE: Duration = Duration::from_millis(10);
+/// Pauses in which a port that is taken may become free.
+const LEAVING: u32 = 10;
+/// Times that somebody who waits empties its inbox before it leaves the rest to the thread: what one has to wait for is little,
+/// and a runtime's thread is not for more.
+const ROUNDS: u32 = 4;
 
 /// See the module.
 pub(in crate::provider::soft) struct Endpoint {
@@ -49,6 +56,7 @@ pub(in crate::provider::soft) struct Endpoint {
     /// The kernel cuts messages into datagrams.
     cuts: AtomicBool,
     closed: AtomicBool,
+    duty: Duty,
     thread: Mutex<Option<JoinHandle<()>>>,
     counters: Counters,
 }
@@ -84,7 +92,8 @@ impl Endpoint {
             error: VerbError::new(verb, error.raw_os_error().unwrap_or(VerbError::EIO)),
         };
         let port = config.port;
-        let socket = Socket::bind(SocketAddr::new(address, port)).map_err(|error| match error.kind() {
+        let bound = bind(SocketAddr::new(address, port));
+        let socket = bound.map_err(|error| match error.kind() {
             io::ErrorKind::AddrInUse => UdpError::PortTaken { address, port, soft_roce: soft_roce_has(port) },
             io::ErrorKind::Unsupported => UdpError::NotLinux,
             io::ErrorKind::AddrNotAvailable => UdpError::NotLocal { address },
@@ -98,6 +107,7 @@ impl Endpoint {
             links: Mutex::default(),
             cuts: AtomicBool::new(true),
             closed: AtomicBool::new(false),
+            duty: Duty::new(),
             thread: Mutex::default(),
             counters: Counters::default(),
         });
@@ -122,6 +132,7 @@ impl Endpoint {
         let thread = self.thread.lock().take();
         // The receiving thread itself may have dropped the last of the network.
         if let Some(thread) = thread.filter(|handle| handle.thread().id() != thread::current().id()) {
+            thread.thread().unpark();
             // How it ended it has said itself.
             let _ = thread.join();
         }
@@ -230,21 +241,82 @@ impl Endpoint {
         batch.clear();
     }
 
+    /// Readable when something has arrived.
+    pub(in crate::provider::soft) fn fd(&self) -> BorrowedFd<'_> {
+        self.socket.fd()
+    }
+
+    /// Receives what has arrived, in place of the thread, unless somebody is at it; true if there was anything. Takes locks
+    /// of queue pairs and completion queues, and waits for nothing.
+    pub(in crate::provider::soft) fn serve(&self) -> bool {
+        // Outlives the inbox's lock: the last of a network waits for the thread, which may wait for the lock.
+        let device = self.device.read().upgrade();
+        let mut any = false;
+        for _ in 0..ROUNDS {
+            let Some(mut inbox) = self.duty.try_take() else { return any };
+            let _deaf = Deaf::new(self);
+            if let Err(error) = self.socket.receive(&mut inbox, false) {
+                tracing::debug!(endpoint = ?self, %error, "cannot receive; the thread will see");
+                return any;
+            }
+            self.on_inbox(&inbox, device.as_ref());
+            if !inbox.is_empty() {
+                any = true;
+                self.duty.taken();
+            }
+            let full = inbox.is_full();
+            drop(inbox);
+            if !full && !self.duty.is_wanted() {
+                return any;
+            }
+        }
+        self.leave();
+        any
+    }
+
+    /// Leaves what comes to the thread.
+    pub(in crate::provider::soft) fn leave(&self) {
+        if self.duty.leave()
+            && let Some(thread) = &*self.thread.lock()
+        {
+            thread.thread().unpark();
+        }
+    }
+
+    fn on_inbox(&self, inbox: &Inbox, device: Option<&Arc<DeviceInner>>) {
+        let mut turn = Turn::default();
+        for (source, datagram) in inbox.datagrams() {
+            self.on_datagram(device, source, datagram, &mut turn);
+        }
+        turn.end();
+    }
+
     /// The receiving thread.
     fn work(&self) {
-        let _deaf = Deaf(self);
-        let mut inbox = Inbox::new();
+        let _deaf = Deaf::new(self);
+        let over = || self.closed.load(Ordering::Acquire);
+        while !over() {
+            self.receive_until_wanted();
+            // What came before the inbox was free nobody else may have noticed.
+            if !self.socket.is_readable() {
+                self.duty.stand_by(over, || self.socket.is_readable());
+            }
+        }
+    }
+
+    /// The receiving thread: receives until somebody else would.
+    fn receive_until_wanted(&self) {
+        let mut inbox = self.duty.take();
         let mut failing = false;
         while !self.closed.load(Ordering::Acquire) {
-            match self.socket.receive(&mut inbox) {
+            match self.socket.receive(&mut inbox, true) {
                 Ok(()) => {
                     failing = false;
                     let device = self.device.read().upgrade();
-                    let mut turn = Turn::default();
-                    for (source, datagram) in inbox.datagrams() {
-                        self.on_datagram(device.as_ref(), source, datagram, &mut turn);
+                    self.on_inbox(&inbox, device.as_ref());
+                    if self.duty.is_wanted() {
+                        return;
                     }
-                    turn.end();
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => {
@@ -285,14 +357,24 @@ impl Endpoint {
     }
 }
 
-/// A device whose receiving thread has ended by a panic is lost, and says so.
-struct Deaf<'a>(&'a Endpoint);
+/// A device in whose midst the thread that receives has panicked is lost, and says so.
+struct Deaf<'a> {
+    endpoint: &'a Endpoint,
+    /// Of something else: whoever waits may do so in a destructor.
+    panicking: bool,
+}
+
+impl<'a> Deaf<'a> {
+    fn new(endpoint: &'a Endpoint) -> Self {
+        Self { endpoint, panicking: thread::panicking() }
+    }
+}
 
 impl Drop for Deaf<'_> {
     fn drop(&mut self) {
-        if thread::panicking() {
-            tracing::error!(endpoint = ?self.0, "the receiving thread panicked");
-            if let Some(device) = self.0.device.read().upgrade() {
+        if thread::panicking() && !self.panicking {
+            tracing::error!(endpoint = ?self.endpoint, "panic while receiving");
+            if let Some(device) = self.endpoint.device.read().upgrade() {
                 device.kill();
             }
         }
@@ -333,6 +415,20 @@ impl Turn {
             None => {}
         }
     }
+}
+
+/// A socket at `local`. That of a network that is gone may be there a moment longer: a thread that was about to hand a packet
+/// to its device when the last handle was dropped is what gives it back.
+fn bind(local: SocketAddr) -> io::Result<Socket> {
+    for _ in 0..LEAVING {
+        match Socket::bind(local) {
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse && !soft_roce_has(local.port()) => {
+                thread::sleep(PAUSE);
+            }
+            result => return result,
+        }
+    }
+    Socket::bind(local)
 }
 
 /// The largest MTU whose packets fit.

@@ -3,12 +3,14 @@
 //! ```text
 //!   queue pair ── packets ──▶ Outbox ── Batch, with checks ──▶ Socket ──▶ kernel
 //!   queue pair ◀── packets ── Endpoint's thread ◀── Inbox, checks verified ◀── Socket
+//!                             or whoever waits
 //! ```
 //!
 //! Linux only: elsewhere nothing says which identification the kernel writes into IPv4 headers, see [`icrc`].
 
 mod batch;
 mod config;
+mod duty;
 mod endpoint;
 mod icrc;
 mod outbox;

@@ -10,7 +10,7 @@
 use std::io;
 use std::mem::{self, MaybeUninit};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6, UdpSocket};
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::ptr;
 
 use libc::{c_int, c_void, sockaddr_in, sockaddr_in6, sockaddr_storage, socklen_t};
@@ -87,8 +87,8 @@ impl Socket {
         if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 
-    /// Waits for messages and takes those that are there. None after [`close`](Self::close).
-    pub(super) fn receive(&self, inbox: &mut Inbox) -> io::Result<()> {
+    /// Takes the messages that are there; `wait`: after waiting for one. None after [`close`](Self::close).
+    pub(super) fn receive(&self, inbox: &mut Inbox, wait: bool) -> io::Result<()> {
         inbox.count = 0;
         let mut vectors: [libc::iovec; MESSAGES] = [libc::iovec { iov_base: ptr::null_mut(), iov_len: 0 }; MESSAGES];
         // SAFETY: S4: all-zero is a header without anything; the fields are set below.
@@ -105,14 +105,17 @@ impl Socket {
             message.msg_control = control.as_mut_ptr().cast();
             message.msg_controllen = mem::size_of::<Control>() as _;
         }
-        let flags = libc::MSG_WAITFORONE;
+        let flags = if wait { libc::MSG_WAITFORONE } else { libc::MSG_DONTWAIT };
         // SAFETY: S4: each header names memory of `inbox` and `vectors` with its length; both outlive the call and
         // nothing else refers to them.
         let count = unsafe {
             let (headers, count) = (headers.as_mut_ptr(), MESSAGES as u32);
             libc::recvmmsg(self.udp.as_raw_fd(), headers, count, flags as _, ptr::null_mut())
         };
-        let Ok(count) = usize::try_from(count) else { return Err(io::Error::last_os_error()) };
+        let Ok(count) = usize::try_from(count) else {
+            let error = io::Error::last_os_error();
+            return if !wait && error.kind() == io::ErrorKind::WouldBlock { Ok(()) } else { Err(error) };
+        };
         for ((arrival, header), name) in inbox.arrivals.iter_mut().zip(&headers[..count]).zip(inbox.names.iter()) {
             let message = &header.msg_hdr;
             let length = header.msg_len as usize;
@@ -125,6 +128,18 @@ impl Socket {
         }
         inbox.count = count;
         Ok(())
+    }
+
+    /// True if something is there to be received, or never will be.
+    pub(super) fn is_readable(&self) -> bool {
+        let mut wanted = libc::pollfd { fd: self.udp.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        // SAFETY: S4: the kernel reads and writes the one element that it is told of.
+        unsafe { libc::poll(&raw mut wanted, 1, 0) > 0 }
+    }
+
+    /// Readable when something has arrived.
+    pub(super) fn fd(&self) -> BorrowedFd<'_> {
+        self.udp.as_fd()
     }
 
     /// Hands a batch to the kernel. What is refused is lost: the number of its packets, and why the first was.
@@ -210,6 +225,15 @@ impl Inbox {
             arrivals: [Arrival { source: None, length: 0, segment: 1 }; MESSAGES],
             count: 0,
         }
+    }
+
+    /// True if there may be more than was taken.
+    pub(super) const fn is_full(&self) -> bool {
+        self.count == MESSAGES
+    }
+
+    pub(super) const fn is_empty(&self) -> bool {
+        self.count == 0
     }
 
     /// The datagrams received, with their sender.
@@ -347,7 +371,7 @@ mod tests {
         let mut inbox = Inbox::new();
         let mut received = 0;
         while received < lengths.len() {
-            to.receive(&mut inbox).unwrap();
+            to.receive(&mut inbox, true).unwrap();
             for (source, datagram) in inbox.datagrams() {
                 assert_eq!(source, from.local());
                 let (covered, check) = datagram.split_last_chunk::<4>().unwrap();
@@ -374,7 +398,7 @@ mod tests {
         let waiting = std::sync::Arc::clone(&socket);
         let waiter = std::thread::spawn(move || {
             let mut inbox = Inbox::new();
-            let result = waiting.receive(&mut inbox);
+            let result = waiting.receive(&mut inbox, true);
             (result.is_ok(), inbox.datagrams().count())
         });
         std::thread::sleep(std::time::Duration::from_millis(20));

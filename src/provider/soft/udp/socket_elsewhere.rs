@@ -2,6 +2,7 @@
 
 use std::io;
 use std::net::SocketAddr;
+use std::os::fd::BorrowedFd;
 
 use super::batch::Batch;
 
@@ -22,7 +23,15 @@ impl Socket {
         match *self {}
     }
 
-    pub(super) fn receive(&self, _: &mut Inbox) -> io::Result<()> {
+    pub(super) fn receive(&self, _: &mut Inbox, _: bool) -> io::Result<()> {
+        match *self {}
+    }
+
+    pub(super) fn is_readable(&self) -> bool {
+        match *self {}
+    }
+
+    pub(super) fn fd(&self) -> BorrowedFd<'_> {
         match *self {}
     }
 
@@ -41,6 +50,14 @@ pub(super) struct Inbox;
 impl Inbox {
     pub(super) const fn new() -> Self {
         Self
+    }
+
+    pub(super) const fn is_full(&self) -> bool {
+        false
+    }
+
+    pub(super) const fn is_empty(&self) -> bool {
+        true
     }
 
     pub(super) fn datagrams(&self) -> impl Iterator<Item = (SocketAddr, &[u8])> {

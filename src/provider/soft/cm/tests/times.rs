@@ -2,7 +2,7 @@
 
 use crate::types::{QpState, RejectReason};
 
-use super::super::limits::HALF_OPEN_OF_PEER;
+use super::super::limits::{HALF_OPEN, HALF_OPEN_OF_PEER, HURRIED_RETRIES, HURRIED_TIMEOUT};
 use super::super::machine::{MAX_RETRIES, RESPONSE_TIMEOUT};
 use super::super::message::{CmTimeout, Drep, Dreq, Req, Traffic};
 use super::*;
@@ -372,6 +372,56 @@ fn one_peer_cannot_take_the_room_of_all() {
     give(&mut pair);
     assert_eq!(Out::of(&mut pair.b).requests.len() as u32, beyond);
     assert_eq!(pair.b.half_open.total(), 1 + beyond);
+}
+
+#[test]
+fn requests_that_nobody_confirms_take_less_time_when_there_are_many() {
+    // Requests in the names of `count` others, who ask for as much patience as there is; all are accepted.
+    let forge = |count: u32| {
+        let mut pair = Pair::new();
+        pair.b.listen(LISTENER, address(2, PORT), 10_000);
+        pair.connect(0x100);
+        let Message::Req(request) = Out::of(&mut pair.a).sent.remove(0).1.message else { panic!() };
+        for number in 0..count {
+            let gid = Gid(u128::from(number + 1).to_be_bytes());
+            let (local_timeout, max_retries) = (CmTimeout(20), 15);
+            let forged = Req { local_gid: gid, local_timeout, max_retries, ..(*request).clone() };
+            let mad = Mad { transaction: 1, message: Message::Req(Box::new(forged)) };
+            pair.b.on_message(pair.now, gid, mad, psn);
+        }
+        let requests = Out::of(&mut pair.b).requests;
+        assert_eq!(requests.len(), count as usize);
+        for (number, &id) in requests.iter().enumerate() {
+            pair.b.accept(pair.now, id, &params(0x1_0000 + number as u32, b"")).unwrap();
+        }
+        Out::of(&mut pair.b);
+        pair
+    };
+    let until_below_half = |mut pair: Pair| {
+        let start = pair.now;
+        while pair.b.half_open.total() > HALF_OPEN / 2 {
+            assert!(pair.next_deadline());
+            Out::of(&mut pair.b);
+        }
+        (pair.now - start, pair)
+    };
+    let (took, mut pair) = until_below_half(forge(HALF_OPEN));
+    assert_eq!(took, u64::from(HURRIED_RETRIES + 1) * HURRIED_TIMEOUT, "all were accepted while there were many");
+    // The rest is waited for as asked, and is gone in the end.
+    let rest = pair.b.half_open.total();
+    assert_eq!(rest, HALF_OPEN / 2);
+    while pair.next_deadline() {
+        Out::of(&mut pair.b);
+    }
+    assert!(pair.now - 1_000 > 40_000_000_000, "{}", pair.now);
+    assert_eq!((pair.b.half_open.total(), pair.b.sizes()), (0, [0; 4]));
+    // With few, patience is as asked.
+    let mut few = forge(HALF_OPEN / 2);
+    while few.now < 20_000_000_000 {
+        assert!(few.next_deadline());
+        Out::of(&mut few.b);
+    }
+    assert_eq!(few.b.half_open.total(), HALF_OPEN / 2);
 }
 
 #[test]

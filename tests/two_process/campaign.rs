@@ -1,0 +1,236 @@
+//! Campaigns of seeds between two processes: both sides draw the same work from the seed, so that each knows what the other
+//! does to it, and everything must have happened exactly once.
+
+use std::collections::VecDeque;
+use std::pin::Pin;
+use std::time::Duration;
+
+use tokio_rdma::types::{Mtu, Transport};
+use tokio_rdma::{Device, Imm, RemoteRegion};
+
+use super::shim::Chance;
+use super::{End, LARGEST, Meeting, Role, patient, pattern};
+
+/// Operations of one side.
+const OPERATIONS: usize = 60;
+/// Under way at once, of one side.
+const DEPTH: usize = 6;
+/// Where WRITEs go, each to its own; READs are from there on; a counter is behind all.
+const WRITTEN: usize = 0;
+const READABLE: usize = LARGEST / 2;
+const COUNTER: u64 = LARGEST as u64;
+
+/// What one side does, in order.
+#[derive(Debug, Clone, Copy)]
+enum Work {
+    Send { imm: Option<Imm> },
+    Write { imm: Option<Imm> },
+    Read,
+    Add,
+    Swap,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Step {
+    work: Work,
+    len: usize,
+    seed: u8,
+    /// Of a WRITE, where it goes.
+    at: usize,
+}
+
+/// The work of the side `of`.
+fn plan(seed: u64, of: Role) -> Vec<Step> {
+    // Around packets of every MTU.
+    const AROUND: [usize; 6] = [0, 256, 1024, 4096, 8192, 16384];
+    let mut chance = Chance::new(seed * 2 + u64::from(of == Role::Client));
+    let mut at = WRITTEN;
+    (0..OPERATIONS)
+        .map(|_| {
+            let len = AROUND[chance.below(6) as usize] + chance.below(3) as usize;
+            // Reads and the last byte of the counter's own word are elsewhere.
+            let len = if at + len > READABLE { 0 } else { len };
+            let imm = (chance.below(2) == 0).then(|| Imm(chance.next() as u32));
+            let work = match chance.below(8) {
+                0..3 => Work::Send { imm },
+                3..5 => Work::Write { imm },
+                5 => Work::Read,
+                6 => Work::Add,
+                _ => Work::Swap,
+            };
+            let step = Step { work, len: len.max(1), seed: chance.next() as u8, at };
+            if matches!(work, Work::Write { .. }) {
+                at += step.len;
+            }
+            step
+        })
+        .collect()
+}
+
+/// What the other side's work makes arrive in receives.
+fn arrivals(steps: &[Step]) -> VecDeque<Step> {
+    let takes = |step: &&Step| matches!(step.work, Work::Send { .. } | Work::Write { imm: Some(_) });
+    steps.iter().filter(takes).copied().collect()
+}
+
+/// One side's work. The counter is its alone: what it finds there is what it has left.
+async fn work(end: &End, steps: &[Step]) {
+    let word = end.remote.slice(COUNTER..COUNTER + 8).unwrap();
+    let mut counter = 0_u64;
+    let mut under_way: VecDeque<Pin<Box<dyn Future<Output = ()> + Send>>> = VecDeque::new();
+    for step in steps.iter().copied() {
+        if under_way.len() == DEPTH
+            && let Some(first) = under_way.pop_front()
+        {
+            first.await;
+        }
+        let bytes = pattern(step.len, step.seed);
+        let range = |at: usize| -> RemoteRegion { end.remote.slice(at as u64..(at + step.len) as u64).unwrap() };
+        let qp = &end.qp;
+        // Posted now, awaited later.
+        under_way.push_back(match step.work {
+            Work::Send { imm: None } => done(qp.send(end.buffer(&bytes))),
+            Work::Send { imm: Some(imm) } => done(qp.send_with_imm(end.buffer(&bytes), imm)),
+            Work::Write { imm: None } => done(qp.write(end.buffer(&bytes), range(step.at))),
+            Work::Write { imm: Some(imm) } => done(qp.write_with_imm(end.buffer(&bytes), range(step.at), imm)),
+            Work::Read => {
+                let read = qp.read(end.room(step.len), range(READABLE));
+                let expected = pattern(step.len, 0xaa);
+                Box::pin(async move { assert_eq!(&read.await.unwrap()[..], expected, "{step:?}") })
+            }
+            Work::Add => {
+                let (add, before) = (u64::from(step.seed), counter);
+                counter += add;
+                let added = qp.fetch_add(word, add);
+                Box::pin(async move { assert_eq!(added.await.unwrap(), before, "{step:?}: once, and in order") })
+            }
+            Work::Swap => {
+                let (before, swap) = (counter, counter + 1000);
+                counter = swap;
+                let swapped = qp.compare_swap(word, before, swap);
+                Box::pin(async move { assert_eq!(swapped.await.unwrap(), before, "{step:?}: once, and in order") })
+            }
+        });
+    }
+    for last in under_way {
+        last.await;
+    }
+}
+
+/// Awaits work that must succeed.
+fn done<T: Send, E: std::fmt::Debug + Send>(
+    work: impl Future<Output = Result<T, E>> + Send + 'static,
+) -> Pin<Box<dyn Future<Output = ()> + Send>> {
+    Box::pin(async move { drop(work.await.unwrap()) })
+}
+
+/// Takes what arrives: each message once, in order, whole.
+async fn receive(end: &End, mut expected: VecDeque<Step>) {
+    // Fewer than may be under way: some wait for a receive.
+    const POSTED: usize = 3;
+    let mut posted: VecDeque<_> = (0..POSTED.min(expected.len())).map(|_| end.qp.recv(end.room(20_000))).collect();
+    while let (Some(receive), Some(step)) = (posted.pop_front(), expected.pop_front()) {
+        let received = receive.await.unwrap();
+        match step.work {
+            Work::Send { imm } => {
+                assert_eq!((received.imm, received.written), (imm, false), "{step:?}");
+                assert_eq!(&received.buffer[..], pattern(step.len, step.seed), "{step:?}");
+            }
+            Work::Write { imm } => {
+                assert_eq!((received.imm, received.written, received.len), (imm, true, step.len), "{step:?}");
+                let mut bytes = vec![0; step.len];
+                end.region.read(step.at, &mut bytes).unwrap();
+                assert_eq!(bytes, pattern(step.len, step.seed), "{step:?}");
+            }
+            _ => unreachable!("{step:?} takes no receive"),
+        }
+        if posted.len() < expected.len() {
+            posted.push_back(end.qp.recv(end.room(20_000)));
+        }
+    }
+}
+
+/// What the counter of the side that does `steps` ends at.
+fn sum(steps: &[Step]) -> u64 {
+    let part = |step: &Step| match step.work {
+        Work::Add => u64::from(step.seed),
+        Work::Swap => 1000,
+        _ => 0,
+    };
+    steps.iter().map(part).sum()
+}
+
+/// Work of all kinds on a reliable connection: everything once, in order, whole.
+async fn reliable(device: &Device, meeting: &mut Meeting, role: Role, seed: u64) {
+    let mtu = [Mtu::Mtu256, Mtu::Mtu1024, Mtu::Mtu4096][seed as usize % 3];
+    let end = End::new(device, meeting, Transport::Rc, mtu, &patient()).await;
+    end.region.write(READABLE, &pattern(20_000, 0xaa)).unwrap();
+    let (ours, theirs) = match role {
+        Role::Client => (plan(seed, Role::Client), plan(seed, Role::Server)),
+        Role::Server => (plan(seed, Role::Server), plan(seed, Role::Client)),
+    };
+    meeting.meet().await;
+    tokio::join!(work(&end, &ours), receive(&end, arrivals(&theirs)));
+    meeting.meet().await;
+    for step in theirs.iter().filter(|step| matches!(step.work, Work::Write { .. })) {
+        let mut bytes = vec![0; step.len];
+        end.region.read(step.at, &mut bytes).unwrap();
+        assert_eq!(bytes, pattern(step.len, step.seed), "{step:?}");
+    }
+    assert_eq!(end.region.load(LARGEST).unwrap(), sum(&theirs), "each atomic once");
+    // Every completion was asked for, and each receive that was posted has ended.
+    meeting.meet().await;
+}
+
+/// SENDs on an unreliable connection: none twice, none overtaken, none in part.
+async fn unreliable(device: &Device, meeting: &mut Meeting, role: Role, seed: u64) {
+    const MESSAGES: u32 = 60;
+    const LEN: usize = 3000;
+    let end = End::new(device, meeting, Transport::Uc, Mtu::Mtu1024, &patient()).await;
+    let active = (role == Role::Client) == seed.is_multiple_of(2);
+    if active {
+        meeting.meet().await;
+        let send = |number: u32| end.qp.send_with_imm(end.buffer(&pattern(LEN, number as u8)), Imm(number));
+        for number in 0..MESSAGES {
+            send(number).await.unwrap();
+        }
+        // One more says that this was all, until one of it has arrived.
+        let last = async {
+            loop {
+                send(MESSAGES).await.unwrap();
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        tokio::select! {
+            () = meeting.meet() => {}
+            () = last => {}
+        }
+    } else {
+        let mut receives: VecDeque<_> = (0..MESSAGES + 1).map(|_| end.qp.recv(end.room(LEN))).collect();
+        meeting.meet().await;
+        let mut before = None;
+        while let Some(receive) = receives.pop_front() {
+            let received = receive.await.unwrap();
+            let number = received.imm.unwrap().0;
+            assert!(before < Some(number), "{number} after {before:?}");
+            assert_eq!(&received.buffer[..], pattern(LEN, number as u8));
+            before = Some(number);
+            if number == MESSAGES {
+                break;
+            }
+        }
+        assert_eq!(before, Some(MESSAGES));
+        meeting.meet().await;
+    }
+    meeting.meet().await;
+}
+
+/// `seeds`, one after the other, each on connections of its own.
+pub(super) async fn campaign(device: &Device, meeting: &mut Meeting, role: Role, seeds: impl Iterator<Item = u64>) {
+    for seed in seeds {
+        // Shown if it fails.
+        eprintln!("campaign: TOKIO_RDMA_SEED={seed}, {role:?}");
+        reliable(device, meeting, role, seed).await;
+        unreliable(device, meeting, role, seed).await;
+    }
+}
