@@ -21,7 +21,7 @@ pub(crate) struct TargetCore {
 }
 
 impl TargetCore {
-    /// Takes charge of `dct`, which draws from `shared`.
+    /// Takes charge of `dct`, which is to draw from `shared`, and is in RESET.
     pub(crate) fn new(dct: Dct, shared: Shared) -> Result<Arc<Self>, SetupError> {
         let core = Arc::new(Self { dct: Mutex::new(Some(dct)), shared });
         let drawing: Arc<dyn Drawing> = core.clone();

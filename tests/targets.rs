@@ -1,0 +1,337 @@
+//! DC targets and initiators that end, fail and are repaired while messages arrive.
+
+mod torture;
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use tokio_rdma::software::Network;
+use tokio_rdma::types::{AckTimeout, AsyncEvent, DcKey, Qpn, WcStatus};
+use tokio_rdma::{
+    Access, CompletionMode, CompletionQueue, ConnectOptions, DcAddress, DcInitiator, DcTarget, ExposedRegion,
+    OpErrorKind, Pool, ProtectionDomain, SharedReceiveQueue,
+};
+use torture::{Flavour, LONG, Mode, bounded, software, soon};
+use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Event, Level, Metadata, Subscriber};
+
+/// Polls once, from nowhere.
+fn poll<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {
+    Pin::new(future).poll(&mut Context::from_waker(Waker::noop()))
+}
+
+fn queue(pd: &ProtectionDomain) -> CompletionQueue {
+    CompletionQueue::new(pd.device(), CompletionMode::Event).unwrap()
+}
+
+/// Nobody waits long for a target that is not there.
+fn hasty() -> ConnectOptions {
+    ConnectOptions { timeout: AckTimeout::from_code(6), retry_count: 1, ..Default::default() }
+}
+
+fn hasty_initiator(pd: &ProtectionDomain, queue: &CompletionQueue) -> DcInitiator {
+    DcInitiator::builder(pd, queue).options(hasty()).build().unwrap()
+}
+
+/// Does something in the middle of what emits an event that has `message`, and these fields.
+struct Amid<F> {
+    message: &'static str,
+    level: Level,
+    act: F,
+}
+
+#[derive(Default)]
+struct Line(String);
+
+impl Visit for Line {
+    fn record_debug(&mut self, field: &Field, value: &dyn std::fmt::Debug) {
+        use std::fmt::Write as _;
+        write!(self.0, " {}={value:?}", field.name()).unwrap();
+    }
+}
+
+impl<F: Fn(&str) + Send + Sync + 'static> Subscriber for Amid<F> {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        *metadata.level() <= self.level && metadata.target().starts_with("tokio_rdma")
+    }
+
+    fn max_level_hint(&self) -> Option<tracing::level_filters::LevelFilter> {
+        Some(self.level.into())
+    }
+
+    fn new_span(&self, _span: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+
+    fn record(&self, _span: &Id, _values: &Record<'_>) {}
+
+    fn record_follows_from(&self, _span: &Id, _follows: &Id) {}
+
+    fn event(&self, event: &Event<'_>) {
+        let mut line = Line::default();
+        event.record(&mut line);
+        if line.0.contains(&format!("message={}", self.message)) {
+            (self.act)(&line.0);
+        }
+    }
+
+    fn enter(&self, _span: &Id) {}
+
+    fn exit(&self, _span: &Id) {}
+}
+
+/// Its receives have been handed back, since nothing drew from it; the device has them still.
+#[test]
+fn a_target_is_not_reached_before_its_completion_queue_knows_of_it() {
+    bounded("target", LONG, || {
+        let network = Network::new();
+        let (_device, pd) = software(&network);
+        let (own, other) = (queue(&pd), queue(&pd));
+        let srq = SharedReceiveQueue::new(&pd, &own, 8, 1).unwrap();
+        let pool = Pool::new(&pd, 64, 8).unwrap();
+        let key = DcKey(7);
+        let known = DcTarget::builder(&pd, &srq).key(key).build().unwrap().address();
+        let initiator = hasty_initiator(&pd, &other);
+        let mut receive = srq.recv(pool.copy_from(b"untouched").unwrap());
+        network.control("torture0").unwrap().announce(AsyncEvent::CqError { cq: own.verbs().id() });
+        let buffer = loop {
+            own.verbs().poll(&mut [tokio_rdma::types::WorkCompletion::EMPTY]).ok();
+            if let Poll::Ready(ended) = poll(&mut receive) {
+                break ended.unwrap_err().into_buffer();
+            }
+        };
+        let reached = Arc::new(AtomicBool::new(false));
+        let amid = Amid {
+            message: "DC target state",
+            level: Level::DEBUG,
+            act: {
+                let reached = reached.clone();
+                move |line: &str| {
+                    let Some((_, digits)) = line.split_once("number=Some(") else { return };
+                    let digits: String = digits
+                        .trim_start_matches(|c: char| c != 'x')
+                        .chars()
+                        .skip(1)
+                        .take_while(char::is_ascii_hexdigit)
+                        .collect();
+                    let number = Qpn(u32::from_str_radix(&digits, 16).unwrap());
+                    let peer = initiator.peer(&DcAddress { number, ..known }).unwrap();
+                    reached.store(true, Ordering::Relaxed);
+                    let _ = poll(&mut initiator.to(&peer).send_inline(b"overwrite"));
+                }
+            },
+        };
+        let made = tracing::subscriber::with_default(amid, || DcTarget::builder(&pd, &srq).key(key).build());
+        assert!(made.is_err(), "its completion queue is dead");
+        assert_eq!(&buffer[..], b"untouched", "handed back, and written");
+        assert!(!reached.load(Ordering::Relaxed), "it was in RTR");
+    });
+}
+
+/// As [`DcTarget`] says: then nothing of what it draws from is ever free.
+#[test]
+fn receives_of_a_target_that_is_not_destroyed_are_not_given_back() {
+    bounded("target", LONG, || {
+        let network = Network::new();
+        let (_device, pd) = software(&network);
+        let own = queue(&pd);
+        let srq = SharedReceiveQueue::new(&pd, &own, 8, 1).unwrap();
+        let pool = Pool::new(&pd, 64, 8).unwrap();
+        let (stuck, other) = (DcTarget::new(&pd, &srq).unwrap(), DcTarget::new(&pd, &srq).unwrap());
+        let mut receive = srq.recv(pool.try_alloc(8).unwrap());
+        let control = network.control("torture0").unwrap();
+        control.refuse_ends(true);
+        drop(stuck);
+        control.refuse_ends(false);
+        drop(other);
+        control.announce(AsyncEvent::CqError { cq: own.verbs().id() });
+        for _ in 0..100_000 {
+            own.verbs().poll(&mut [tokio_rdma::types::WorkCompletion::EMPTY]).ok();
+            assert!(poll(&mut receive).is_pending());
+        }
+        drop((srq, receive));
+        assert_eq!(pool.available() + 1, pool.total(), "the buffer stays with the device");
+    });
+}
+
+/// Several tasks on one initiator, one of two peers with a wrong key, and whoever fails repairs.
+#[test]
+fn every_operation_ends_though_its_initiator_is_reset_all_the_time() {
+    for mode in Mode::ALL {
+        for flavour in Flavour::ALL {
+            bounded("repair", 2 * LONG, move || {
+                flavour.runtime().block_on(async {
+                    let (device, pd) = software(&Network::new());
+                    let completions = CompletionQueue::new(&device, mode.make()).unwrap();
+                    let srq = SharedReceiveQueue::new(&pd, &completions, 8, 1).unwrap();
+                    let target = DcTarget::new(&pd, &srq).unwrap();
+                    let pool = Pool::new(&pd, 4096, 64).unwrap();
+                    let region = ExposedRegion::new(&pd, vec![0; 4096], Access::REMOTE_ALL).unwrap();
+                    let initiator =
+                        DcInitiator::builder(&pd, &completions).max_send_wr(4).options(hasty()).build().unwrap();
+                    let good = initiator.peer(&target.address()).unwrap();
+                    let bad =
+                        initiator.peer(&DcAddress { key: DcKey(!target.address().key.0), ..target.address() }).unwrap();
+                    let mut tasks = tokio::task::JoinSet::new();
+                    for task in 0..8 {
+                        let (initiator, good, bad, pool) = (initiator.clone(), good.clone(), bad.clone(), pool.clone());
+                        let grant = region.grant();
+                        tasks.spawn(async move {
+                            let mut done = [0_u32; 3];
+                            for round in 0..150 {
+                                let buffer = pool.copy_from(&[task as u8; 4000]).unwrap();
+                                let peer = if task == 0 && round % 8 == 7 { &bad } else { &good };
+                                let write = initiator.to(peer).write(buffer, grant);
+                                if task == 5 && round % 3 == 0 {
+                                    drop(write);
+                                    continue;
+                                }
+                                match soon("a write", write).await {
+                                    Ok(_) => done[0] += 1,
+                                    Err(error) => {
+                                        let kind = error.kind();
+                                        let known = matches!(kind, OpErrorKind::Closed | OpErrorKind::Post(_))
+                                            || kind.status() == Some(WcStatus::WR_FLUSH_ERR)
+                                            || kind.status() == Some(WcStatus::REM_ACCESS_ERR) && task == 0;
+                                        assert!(known, "{mode:?}: {kind:?}");
+                                        done[1] += 1;
+                                        initiator.repair().unwrap();
+                                    }
+                                }
+                                if task == 7 && round % 16 == 15 {
+                                    initiator.reset().unwrap();
+                                    done[2] += 1;
+                                }
+                            }
+                            done
+                        });
+                    }
+                    let mut all = [0; 3];
+                    while let Some(done) = tasks.join_next().await {
+                        done.unwrap().iter().zip(&mut all).for_each(|(one, all)| *all += one);
+                    }
+                    assert!(all[0] > 100 && all[1] > 10, "{mode:?}: {all:?}");
+                    initiator.repair().unwrap();
+                    soon(
+                        "a last write",
+                        initiator.to(&good).write_inline(b"12345678", region.grant().slice(..8).unwrap()),
+                    )
+                    .await
+                    .unwrap();
+                    torture::eventually("buffers", || pool.available() == pool.total()).await;
+                });
+            });
+        }
+    }
+}
+
+/// All that there is is dropped in each order, with messages arriving and receives waiting.
+#[test]
+fn whatever_is_dropped_first_every_operation_ends() {
+    for mode in Mode::ALL {
+        for order in 0..120 {
+            bounded("drop", LONG, move || {
+                Flavour::MultiThread.runtime().block_on(async {
+                    let network = Network::new();
+                    let (device, pd) = software(&network);
+                    let completions = CompletionQueue::new(&device, mode.make()).unwrap();
+                    let sending = CompletionQueue::new(&device, mode.make()).unwrap();
+                    let srq = SharedReceiveQueue::new(&pd, &completions, 8, 1).unwrap();
+                    let target = DcTarget::new(&pd, &srq).unwrap();
+                    let pool = Pool::new(&pd, 1 << 16, 32).unwrap();
+                    let initiator =
+                        DcInitiator::builder(&pd, &sending).options(hasty()).max_send_wr(4).build().unwrap();
+                    let peer = initiator.peer(&target.address()).unwrap();
+                    let receives: Vec<_> =
+                        (0..8).map(|_| tokio::spawn(srq.recv(pool.try_alloc(1 << 16).unwrap()))).collect();
+                    let sends: Vec<_> = (0..12)
+                        .map(|_| tokio::spawn(initiator.to(&peer).send(pool.copy_from(&[1; 1 << 16]).unwrap())))
+                        .collect();
+                    let mut things: Vec<Box<dyn std::any::Any + Send>> = vec![
+                        Box::new(target),
+                        Box::new(srq),
+                        Box::new((completions, sending)),
+                        Box::new((pd, device)),
+                        Box::new((initiator, peer)),
+                    ];
+                    let mut rest = order;
+                    while !things.is_empty() {
+                        let at = rest % things.len();
+                        rest /= things.len();
+                        drop(things.swap_remove(at));
+                        if order % 2 == 0 {
+                            tokio::task::yield_now().await;
+                        }
+                    }
+                    for send in sends {
+                        _ = soon("a send", send).await.unwrap();
+                    }
+                    for receive in receives {
+                        _ = soon("a receive", receive).await.unwrap();
+                    }
+                    torture::eventually("buffers", || pool.available() == pool.total()).await;
+                });
+            });
+        }
+    }
+}
+
+#[test]
+fn a_device_that_is_lost_ends_all_of_its_dynamic_connections() {
+    for mode in Mode::ALL {
+        for at in 0..20_u64 {
+            bounded("kill", LONG, move || {
+                Flavour::MultiThread.runtime().block_on(async {
+                    let network = Network::new();
+                    let (device, pd) = software(&network);
+                    let completions = CompletionQueue::new(&device, mode.make()).unwrap();
+                    let srq = SharedReceiveQueue::new(&pd, &completions, 8, 1).unwrap();
+                    let target = DcTarget::new(&pd, &srq).unwrap();
+                    let pool = Pool::new(&pd, 1 << 14, 64).unwrap();
+                    let initiator = DcInitiator::builder(&pd, &completions).max_send_wr(4).build().unwrap();
+                    let peer = initiator.peer(&target.address()).unwrap();
+                    let receives: Vec<_> = (0..4)
+                        .map(|_| {
+                            let (srq, pool) = (srq.clone(), pool.clone());
+                            tokio::spawn(async move {
+                                let mut buffer = pool.try_alloc(1 << 14).unwrap();
+                                loop {
+                                    match srq.recv(buffer).await {
+                                        Ok(received) => buffer = received.buffer,
+                                        Err(error) => break error.kind(),
+                                    }
+                                }
+                            })
+                        })
+                        .collect();
+                    let sends: Vec<_> = (0..8)
+                        .map(|_| {
+                            let (initiator, peer, pool) = (initiator.clone(), peer.clone(), pool.clone());
+                            tokio::spawn(async move {
+                                let mut buffer = pool.copy_from(&[1; 1 << 14]).unwrap();
+                                loop {
+                                    match initiator.to(&peer).send(buffer).await {
+                                        Ok(back) => buffer = back,
+                                        Err(error) => break error.kind(),
+                                    }
+                                }
+                            })
+                        })
+                        .collect();
+                    tokio::time::sleep(Duration::from_micros(300 * at)).await;
+                    network.control("torture0").unwrap().kill();
+                    for work in sends.into_iter().chain(receives) {
+                        soon("an operation", work).await.unwrap();
+                    }
+                    assert!(initiator.repair().is_err());
+                    torture::eventually("buffers", || pool.available() == pool.total()).await;
+                });
+            });
+        }
+    }
+}
