@@ -4,9 +4,10 @@ mod torture;
 
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};
+use std::thread;
 use std::time::Duration;
 
 use tokio_rdma::software::Network;
@@ -130,6 +131,98 @@ fn a_target_is_not_reached_before_its_completion_queue_knows_of_it() {
         assert!(made.is_err(), "its completion queue is dead");
         assert_eq!(&buffer[..], b"untouched", "handed back, and written");
         assert!(!reached.load(Ordering::Relaxed), "it was in RTR");
+    });
+}
+
+/// A message that the sender knows to have arrived, just when the target ends.
+#[test]
+fn what_was_acknowledged_is_not_lost_with_the_target() {
+    bounded("target", LONG, || {
+        let (_device, pd) = software(&Network::new());
+        let (own, other) = (queue(&pd), queue(&pd));
+        let srq = SharedReceiveQueue::new(&pd, &own, 8, 1).unwrap();
+        let pool = Pool::new(&pd, 64, 8).unwrap();
+        let target = DcTarget::new(&pd, &srq).unwrap();
+        let initiator = hasty_initiator(&pd, &other);
+        let peer = initiator.peer(&target.address()).unwrap();
+        let mut receives: Vec<_> = (0..3).map(|_| srq.recv(pool.try_alloc(8).unwrap())).collect();
+        torture::block_on(initiator.to(&peer).send_inline(b"first")).unwrap();
+        let late = Arc::new(Mutex::new(None));
+        let amid = Amid {
+            message: "completed",
+            level: Level::TRACE,
+            act: {
+                let (late, initiator, peer) = (late.clone(), initiator.clone(), peer.clone());
+                move |_: &str| {
+                    late.lock().unwrap().get_or_insert_with(|| initiator.to(&peer).send_inline(b"late"));
+                }
+            },
+        };
+        tracing::subscriber::with_default(amid, || drop(target));
+        let late = late.lock().unwrap().take().expect("the first is taken while the target ends");
+        let acknowledged = torture::block_on(late).is_ok();
+        let arrived = receives.iter_mut().map(poll).filter(Poll::is_ready).count();
+        assert_eq!(arrived, 1 + usize::from(acknowledged), "acknowledged: {acknowledged}");
+    });
+}
+
+#[test]
+fn receives_are_there_for_the_next_target_however_many_have_ended_under_load() {
+    bounded("targets", 2 * LONG, || {
+        let network = Network::new();
+        let (_device, pd) = software(&network);
+        let own = queue(&pd);
+        let srq = SharedReceiveQueue::new(&pd, &own, 16, 1).unwrap();
+        let pool = Pool::new(&pd, 64, 32).unwrap();
+        let place: Arc<Mutex<Option<DcAddress>>> = Arc::default();
+        let (acknowledged, arrived) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
+        let stop = Arc::new(AtomicBool::new(false));
+        let sender = {
+            let (pd, place, acknowledged, stop) = (pd.clone(), place.clone(), acknowledged.clone(), stop.clone());
+            thread::spawn(move || {
+                let initiator = hasty_initiator(&pd, &queue(&pd));
+                while !stop.load(Ordering::Relaxed) {
+                    let address = *place.lock().unwrap();
+                    let Some(address) = address else { continue };
+                    let peer = initiator.peer(&address).unwrap();
+                    while place.lock().unwrap().is_some_and(|now| now.number == address.number) {
+                        match torture::block_on(initiator.to(&peer).send_inline(b"hello")) {
+                            Ok(()) => _ = acknowledged.fetch_add(1, Ordering::Relaxed),
+                            Err(_) => _ = initiator.repair().unwrap(),
+                        }
+                    }
+                }
+            })
+        };
+        let rounds = thread::spawn({
+            let (pd, srq, stop) = (pd.clone(), srq.clone(), stop.clone());
+            move || {
+                for _ in 0..200 {
+                    let target = DcTarget::new(&pd, &srq).unwrap();
+                    *place.lock().unwrap() = Some(target.address());
+                    thread::sleep(Duration::from_micros(500));
+                    drop(target);
+                }
+                *place.lock().unwrap() = None;
+                stop.store(true, Ordering::Relaxed);
+            }
+        });
+        let mut receives: Vec<_> = (0..16).map(|_| srq.recv(pool.try_alloc(8).unwrap())).collect();
+        while !sender.is_finished() || !rounds.is_finished() {
+            for receive in &mut receives {
+                if let Poll::Ready(received) = poll(receive) {
+                    arrived.fetch_add(1, Ordering::Relaxed);
+                    *receive = srq.recv(received.unwrap().buffer);
+                }
+            }
+            thread::yield_now();
+        }
+        sender.join().unwrap();
+        rounds.join().unwrap();
+        let left = receives.iter_mut().map(poll).filter(Poll::is_ready).count() as u64;
+        let (sent, got) = (acknowledged.load(Ordering::Relaxed), arrived.load(Ordering::Relaxed) + left);
+        assert!(sent > 100, "{sent} messages show nothing");
+        assert!(got >= sent, "{sent} acknowledged, {got} arrived");
     });
 }
 

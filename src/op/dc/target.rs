@@ -20,8 +20,8 @@ use crate::verbs::{Dct, ProtectionDomain};
 /// # Closing
 ///
 /// Dropping the last clone destroys it: when the drop returns no peer reaches anything through it any more. Their work fails
-/// when retries run out. A message that is arriving just then may take its receive along, which ends with the shared
-/// receive queue.
+/// when retries run out. With the software device a message that was acknowledged has arrived; on an adapter one that is
+/// arriving just then may take its receive along, which ends with the shared receive queue.
 #[derive(Clone)]
 pub struct DcTarget {
     inner: Arc<Inner>,
