@@ -11,7 +11,7 @@ use std::thread;
 use std::time::Duration;
 
 use tokio_rdma::software::Network;
-use tokio_rdma::types::{AckTimeout, AsyncEvent, DcKey, Qpn, WcStatus};
+use tokio_rdma::types::{AckTimeout, AsyncEvent, DcKey, Mtu, QpState, Qpn, WcStatus};
 use tokio_rdma::{
     Access, CompletionMode, CompletionQueue, ConnectOptions, DcAddress, DcInitiator, DcTarget, ExposedRegion,
     OpErrorKind, Pool, ProtectionDomain, SharedReceiveQueue,
@@ -249,6 +249,24 @@ fn receives_of_a_target_that_is_not_destroyed_are_not_given_back() {
         }
         drop((srq, receive));
         assert_eq!(pool.available() + 1, pool.total(), "the buffer stays with the device");
+    });
+}
+
+#[test]
+fn a_peer_that_takes_smaller_packets_is_refused_by_whoever_names_it() {
+    bounded("peer", LONG, || {
+        let (_device, pd) = software(&Network::new());
+        let completions = queue(&pd);
+        let srq = SharedReceiveQueue::new(&pd, &completions, 8, 1).unwrap();
+        let target = DcTarget::builder(&pd, &srq).mtu(Mtu::Mtu1024).build().unwrap();
+        let region = ExposedRegion::new(&pd, vec![0; 8], Access::REMOTE_ALL).unwrap();
+        let small = DcInitiator::builder(&pd, &completions).mtu(Mtu::Mtu1024).build().unwrap();
+        let large = DcInitiator::builder(&pd, &completions).mtu(Mtu::Mtu4096).build().unwrap();
+        let peer = small.peer(&target.address()).unwrap();
+        torture::block_on(small.to(&peer).write_inline(b"12345678", region.grant())).unwrap();
+        let refused = torture::block_on(large.to(&peer).write_inline(b"12345678", region.grant())).unwrap_err().kind();
+        assert!(matches!(refused, OpErrorKind::Limit(_)), "{refused:?}");
+        assert_eq!(large.query().unwrap().0, QpState::Rts);
     });
 }
 
