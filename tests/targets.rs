@@ -13,7 +13,7 @@ use std::time::Duration;
 use tokio_rdma::software::Network;
 use tokio_rdma::types::{AckTimeout, AsyncEvent, DcKey, Mtu, QpState, Qpn, WcStatus};
 use tokio_rdma::{
-    Access, CompletionMode, CompletionQueue, ConnectOptions, DcAddress, DcInitiator, DcTarget, ExposedRegion,
+    Access, Batch, CompletionMode, CompletionQueue, ConnectOptions, DcAddress, DcInitiator, DcTarget, ExposedRegion,
     OpErrorKind, Pool, ProtectionDomain, SharedReceiveQueue,
 };
 use torture::{Flavour, LONG, Mode, bounded, software, soon};
@@ -347,6 +347,62 @@ fn every_operation_ends_though_its_initiator_is_reset_all_the_time() {
                 });
             });
         }
+    }
+}
+
+/// Of a batch that waits for room, a part may find the initiator in RESET.
+#[test]
+fn batches_in_line_do_not_end_an_initiator_that_is_reset() {
+    for mode in Mode::ALL {
+        bounded("batches", 2 * LONG, move || {
+            Flavour::MultiThread.runtime().block_on(async {
+                let (device, pd) = software(&Network::new());
+                let completions = CompletionQueue::new(&device, mode.make()).unwrap();
+                let srq = SharedReceiveQueue::new(&pd, &completions, 8, 1).unwrap();
+                let target = DcTarget::new(&pd, &srq).unwrap();
+                let pool = Pool::new(&pd, 64, 64).unwrap();
+                let region = ExposedRegion::new(&pd, vec![0; 64], Access::REMOTE_ALL).unwrap();
+                let initiator = DcInitiator::builder(&pd, &completions).max_send_wr(4).build().unwrap();
+                let peer = initiator.peer(&target.address()).unwrap();
+                let stop = Arc::new(AtomicBool::new(false));
+                let mut tasks = tokio::task::JoinSet::new();
+                for _ in 0..6 {
+                    let (initiator, peer, pool, stop) = (initiator.clone(), peer.clone(), pool.clone(), stop.clone());
+                    let grant = region.grant();
+                    tasks.spawn(async move {
+                        let mut done = 0_u32;
+                        while !stop.load(Ordering::Relaxed) {
+                            let mut batch = Batch::new();
+                            for _ in 0..3 {
+                                batch.write(pool.copy_from(b"a word").unwrap(), grant);
+                            }
+                            let ended = soon("a batch", initiator.to(&peer).post_batch(batch)).await;
+                            done += u32::from(ended.is_ok());
+                            if initiator.query().is_err() {
+                                break;
+                            }
+                        }
+                        done
+                    });
+                }
+                let other = initiator.clone();
+                tokio::task::spawn_blocking(move || {
+                    for _ in 0..2000 {
+                        other.reset().expect("it can be reset as often as one likes");
+                    }
+                })
+                .await
+                .unwrap();
+                stop.store(true, Ordering::Relaxed);
+                let mut done = 0;
+                while let Some(more) = tasks.join_next().await {
+                    done += more.unwrap();
+                }
+                initiator.repair().unwrap();
+                soon("a write", initiator.to(&peer).write_inline(b"12345678", region.grant())).await.unwrap();
+                println!("{mode:?}: {done} batches");
+            });
+        });
     }
 }
 
