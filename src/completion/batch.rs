@@ -158,14 +158,17 @@ impl WorkQueue {
     ) -> bool {
         let Some(Poster::Send(qp)) = &posting.poster else { return false };
         tracing::warn!(qpn = %qp.qpn(), %error, "batch refused part-way, ending the queue pair");
+        // Then the device has forgotten all of it, and whoever resets it ends what was in flight, as soon as we let go of
+        // the lock.
+        let is_reset = || qp.query().is_ok_and(|(state, _)| state == QpState::Reset);
         if let Err(stuck) = qp.modify(&QpAttr::to_state(QpState::Err)) {
-            return self.give_up(&stuck, error, woken);
+            return is_reset() || self.give_up(&stuck, error, woken);
         }
         self.slots.slot(index_of(wr.wr_id)).place(posting.posted as u32);
         let beacon = SendWr { data: Data::Sges(&[]), op: SendOp::Send, flags: SendFlags::SIGNALED, ..wr };
         // SAFETY: S1: it names no memory.
         if let Err(refused) = unsafe { qp.post_send(&[beacon]) } {
-            return self.give_up(&refused.error, error, woken);
+            return is_reset() || self.give_up(&refused.error, error, woken);
         }
         posting.posted += 1;
         true

@@ -1,8 +1,8 @@
 //! A DC target, from the first message to the last.
 //!
-//! The end: take the messages that are there; destroy it, after which it takes no receive any more. What arrives in
-//! between takes its receive along, which ends with the shared queue then: a target has no error state in which a device
-//! would say what its last receive was.
+//! The end: no more messages; take those that are there; destroy it, after which it takes no receive any more. Of a device
+//! that cannot be told to take no more, what arrives in between takes its receive along, which ends with the shared queue
+//! then: a target has no error state in which it would say what its last receive was.
 
 use std::fmt;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ pub(crate) struct TargetCore {
 }
 
 impl TargetCore {
-    /// Takes charge of `dct`, which draws from `shared`.
+    /// Takes charge of `dct`, which is to draw from `shared`, and is in RESET.
     pub(crate) fn new(dct: Dct, shared: Shared) -> Result<Arc<Self>, SetupError> {
         let core = Arc::new(Self { dct: Mutex::new(Some(dct)), shared });
         let drawing: Arc<dyn Drawing> = core.clone();
@@ -40,6 +40,7 @@ impl Drawing for TargetCore {
         let Some(dct) = self.dct.lock().take() else { return };
         let _span = tracing::debug_span!("shut_down", target_number = ?dct.number()).entered();
         let queue = &self.shared.queue;
+        dct.quiesce();
         queue.cq().drain();
         match dct.destroy() {
             Err(error) if !error.is_device_gone() => {

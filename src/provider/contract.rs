@@ -318,6 +318,10 @@ pub(crate) trait Dct: Debug + Send + Sync {
     /// Current state and all attributes that have been set, `ibv_query_qp(3)`.
     fn query(&self) -> Result<(QpState, QpAttr), VerbError>;
 
+    /// The end begins. When it returns, no message takes a receive for it any more and completions of all that have are in
+    /// their queue: so none is lost with it. A device that cannot be told so does nothing.
+    fn quiesce(&self) {}
+
     /// `ibv_destroy_qp(3)`, as [`Qp::destroy`]. When it returns `Ok`, no message takes a receive for it any more and no
     /// initiator reaches memory through it: their work fails when retries run out. Completions not yet polled may be
     /// gone with it.

@@ -377,6 +377,10 @@ impl Dct {
 }
 
 impl contract::Dct for Dct {
+    fn quiesce(&self) {
+        each!(self, inner => inner.quiesce())
+    }
+
     fn number(&self) -> Option<Qpn> {
         each!(self, inner => inner.number())
     }

@@ -106,6 +106,11 @@ impl Dct {
         self.raw.software_counters()
     }
 
+    /// Takes no message any more, if the device can do that without destroying it: then all that it has taken can be polled.
+    pub(crate) fn quiesce(&self) {
+        self.raw.quiesce();
+    }
+
     /// Destroys it, `ibv_destroy_qp(3)`, and says whether it is gone; a drop can only log that.
     ///
     /// # Errors

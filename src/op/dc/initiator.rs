@@ -117,7 +117,8 @@ impl DcInitiator {
         self.qp.software_counters().map(|(sent, _)| sent)
     }
 
-    /// A peer to send to: made once from its address, used by any initiator of the same protection domain and port.
+    /// A peer to send to: made once from its address, used by any initiator of the same protection domain and port that sends
+    /// no larger packets than it takes.
     ///
     /// On RoCE it may be a system call.
     ///
@@ -136,14 +137,14 @@ impl DcInitiator {
         let mut route = AddressVector::new(local.port, local.gid.index, address.gid);
         route.dlid = address.lid;
         let handle = self.protection_domain().address_handle(&route)?;
-        Ok(DcPeer { handle, number: address.number, key: address.key })
+        Ok(DcPeer { handle, number: address.number, key: address.key, mtu: address.mtu })
     }
 
     /// Operations to this peer.
     #[inline]
     #[must_use]
     pub fn to<'a>(&'a self, peer: &'a DcPeer) -> DcSender<'a> {
-        DcSender { qp: &self.qp, peer, flags: SendFlags::empty() }
+        DcSender { qp: &self.qp, peer, mtu: self.setup.mtu, flags: SendFlags::empty() }
     }
 
     /// Current state and all attributes that have been set, `ibv_query_qp(3)`.
@@ -239,6 +240,8 @@ pub struct DcPeer {
     pub(super) handle: AddressHandle,
     number: Qpn,
     key: DcKey,
+    /// Largest packet payload that it takes.
+    pub(super) mtu: Mtu,
 }
 
 impl DcPeer {

@@ -2,13 +2,13 @@
 
 use super::DcPeer;
 use crate::completion::{Patience, Request, What};
-use crate::error::{OpErrorKind, TryError};
+use crate::error::{LimitError, OpErrorKind, TryError};
 use crate::mem::RemoteRegion;
 use crate::op::batch::submit_batch;
 use crate::op::future::{Operation, Return};
 use crate::op::queue_pair::room;
 use crate::op::{Atomic, Batch, BatchOp, QueuePair, Read, Send, Write};
-use crate::types::{Imm, SendFlags, SendOp};
+use crate::types::{Imm, Mtu, SendFlags, SendOp};
 use crate::verbs::{Source, Target};
 
 /// What a [`DcInitiator`](super::DcInitiator) sends to one peer: [`DcInitiator::to`](super::DcInitiator::to) makes it, for one
@@ -19,11 +19,13 @@ use crate::verbs::{Source, Target};
 /// that of a peer which does not answer, [`RETRY_EXC_ERR`](crate::types::WcStatus::RETRY_EXC_ERR), or what else the device
 /// makes of it; and after each error that a completion brings, the initiator is to be
 /// [repaired](super::DcInitiator::repair). A peer of another protection domain is
-/// [`OpErrorKind::Foreign`], nothing sent.
+/// [`OpErrorKind::Foreign`], one that takes smaller packets than the initiator sends [`OpErrorKind::Limit`], nothing sent.
 #[derive(Debug, Clone, Copy)]
 pub struct DcSender<'a> {
     pub(super) qp: &'a QueuePair,
     pub(super) peer: &'a DcPeer,
+    /// Packet payload of the initiator.
+    pub(super) mtu: Mtu,
     pub(super) flags: SendFlags,
 }
 
@@ -185,7 +187,11 @@ impl<'a> DcSender<'a> {
         if !self.peer.handle.protection_domain().same(self.qp.protection_domain()) {
             return Some(OpErrorKind::Foreign { what: "DC peer" });
         }
-        let other = self.peer.route().port != self.qp.local().port;
-        other.then_some(OpErrorKind::Unsupported { what: "a DC peer that is reached by another port" })
+        if self.peer.route().port != self.qp.local().port {
+            return Some(OpErrorKind::Unsupported { what: "a DC peer that is reached by another port" });
+        }
+        LimitError::check("path MTU to the DC peer", self.mtu.bytes() as u64, self.peer.mtu.bytes() as u64)
+            .err()
+            .map(OpErrorKind::Limit)
     }
 }

@@ -20,8 +20,8 @@ use crate::verbs::{Dct, ProtectionDomain};
 /// # Closing
 ///
 /// Dropping the last clone destroys it: when the drop returns no peer reaches anything through it any more. Their work fails
-/// when retries run out. A message that is arriving just then may take its receive along, which ends with the shared
-/// receive queue.
+/// when retries run out. With the software device a message that was acknowledged has arrived; on an adapter one that is
+/// arriving just then may take its receive along, which ends with the shared receive queue.
 #[derive(Clone)]
 pub struct DcTarget {
     inner: Arc<Inner>,
@@ -178,27 +178,29 @@ impl DcTargetBuilder {
             None => DcKey(device.random()?),
         };
         let dct = Dct::new(&pd, srq.completion_queue().verbs(), srq.verbs(), key)?;
-        dct.modify(&QpAttr {
+        // Before it takes any receive: a completion queue that has failed may have given them back.
+        let core = TargetCore::new(dct, Shared::new(srq.work_queue().clone(), srq.clone()))?;
+        let init = QpAttr {
             pkey_index: Some(0),
             port: Some(port.port),
             access: Some(access),
             ..QpAttr::to_state(QpState::Init)
-        })?;
-        dct.modify(&QpAttr {
+        };
+        let rtr = QpAttr {
             // Where answers leave from: of the route the device wants to know our end only.
             address: Some(AddressVector::new(port.port, gid.index, gid.gid)),
             path_mtu: Some(mtu),
             min_rnr_timer: Some(rnr_timer),
             ..QpAttr::to_state(QpState::Rtr)
-        })?;
-        let Some(number) = dct.number() else {
+        };
+        core.ask(|dct| dct.modify(&init).and_then(|()| dct.modify(&rtr)))??;
+        let Some(number) = core.ask(Dct::number)? else {
             return Err(
                 crate::error::VerbError::new("number of a DC target in RTR", crate::error::VerbError::EIO).into()
             );
         };
         tracing::debug!(%number, gid = %gid.gid, "DC target");
         let address = DcAddress { number, key, gid: gid.gid, lid: port.lid, link_layer: port.link_layer, mtu };
-        let core = TargetCore::new(dct, Shared::new(srq.work_queue().clone(), srq.clone()))?;
         Ok(DcTarget { inner: Arc::new(Inner { core, address, pd, srq }) })
     }
 }

@@ -226,6 +226,12 @@ impl contract::Dct for Dct {
         Ok((now, QpAttr { state: Some(now), ..state.attr }))
     }
 
+    fn quiesce(&self) {
+        let deferred = Deferred::new();
+        self.0.fail(None, &deferred);
+        deferred.run();
+    }
+
     fn destroy(&mut self) -> Result<(), VerbError> {
         // Its drop does it.
         self.0.device().ends("ibv_destroy_qp")
@@ -234,13 +240,11 @@ impl contract::Dct for Dct {
 
 impl Drop for Dct {
     fn drop(&mut self) {
+        contract::Dct::quiesce(self);
         let dct = &self.0;
-        let deferred = Deferred::new();
-        dct.fail(None, &deferred);
         if let Some(place) = dct.place.get() {
             dct.device().remove_target(place.number);
             dct.cq.detach(place.owner);
         }
-        deferred.run();
     }
 }

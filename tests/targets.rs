@@ -1,0 +1,513 @@
+//! DC targets and initiators that end, fail and are repaired while messages arrive.
+
+mod torture;
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll, Waker};
+use std::thread;
+use std::time::Duration;
+
+use tokio_rdma::software::Network;
+use tokio_rdma::types::{AckTimeout, AsyncEvent, DcKey, Mtu, QpState, Qpn, WcStatus};
+use tokio_rdma::{
+    Access, Batch, CompletionMode, CompletionQueue, ConnectOptions, DcAddress, DcInitiator, DcTarget, ExposedRegion,
+    OpErrorKind, Pool, ProtectionDomain, SharedReceiveQueue,
+};
+use torture::{Flavour, LONG, Mode, bounded, software, soon};
+use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Event, Level, Metadata, Subscriber};
+
+/// Polls once, from nowhere.
+fn poll<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {
+    Pin::new(future).poll(&mut Context::from_waker(Waker::noop()))
+}
+
+fn queue(pd: &ProtectionDomain) -> CompletionQueue {
+    CompletionQueue::new(pd.device(), CompletionMode::Event).unwrap()
+}
+
+/// Work is done by who posts it, or `slow`: when it has travelled.
+fn network(slow: bool) -> Network {
+    if slow { torture::slow_network(7) } else { Network::new() }
+}
+
+/// Nobody waits long for a target that is not there.
+fn hasty() -> ConnectOptions {
+    ConnectOptions { timeout: AckTimeout::from_code(6), retry_count: 1, ..Default::default() }
+}
+
+fn hasty_initiator(pd: &ProtectionDomain, queue: &CompletionQueue) -> DcInitiator {
+    DcInitiator::builder(pd, queue).options(hasty()).build().unwrap()
+}
+
+/// Does something in the middle of what emits an event that has `message`, and these fields.
+struct Amid<F> {
+    message: &'static str,
+    level: Level,
+    act: F,
+}
+
+#[derive(Default)]
+struct Line(String);
+
+impl Visit for Line {
+    fn record_debug(&mut self, field: &Field, value: &dyn std::fmt::Debug) {
+        use std::fmt::Write as _;
+        write!(self.0, " {}={value:?}", field.name()).unwrap();
+    }
+}
+
+impl<F: Fn(&str) + Send + Sync + 'static> Subscriber for Amid<F> {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        *metadata.level() <= self.level && metadata.target().starts_with("tokio_rdma")
+    }
+
+    fn max_level_hint(&self) -> Option<tracing::level_filters::LevelFilter> {
+        Some(self.level.into())
+    }
+
+    fn new_span(&self, _span: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+
+    fn record(&self, _span: &Id, _values: &Record<'_>) {}
+
+    fn record_follows_from(&self, _span: &Id, _follows: &Id) {}
+
+    fn event(&self, event: &Event<'_>) {
+        let mut line = Line::default();
+        event.record(&mut line);
+        if line.0.contains(&format!("message={}", self.message)) {
+            (self.act)(&line.0);
+        }
+    }
+
+    fn enter(&self, _span: &Id) {}
+
+    fn exit(&self, _span: &Id) {}
+}
+
+/// Its receives have been handed back, since nothing drew from it; the device has them still.
+#[test]
+fn a_target_is_not_reached_before_its_completion_queue_knows_of_it() {
+    bounded("target", LONG, || {
+        let network = Network::new();
+        let (_device, pd) = software(&network);
+        let (own, other) = (queue(&pd), queue(&pd));
+        let srq = SharedReceiveQueue::new(&pd, &own, 8, 1).unwrap();
+        let pool = Pool::new(&pd, 64, 8).unwrap();
+        let key = DcKey(7);
+        let known = DcTarget::builder(&pd, &srq).key(key).build().unwrap().address();
+        let initiator = hasty_initiator(&pd, &other);
+        let mut receive = srq.recv(pool.copy_from(b"untouched").unwrap());
+        network.control("torture0").unwrap().announce(AsyncEvent::CqError { cq: own.verbs().id() });
+        let buffer = loop {
+            own.verbs().poll(&mut [tokio_rdma::types::WorkCompletion::EMPTY]).ok();
+            if let Poll::Ready(ended) = poll(&mut receive) {
+                break ended.unwrap_err().into_buffer();
+            }
+        };
+        let reached = Arc::new(AtomicBool::new(false));
+        let amid = Amid {
+            message: "DC target state",
+            level: Level::DEBUG,
+            act: {
+                let reached = reached.clone();
+                move |line: &str| {
+                    let Some((_, digits)) = line.split_once("number=Some(") else { return };
+                    let digits: String = digits
+                        .trim_start_matches(|c: char| c != 'x')
+                        .chars()
+                        .skip(1)
+                        .take_while(char::is_ascii_hexdigit)
+                        .collect();
+                    let number = Qpn(u32::from_str_radix(&digits, 16).unwrap());
+                    let peer = initiator.peer(&DcAddress { number, ..known }).unwrap();
+                    reached.store(true, Ordering::Relaxed);
+                    let _ = poll(&mut initiator.to(&peer).send_inline(b"overwrite"));
+                }
+            },
+        };
+        let made = tracing::subscriber::with_default(amid, || DcTarget::builder(&pd, &srq).key(key).build());
+        assert!(made.is_err(), "its completion queue is dead");
+        assert_eq!(&buffer[..], b"untouched", "handed back, and written");
+        assert!(!reached.load(Ordering::Relaxed), "it was in RTR");
+    });
+}
+
+/// A message that the sender knows to have arrived, just when the target ends.
+#[test]
+fn what_was_acknowledged_is_not_lost_with_the_target() {
+    bounded("target", LONG, || {
+        let (_device, pd) = software(&Network::new());
+        let (own, other) = (queue(&pd), queue(&pd));
+        let srq = SharedReceiveQueue::new(&pd, &own, 8, 1).unwrap();
+        let pool = Pool::new(&pd, 64, 8).unwrap();
+        let target = DcTarget::new(&pd, &srq).unwrap();
+        let initiator = hasty_initiator(&pd, &other);
+        let peer = initiator.peer(&target.address()).unwrap();
+        let mut receives: Vec<_> = (0..3).map(|_| srq.recv(pool.try_alloc(8).unwrap())).collect();
+        torture::block_on(initiator.to(&peer).send_inline(b"first")).unwrap();
+        let late = Arc::new(Mutex::new(None));
+        let amid = Amid {
+            message: "completed",
+            level: Level::TRACE,
+            act: {
+                let (late, initiator, peer) = (late.clone(), initiator.clone(), peer.clone());
+                move |_: &str| {
+                    late.lock().unwrap().get_or_insert_with(|| initiator.to(&peer).send_inline(b"late"));
+                }
+            },
+        };
+        tracing::subscriber::with_default(amid, || drop(target));
+        let late = late.lock().unwrap().take().expect("the first is taken while the target ends");
+        let acknowledged = torture::block_on(late).is_ok();
+        let arrived = receives.iter_mut().map(poll).filter(Poll::is_ready).count();
+        assert_eq!(arrived, 1 + usize::from(acknowledged), "acknowledged: {acknowledged}");
+    });
+}
+
+#[test]
+fn receives_are_there_for_the_next_target_however_many_have_ended_under_load() {
+    bounded("targets", 2 * LONG, || {
+        let network = Network::new();
+        let (_device, pd) = software(&network);
+        let own = queue(&pd);
+        let srq = SharedReceiveQueue::new(&pd, &own, 16, 1).unwrap();
+        let pool = Pool::new(&pd, 64, 32).unwrap();
+        let place: Arc<Mutex<Option<DcAddress>>> = Arc::default();
+        let (acknowledged, arrived) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
+        let stop = Arc::new(AtomicBool::new(false));
+        let sender = {
+            let (pd, place, acknowledged, stop) = (pd.clone(), place.clone(), acknowledged.clone(), stop.clone());
+            thread::spawn(move || {
+                let initiator = hasty_initiator(&pd, &queue(&pd));
+                while !stop.load(Ordering::Relaxed) {
+                    let address = *place.lock().unwrap();
+                    let Some(address) = address else { continue };
+                    let peer = initiator.peer(&address).unwrap();
+                    while place.lock().unwrap().is_some_and(|now| now.number == address.number) {
+                        match torture::block_on(initiator.to(&peer).send_inline(b"hello")) {
+                            Ok(()) => _ = acknowledged.fetch_add(1, Ordering::Relaxed),
+                            Err(_) => _ = initiator.repair().unwrap(),
+                        }
+                    }
+                }
+            })
+        };
+        let rounds = thread::spawn({
+            let (pd, srq, stop) = (pd.clone(), srq.clone(), stop.clone());
+            move || {
+                for _ in 0..200 {
+                    let target = DcTarget::new(&pd, &srq).unwrap();
+                    *place.lock().unwrap() = Some(target.address());
+                    thread::sleep(Duration::from_micros(500));
+                    drop(target);
+                }
+                *place.lock().unwrap() = None;
+                stop.store(true, Ordering::Relaxed);
+            }
+        });
+        let mut receives: Vec<_> = (0..16).map(|_| srq.recv(pool.try_alloc(8).unwrap())).collect();
+        while !sender.is_finished() || !rounds.is_finished() {
+            for receive in &mut receives {
+                if let Poll::Ready(received) = poll(receive) {
+                    arrived.fetch_add(1, Ordering::Relaxed);
+                    *receive = srq.recv(received.unwrap().buffer);
+                }
+            }
+            thread::yield_now();
+        }
+        sender.join().unwrap();
+        rounds.join().unwrap();
+        let left = receives.iter_mut().map(poll).filter(Poll::is_ready).count() as u64;
+        let (sent, got) = (acknowledged.load(Ordering::Relaxed), arrived.load(Ordering::Relaxed) + left);
+        assert!(sent > 100, "{sent} messages show nothing");
+        assert!(got >= sent, "{sent} acknowledged, {got} arrived");
+    });
+}
+
+/// As [`DcTarget`] says: then nothing of what it draws from is ever free.
+#[test]
+fn receives_of_a_target_that_is_not_destroyed_are_not_given_back() {
+    bounded("target", LONG, || {
+        let network = Network::new();
+        let (_device, pd) = software(&network);
+        let own = queue(&pd);
+        let srq = SharedReceiveQueue::new(&pd, &own, 8, 1).unwrap();
+        let pool = Pool::new(&pd, 64, 8).unwrap();
+        let (stuck, other) = (DcTarget::new(&pd, &srq).unwrap(), DcTarget::new(&pd, &srq).unwrap());
+        let mut receive = srq.recv(pool.try_alloc(8).unwrap());
+        let control = network.control("torture0").unwrap();
+        control.refuse_ends(true);
+        drop(stuck);
+        control.refuse_ends(false);
+        drop(other);
+        control.announce(AsyncEvent::CqError { cq: own.verbs().id() });
+        for _ in 0..100_000 {
+            own.verbs().poll(&mut [tokio_rdma::types::WorkCompletion::EMPTY]).ok();
+            assert!(poll(&mut receive).is_pending());
+        }
+        drop((srq, receive));
+        assert_eq!(pool.available() + 1, pool.total(), "the buffer stays with the device");
+    });
+}
+
+#[test]
+fn a_peer_that_takes_smaller_packets_is_refused_by_whoever_names_it() {
+    bounded("peer", LONG, || {
+        let (_device, pd) = software(&Network::new());
+        let completions = queue(&pd);
+        let srq = SharedReceiveQueue::new(&pd, &completions, 8, 1).unwrap();
+        let target = DcTarget::builder(&pd, &srq).mtu(Mtu::Mtu1024).build().unwrap();
+        let region = ExposedRegion::new(&pd, vec![0; 8], Access::REMOTE_ALL).unwrap();
+        let small = DcInitiator::builder(&pd, &completions).mtu(Mtu::Mtu1024).build().unwrap();
+        let large = DcInitiator::builder(&pd, &completions).mtu(Mtu::Mtu4096).build().unwrap();
+        let peer = small.peer(&target.address()).unwrap();
+        torture::block_on(small.to(&peer).write_inline(b"12345678", region.grant())).unwrap();
+        let refused = torture::block_on(large.to(&peer).write_inline(b"12345678", region.grant())).unwrap_err().kind();
+        assert!(matches!(refused, OpErrorKind::Limit(_)), "{refused:?}");
+        assert_eq!(large.query().unwrap().0, QpState::Rts);
+    });
+}
+
+/// Several tasks on one initiator, one of two peers with a wrong key, and whoever fails repairs.
+#[test]
+fn every_operation_ends_though_its_initiator_is_reset_all_the_time() {
+    for mode in Mode::ALL {
+        for (flavour, slow) in
+            [(Flavour::CurrentThread, false), (Flavour::MultiThread, false), (Flavour::MultiThread, true)]
+        {
+            bounded("repair", 2 * LONG, move || {
+                flavour.runtime().block_on(async {
+                    let (device, pd) = software(&network(slow));
+                    let completions = CompletionQueue::new(&device, mode.make()).unwrap();
+                    let srq = SharedReceiveQueue::new(&pd, &completions, 8, 1).unwrap();
+                    let target = DcTarget::new(&pd, &srq).unwrap();
+                    let pool = Pool::new(&pd, 4096, 64).unwrap();
+                    let region = ExposedRegion::new(&pd, vec![0; 4096], Access::REMOTE_ALL).unwrap();
+                    let initiator =
+                        DcInitiator::builder(&pd, &completions).max_send_wr(4).options(hasty()).build().unwrap();
+                    let good = initiator.peer(&target.address()).unwrap();
+                    let bad =
+                        initiator.peer(&DcAddress { key: DcKey(!target.address().key.0), ..target.address() }).unwrap();
+                    let mut tasks = tokio::task::JoinSet::new();
+                    for task in 0..8 {
+                        let (initiator, good, bad, pool) = (initiator.clone(), good.clone(), bad.clone(), pool.clone());
+                        let grant = region.grant();
+                        tasks.spawn(async move {
+                            let mut done = [0_u32; 3];
+                            for round in 0..150 {
+                                let buffer = pool.copy_from(&[task as u8; 4000]).unwrap();
+                                let peer = if task == 0 && round % 8 == 7 { &bad } else { &good };
+                                let write = initiator.to(peer).write(buffer, grant);
+                                if task == 5 && round % 3 == 0 {
+                                    drop(write);
+                                    continue;
+                                }
+                                match soon("a write", write).await {
+                                    Ok(_) => done[0] += 1,
+                                    Err(error) => {
+                                        let kind = error.kind();
+                                        let known = matches!(kind, OpErrorKind::Closed | OpErrorKind::Post(_))
+                                            || kind.status() == Some(WcStatus::WR_FLUSH_ERR)
+                                            // Of a thread that was not run for long.
+                                            || kind.status() == Some(WcStatus::RETRY_EXC_ERR) && slow
+                                            || kind.status() == Some(WcStatus::REM_ACCESS_ERR) && task == 0;
+                                        assert!(known, "{mode:?}: {kind:?}");
+                                        done[1] += 1;
+                                        initiator.repair().unwrap();
+                                    }
+                                }
+                                if task == 7 && round % 16 == 15 {
+                                    initiator.reset().unwrap();
+                                    done[2] += 1;
+                                }
+                            }
+                            done
+                        });
+                    }
+                    let mut all = [0; 3];
+                    while let Some(done) = tasks.join_next().await {
+                        done.unwrap().iter().zip(&mut all).for_each(|(one, all)| *all += one);
+                    }
+                    assert!(all[0] > 100 && all[1] > 10, "{mode:?}: {all:?}");
+                    initiator.repair().unwrap();
+                    soon(
+                        "a last write",
+                        initiator.to(&good).write_inline(b"12345678", region.grant().slice(..8).unwrap()),
+                    )
+                    .await
+                    .unwrap();
+                    torture::eventually("buffers", || pool.available() == pool.total()).await;
+                });
+            });
+        }
+    }
+}
+
+/// Of a batch that waits for room, a part may find the initiator in RESET.
+#[test]
+fn batches_in_line_do_not_end_an_initiator_that_is_reset() {
+    for mode in Mode::ALL {
+        bounded("batches", 2 * LONG, move || {
+            Flavour::MultiThread.runtime().block_on(async {
+                let (device, pd) = software(&Network::new());
+                let completions = CompletionQueue::new(&device, mode.make()).unwrap();
+                let srq = SharedReceiveQueue::new(&pd, &completions, 8, 1).unwrap();
+                let target = DcTarget::new(&pd, &srq).unwrap();
+                let pool = Pool::new(&pd, 64, 64).unwrap();
+                let region = ExposedRegion::new(&pd, vec![0; 64], Access::REMOTE_ALL).unwrap();
+                let initiator = DcInitiator::builder(&pd, &completions).max_send_wr(4).build().unwrap();
+                let peer = initiator.peer(&target.address()).unwrap();
+                let stop = Arc::new(AtomicBool::new(false));
+                let mut tasks = tokio::task::JoinSet::new();
+                for _ in 0..6 {
+                    let (initiator, peer, pool, stop) = (initiator.clone(), peer.clone(), pool.clone(), stop.clone());
+                    let grant = region.grant();
+                    tasks.spawn(async move {
+                        let mut done = 0_u32;
+                        while !stop.load(Ordering::Relaxed) {
+                            let mut batch = Batch::new();
+                            for _ in 0..3 {
+                                batch.write(pool.copy_from(b"a word").unwrap(), grant);
+                            }
+                            let ended = soon("a batch", initiator.to(&peer).post_batch(batch)).await;
+                            done += u32::from(ended.is_ok());
+                            if initiator.query().is_err() {
+                                break;
+                            }
+                        }
+                        done
+                    });
+                }
+                let other = initiator.clone();
+                tokio::task::spawn_blocking(move || {
+                    for _ in 0..2000 {
+                        other.reset().expect("it can be reset as often as one likes");
+                    }
+                })
+                .await
+                .unwrap();
+                stop.store(true, Ordering::Relaxed);
+                let mut done = 0;
+                while let Some(more) = tasks.join_next().await {
+                    done += more.unwrap();
+                }
+                initiator.repair().unwrap();
+                soon("a write", initiator.to(&peer).write_inline(b"12345678", region.grant())).await.unwrap();
+                println!("{mode:?}: {done} batches");
+            });
+        });
+    }
+}
+
+/// All that there is is dropped in each order, with messages arriving and receives waiting.
+#[test]
+fn whatever_is_dropped_first_every_operation_ends() {
+    for mode in Mode::ALL {
+        for order in 0..120 {
+            bounded("drop", LONG, move || {
+                Flavour::MultiThread.runtime().block_on(async {
+                    let network = network(order % 3 == 0);
+                    let (device, pd) = software(&network);
+                    let completions = CompletionQueue::new(&device, mode.make()).unwrap();
+                    let sending = CompletionQueue::new(&device, mode.make()).unwrap();
+                    let srq = SharedReceiveQueue::new(&pd, &completions, 8, 1).unwrap();
+                    let target = DcTarget::new(&pd, &srq).unwrap();
+                    let pool = Pool::new(&pd, 1 << 16, 32).unwrap();
+                    let initiator =
+                        DcInitiator::builder(&pd, &sending).options(hasty()).max_send_wr(4).build().unwrap();
+                    let peer = initiator.peer(&target.address()).unwrap();
+                    let receives: Vec<_> =
+                        (0..8).map(|_| tokio::spawn(srq.recv(pool.try_alloc(1 << 16).unwrap()))).collect();
+                    let sends: Vec<_> = (0..12)
+                        .map(|_| tokio::spawn(initiator.to(&peer).send(pool.copy_from(&[1; 1 << 16]).unwrap())))
+                        .collect();
+                    let mut things: Vec<Box<dyn std::any::Any + Send>> = vec![
+                        Box::new(target),
+                        Box::new(srq),
+                        Box::new((completions, sending)),
+                        Box::new((pd, device)),
+                        Box::new((initiator, peer)),
+                    ];
+                    let mut rest = order;
+                    while !things.is_empty() {
+                        let at = rest % things.len();
+                        rest /= things.len();
+                        drop(things.swap_remove(at));
+                        if order % 2 == 0 {
+                            tokio::task::yield_now().await;
+                        }
+                    }
+                    for send in sends {
+                        _ = soon("a send", send).await.unwrap();
+                    }
+                    for receive in receives {
+                        _ = soon("a receive", receive).await.unwrap();
+                    }
+                    torture::eventually("buffers", || pool.available() == pool.total()).await;
+                });
+            });
+        }
+    }
+}
+
+#[test]
+fn a_device_that_is_lost_ends_all_of_its_dynamic_connections() {
+    for mode in Mode::ALL {
+        for at in 0..20_u64 {
+            bounded("kill", LONG, move || {
+                Flavour::MultiThread.runtime().block_on(async {
+                    let network = network(at % 2 == 0);
+                    let (device, pd) = software(&network);
+                    let completions = CompletionQueue::new(&device, mode.make()).unwrap();
+                    let srq = SharedReceiveQueue::new(&pd, &completions, 8, 1).unwrap();
+                    let target = DcTarget::new(&pd, &srq).unwrap();
+                    let pool = Pool::new(&pd, 1 << 14, 64).unwrap();
+                    let initiator = DcInitiator::builder(&pd, &completions).max_send_wr(4).build().unwrap();
+                    let peer = initiator.peer(&target.address()).unwrap();
+                    let receives: Vec<_> = (0..4)
+                        .map(|_| {
+                            let (srq, pool) = (srq.clone(), pool.clone());
+                            tokio::spawn(async move {
+                                let mut buffer = pool.try_alloc(1 << 14).unwrap();
+                                loop {
+                                    match srq.recv(buffer).await {
+                                        Ok(received) => buffer = received.buffer,
+                                        Err(error) => break error.kind(),
+                                    }
+                                }
+                            })
+                        })
+                        .collect();
+                    let sends: Vec<_> = (0..8)
+                        .map(|_| {
+                            let (initiator, peer, pool) = (initiator.clone(), peer.clone(), pool.clone());
+                            tokio::spawn(async move {
+                                let mut buffer = pool.copy_from(&[1; 1 << 14]).unwrap();
+                                loop {
+                                    match initiator.to(&peer).send(buffer).await {
+                                        Ok(back) => buffer = back,
+                                        Err(error) => break error.kind(),
+                                    }
+                                }
+                            })
+                        })
+                        .collect();
+                    tokio::time::sleep(Duration::from_micros(300 * at)).await;
+                    network.control("torture0").unwrap().kill();
+                    for work in sends.into_iter().chain(receives) {
+                        soon("an operation", work).await.unwrap();
+                    }
+                    assert!(initiator.repair().is_err());
+                    torture::eventually("buffers", || pool.available() == pool.total()).await;
+                });
+            });
+        }
+    }
+}
