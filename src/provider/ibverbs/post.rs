@@ -90,6 +90,24 @@ pub(super) unsafe fn send_in_place(qp: *mut ibv_qp, wr: &SendWr<'_>) -> Result<(
     sys::status("ibv_post_send", result)
 }
 
+/// As [`send_in_place`], by the calls of `ibv_wr_post(3)`.
+///
+/// # Safety
+///
+/// As [`send_in_place`]; the queue pair was made for those calls.
+#[inline(always)]
+pub(super) unsafe fn extended_in_place(qp: *mut ibv_qp_ex, wr: &SendWr<'_>) -> Result<(), VerbError> {
+    // SAFETY: S1, S3: as the caller promises; as in `extended`.
+    let result = unsafe {
+        ibv_wr_start(qp);
+        if !request(qp, None, wr) {
+            return Err(abort(qp));
+        }
+        ibv_wr_complete(qp)
+    };
+    sys::status("ibv_wr_complete", result)
+}
+
 /// Posts `list` by `post`, which takes a chain and says through its second argument which element was refused.
 pub(super) fn sends(
     list: &[SendWr<'_>],
@@ -265,12 +283,8 @@ pub(super) unsafe fn extended(
     let result = unsafe {
         ibv_wr_start(qp);
         for wr in list {
-            (*qp).wr_id = wr.wr_id.0;
-            (*qp).wr_flags = convert::send_flags(wr.flags);
-            if !operation(qp, dc, wr) {
-                ibv_wr_abort(qp);
-                let error = VerbError::new("ibv_wr_start", VerbError::EINVAL);
-                return Err(PostError { posted: 0, error });
+            if !request(qp, dc, wr) {
+                return Err(PostError { posted: 0, error: abort(qp) });
             }
         }
         ibv_wr_complete(qp)
@@ -278,13 +292,25 @@ pub(super) unsafe fn extended(
     sys::status("ibv_wr_complete", result).map_err(|error| PostError { posted: 0, error })
 }
 
-/// False for an operation that the queue pair was not made for: its function may not be there.
+/// Gives up what was begun, as it has an operation that the queue pair was not made for.
 ///
 /// # Safety
 ///
 /// As [`extended`], after `ibv_wr_start`.
-#[inline]
-unsafe fn operation(qp: *mut ibv_qp_ex, dc: Option<NonNull<mlx5dv_qp_ex>>, wr: &SendWr<'_>) -> bool {
+#[cold]
+unsafe fn abort(qp: *mut ibv_qp_ex) -> VerbError {
+    // SAFETY: S3: the queue pair is alive, as the caller says.
+    unsafe { ibv_wr_abort(qp) };
+    VerbError::new("ibv_wr_start", VerbError::EINVAL)
+}
+
+/// One work request; false for an operation that the queue pair was not made for: its function may not be there.
+///
+/// # Safety
+///
+/// As [`extended`], after `ibv_wr_start`.
+#[inline(always)]
+unsafe fn request(qp: *mut ibv_qp_ex, dc: Option<NonNull<mlx5dv_qp_ex>>, wr: &SendWr<'_>) -> bool {
     macro_rules! call {
         ($function:ident $(, $argument:expr)*) => {
             match (*qp).$function {
@@ -295,6 +321,8 @@ unsafe fn operation(qp: *mut ibv_qp_ex, dc: Option<NonNull<mlx5dv_qp_ex>>, wr: &
     }
     // SAFETY: S1, S3: as for `extended`.
     unsafe {
+        (*qp).wr_id = wr.wr_id.0;
+        (*qp).wr_flags = convert::send_flags(wr.flags);
         match wr.op {
             // The two that have no data and take no setter.
             SendOp::LocalInvalidate(rkey) => {

@@ -96,8 +96,7 @@ impl Qp {
         granted: &ibv_qp_cap,
     ) -> Self {
         let state = AtomicU8::new(QpState::Reset as u8);
-        let plainly = transport == Transport::Rc && extended.is_none();
-        let in_place = if plainly { QpState::Rts as u8 } else { u8::MAX };
+        let in_place = if transport == Transport::Rc { QpState::Rts as u8 } else { u8::MAX };
         // SAFETY: S3: just made, and ours.
         let raw = unsafe { Owned::new(raw) };
         Self { raw, extended, dc: None, receives: true, transport, caps: convert::caps_from(granted), state, in_place }
@@ -188,8 +187,12 @@ impl contract::Qp for Qp {
     #[inline(always)]
     unsafe fn post_send_one(&self, wr: SendWr<'_>) -> Result<(), VerbError> {
         if self.state.load(Ordering::Acquire) >= self.in_place && post::is_plain(&wr) {
-            // SAFETY: S1: the memory of the request is kept by the caller; S3: the queue pair is alive.
-            return unsafe { post::send_in_place(self.raw(), &wr) };
+            return match self.extended {
+                // SAFETY: S1: the memory of the request is kept by the caller; S3: the queue pair is alive.
+                Some(qp) => unsafe { post::extended_in_place(qp.as_ptr(), &wr) },
+                // SAFETY: S1, S3: as above.
+                None => unsafe { post::send_in_place(self.raw(), &wr) },
+            };
         }
         // SAFETY: S1: as above.
         unsafe { self.post_send(&[wr]) }.map_err(|refused| refused.error)

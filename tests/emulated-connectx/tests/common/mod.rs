@@ -245,6 +245,11 @@ impl Cq {
         Arc::new(Self(raw, context.clone(), channel.cloned()))
     }
 
+    /// One that was made in another way.
+    pub fn of(raw: *mut ibv_cq, context: &Arc<Context>) -> Arc<Self> {
+        Arc::new(Self(raw, context.clone(), None))
+    }
+
     pub fn poll(&self) -> Option<ibv_wc> {
         let mut wc = zeroed();
         match unsafe { ibv_poll_cq(self.0, 1, &mut wc) } {
