@@ -15,8 +15,8 @@ mod verbs;
 
 use std::collections::HashMap;
 use std::error::Error;
-use std::hint::black_box;
 use std::future::Future;
+use std::hint::black_box;
 use std::pin::Pin;
 use std::process::ExitCode;
 use std::ptr;
@@ -209,11 +209,7 @@ fn counted_write(qp: &QueuePair, remote: RemoteRegion, buffers: &mut Vec<BufMut>
 }
 
 #[inline(never)]
-fn counted_await(
-    context: &mut Context<'_>,
-    writes: &mut Vec<Write<BufMut>>,
-    buffers: &mut Vec<BufMut>,
-) -> Result<()> {
+fn counted_await(context: &mut Context<'_>, writes: &mut Vec<Write<BufMut>>, buffers: &mut Vec<BufMut>) -> Result<()> {
     for mut write in writes.drain(..) {
         let buffer = loop {
             // Every so often one that is done yields to others.
