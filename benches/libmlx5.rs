@@ -8,7 +8,8 @@
 //! `ibv_post_send` and `ibv_poll_cq`, `extended` by `ibv_start_poll`, `awaited` as futures of this crate. What is to be counted
 //! happens in functions whose names begin with `counted_`; `scripts/instructions libmlx5` counts them.
 
-#![allow(unsafe_code, missing_docs)]
+#![allow(unsafe_code, missing_docs, clippy::undocumented_unsafe_blocks)]
+// Every `unsafe` here is a call of libibverbs with objects that live, as in the module below.
 
 #[path = "../tests/emulated-connectx/tests/common/mod.rs"]
 mod verbs;

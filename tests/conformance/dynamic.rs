@@ -20,6 +20,7 @@ use crate::common::{Setup, in_every_mode, mode, pattern, run, within};
 fn setup(test: &str) -> Option<Setup> {
     let setup = Setup::new();
     if setup.a.attr().dc.is_none() {
+        assert!(!setup.is_software(), "the software device has DC");
         eprintln!("SKIPPED {test}: {} has no DC", setup.a.name());
         return None;
     }
@@ -233,7 +234,10 @@ async fn batch_goes_to_one_peer(mode: &str) {
         .collect();
     let mut full = Batch::new();
     full.write(here.buffer(b"x"), there.remote(1024, 1)).write(here.buffer(b"y"), there.remote(1024, 1));
-    assert!(initiator.to(&peers[0]).try_post_batch(full).is_err(), "there is no room");
+    // Unless somebody who polls has found the first ones done.
+    if let Ok(full) = initiator.to(&peers[0]).try_post_batch(full) {
+        assert!(within("batch with room", full).await.is_ok());
+    }
     drop(peers);
     for (batch, (node, seed)) in batches.into_iter().zip([(&there, 1_u8), (&other, 2)]) {
         let result = within("batch", batch).await;
@@ -621,7 +625,8 @@ fn ten_thousand_addresses_through_eight_initiators() {
     run(3, "10,000 addresses", async {
         let Some(setup) = setup("ten_thousand_addresses_through_eight_initiators") else { return };
         let here = Node::new(&setup.a, "event");
-        let initiators: Vec<_> = (0..8).map(|_| DcInitiator::new(&here.pd, &here.queue).unwrap()).collect();
+        let initiators: Vec<_> =
+            (0..8).map(|_| DcInitiator::builder(&here.pd, &here.queue).max_send_wr(16).build().unwrap()).collect();
         let there = Node::new(&setup.b, "event");
         let targets: Vec<_> = (0..TARGETS).map(|_| DcTarget::new(&there.pd, &there.srq).unwrap()).collect();
         let words = ExposedRegion::new(&there.pd, HostMemory::zeroed(8 * ADDRESSES).unwrap(), Access::REMOTE_ALL);
