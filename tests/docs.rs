@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const PAGES: [&str; 20] = [
+const PAGES: [&str; 21] = [
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
@@ -23,6 +23,7 @@ const PAGES: [&str; 20] = [
     "docs/safety.md",
     "docs/software-device.md",
     "docs/testing.md",
+    "docs/troubleshooting.md",
     "docs/verbs.md",
     "examples/README.md",
 ];

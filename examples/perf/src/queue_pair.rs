@@ -5,9 +5,10 @@ use std::net::IpAddr;
 use std::time::Instant;
 
 use tokio::task::consume_budget;
+use tokio_rdma::types::AckTimeout;
 use tokio_rdma::{
-    Access, Atomic, Batch, BatchOp, BufMut, CompletionQueue, ExposedRegion, HostMemory, Imm, ProtectionDomain,
-    QueuePair, Recv, RemoteRegion, Send,
+    Access, Atomic, Batch, BatchOp, BufMut, CompletionQueue, ConnectOptions, ExposedRegion, HostMemory, Imm,
+    ProtectionDomain, QueuePair, Recv, RemoteRegion, Send,
 };
 
 use crate::case::{Case, Verb, Work};
@@ -25,6 +26,12 @@ pub(crate) struct Prepared {
     qp: QueuePair,
     region: ExposedRegion,
     receives: VecDeque<Recv<BufMut>>,
+}
+
+/// What is not acknowledged is repeated after half a second instead of 67 ms: the other end may be a process that has to wait
+/// for a processor, as those who poll take them all.
+pub(crate) fn patient() -> ConnectOptions {
+    ConnectOptions { timeout: AckTimeout::from_code(17), ..ConnectOptions::default() }
 }
 
 /// Completions that one lane's queues can have outstanding.
@@ -81,7 +88,7 @@ impl Prepared {
     /// Connects to the peer's; its memory.
     fn connect(&self, peer: &End) -> Result<RemoteRegion> {
         let End::QueuePair(endpoint, remote) = peer else { return Err(crate::meet::unexpected(peer)) };
-        self.qp.connect(endpoint)?;
+        self.qp.connect_with(endpoint, &patient())?;
         Ok(*remote)
     }
 }
