@@ -23,6 +23,7 @@ pub(crate) fn draw(report: &Report, path: &Path) -> Result<()> {
     let root = SVGBackend::new(path, (width, 560)).into_drawing_area();
     root.fill(&WHITE).map_err(failed)?;
     let root = root.titled(&report.title(), (FONT, 20)).map_err(failed)?;
+    let root = root.titled(&report.place(), (FONT, 14)).map_err(failed)?;
     let root = root.titled(&report.settings(), (FONT, 14)).map_err(failed)?;
     if sweep {
         let (left, right) = root.split_horizontally(700);

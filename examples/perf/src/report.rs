@@ -145,17 +145,22 @@ impl Report {
 
     /// What it is about, in a line.
     pub(crate) fn title(&self) -> String {
-        let place = if self.processes == 1 { "within one process" } else { "two processes" };
         let Case { work, verb, mode, .. } = &self.case;
-        let devices = match (&self.device, &self.server_device) {
-            (ours, theirs) if ours == theirs => ours.clone(),
-            (ours, theirs) => format!("{ours} and {theirs}"),
-        };
         let size = match self.pairs().count() {
             1 => self.results.first().map_or_else(String::new, |entry| format!(", {} B", entry.size)),
             _ => String::new(),
         };
-        format!("{work} of {verb}{size}, {mode} mode, {devices}, {place}")
+        format!("{work} of {verb}{size}, {mode} mode")
+    }
+
+    /// Where it was done, in a line.
+    pub(crate) fn place(&self) -> String {
+        let place = if self.processes == 1 { "within one process" } else { "two processes" };
+        let devices = match (&self.device, &self.server_device) {
+            (ours, theirs) if ours == theirs => ours.clone(),
+            (ours, theirs) => format!("{ours} and {theirs}"),
+        };
+        format!("{devices}, {place}")
     }
 
     /// How it was done, in a line.
@@ -181,7 +186,7 @@ impl Report {
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "{}\n{}\n", self.title(), self.settings())?;
+        writeln!(f, "{}\n{}\n{}\n", self.title(), self.place(), self.settings())?;
         let what = match self.case.work {
             Work::Latency if self.case.verb.two_sided() => "µs there and back",
             _ => "µs to completion",
