@@ -4,17 +4,27 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const PAGES: [&str; 12] = [
+const PAGES: [&str; 22] = [
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "docs/benchmarks.md",
     "docs/dc.md",
     "docs/design.md",
+    "docs/labs/01-minimal.md",
+    "docs/labs/02-one-sided.md",
+    "docs/labs/03-immediate.md",
+    "docs/labs/04-bulk.md",
+    "docs/labs/05-modes.md",
+    "docs/labs/06-all-reduce.md",
+    "docs/labs/07-kv-transfer.md",
+    "docs/labs/README.md",
     "docs/messages.md",
+    "docs/perf.md",
     "docs/safety.md",
     "docs/software-device.md",
     "docs/testing.md",
+    "docs/troubleshooting.md",
     "docs/verbs.md",
     "examples/README.md",
 ];

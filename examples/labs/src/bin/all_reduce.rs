@@ -1,0 +1,172 @@
+//! Lab 6: ring all-reduce of f32 vectors, by WRITE with immediate. `docs/labs/06-all-reduce.md`
+//!
+//! Each rank starts with a vector and ends with the sum of all. A vector is cut into as many chunks as there are ranks. Chunk
+//! c starts at rank c and goes round the ring: each rank adds its own numbers and passes it on. The last one has the
+//! sum, which goes round once more. So the order of additions is fixed: chunk c is ((x[c] + x[c+1]) + x[c+2]) + ..., and the
+//! result is the same to the bit, at each rank and each time.
+
+use std::process::ExitCode;
+use std::time::Instant;
+
+use labs::{Lab, Result, check, connect, finish, in_time};
+use tokio::task::JoinSet;
+use tokio_rdma::{BufMut, CompletionMode, ExposedRegion, Imm, Pool, QueuePair, Recv, RemoteRegion};
+
+#[tokio::main]
+async fn main() -> ExitCode {
+    finish("all_reduce", lab().await)
+}
+
+async fn lab() -> Result<()> {
+    let lab = Lab::from_arguments()?;
+    let length = if lab.quick { 10_000 } else { 4_000_000 };
+    println!(
+        "{:>5} {:>9} {:>10} {:>12} {:>30}",
+        "ranks", "numbers", "ms", "MB/s a rank", "differ from x[0] + x[1] + ..."
+    );
+    for ranks in 2..=8 {
+        reduce(&lab, ranks, length).await?;
+    }
+    Ok(())
+}
+
+async fn reduce(lab: &Lab, ranks: usize, length: usize) -> Result<()> {
+    let inputs: Vec<Vec<f32>> = (0..ranks).map(|rank| vector(rank, length)).collect();
+    let expected = sum_around_the_ring(&inputs);
+    let mut tasks = JoinSet::new();
+    let ring = ring(lab, ranks, length.div_ceil(ranks))?;
+    let start = Instant::now();
+    for (rank, input) in ring.into_iter().zip(&inputs) {
+        tasks.spawn(rank.all_reduce(input.clone()));
+    }
+    let mut results = Vec::new();
+    while let Some(result) = in_time("the ring", async { Ok::<_, labs::Failure>(tasks.join_next().await) }).await? {
+        results.push(result??);
+    }
+    let time = start.elapsed();
+    check("results", results.len(), ranks)?;
+    for result in &results {
+        let differs = |(is, should): (&f32, &f32)| is.to_bits() != should.to_bits();
+        check("the first number that differs in a bit", result.iter().zip(&expected).position(differs), None)?;
+        check("numbers", result.len(), length)?;
+    }
+    // For comparison: all chunks from rank 0 on. Floating-point addition is not associative.
+    let plain = (0..length).map(|at| inputs.iter().skip(1).fold(inputs[0][at], |sum, input| sum + input[at]));
+    let differ = plain.zip(&expected).filter(|(plain, ring)| plain.to_bits() != ring.to_bits()).count();
+    // What a rank sends: nearly twice its vector, however many ranks there are.
+    let sent = (2 * (ranks - 1) * length.div_ceil(ranks) * 4) as f64;
+    let (ms, rate) = (time.as_secs_f64() * 1e3, sent / 1e6 / time.as_secs_f64());
+    println!("{ranks:>5} {length:>9} {ms:>10.1} {rate:>12.0} {differ:>30}");
+    Ok(())
+}
+
+/// The sum, one addition after the other, in the order of the ring.
+fn sum_around_the_ring(inputs: &[Vec<f32>]) -> Vec<f32> {
+    let (ranks, length) = (inputs.len(), inputs[0].len());
+    let chunk = length.div_ceil(ranks);
+    let sum = |at: usize| {
+        let first = at / chunk;
+        (1..ranks).fold(inputs[first][at], |sum, step| sum + inputs[(first + step) % ranks][at])
+    };
+    (0..length).map(sum).collect()
+}
+
+/// Numbers of different size and sign, whose sum depends on the order.
+fn vector(rank: usize, length: usize) -> Vec<f32> {
+    let mut state = rank as u32 * 2_654_435_761 + 1;
+    let mut next = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (state >> 8) as f32 / 65536.0 - 128.0
+    };
+    (0..length).map(|_| next() * next()).collect()
+}
+
+struct Rank {
+    rank: usize,
+    ranks: usize,
+    /// Numbers of a chunk.
+    chunk: usize,
+    pool: Pool,
+    to_next: QueuePair,
+    /// Where the next rank takes chunks: a place for each step, so that none is overwritten before it was read.
+    next_inbox: RemoteRegion,
+    inbox: ExposedRegion,
+    /// One for each step, posted before the first: the news that its chunk is there.
+    receives: Vec<Recv<BufMut>>,
+    _from_previous: QueuePair,
+}
+
+/// Ranks, each connected to the next.
+fn ring(lab: &Lab, ranks: usize, chunk: usize) -> Result<Vec<Rank>> {
+    let (steps, bytes) = (2 * (ranks - 1), 4 * chunk);
+    let mut ring = Vec::new();
+    for rank in 0..ranks {
+        let end = lab.end(rank as u8, &CompletionMode::Event)?;
+        let (to_next, from_previous) = (end.queue_pair()?, end.queue_pair()?);
+        let inbox = end.expose(steps * bytes)?;
+        let pool = end.pool(bytes, 2)?;
+        let news = end.pool(1, steps)?;
+        let mut receives = Vec::new();
+        for _ in 0..steps {
+            receives.push(from_previous.recv(news.try_alloc(1)?));
+        }
+        let next_inbox = inbox.grant();
+        ring.push(Rank {
+            rank,
+            ranks,
+            chunk,
+            pool,
+            to_next,
+            next_inbox,
+            inbox,
+            receives,
+            _from_previous: from_previous,
+        });
+    }
+    let inboxes: Vec<RemoteRegion> = ring.iter().map(|rank| rank.inbox.grant()).collect();
+    for rank in 0..ranks {
+        let next = (rank + 1) % ranks;
+        connect(&ring[rank].to_next, &ring[next]._from_previous)?;
+        ring[rank].next_inbox = inboxes[next];
+    }
+    Ok(ring)
+}
+
+impl Rank {
+    async fn all_reduce(mut self, mut numbers: Vec<f32>) -> Result<Vec<f32>> {
+        let (ranks, rank) = (self.ranks, self.rank);
+        let receives = std::mem::take(&mut self.receives);
+        for (step, receive) in receives.into_iter().enumerate() {
+            // The chunk that came a step ago, or, at first, our own. In the second half it is a sum that is complete.
+            let (send, take) = ((rank + 2 * ranks - step) % ranks, (rank + 2 * ranks - step - 1) % ranks);
+            let sent = self.send(step, &numbers[self.range(send, numbers.len())])?;
+            let told = in_time("a chunk", receive).await?;
+            check("step", told.imm, Some(Imm(step as u32)))?;
+            let range = self.range(take, numbers.len());
+            let mut bytes = vec![0; 4 * range.len()];
+            self.inbox.read(step * 4 * self.chunk, &mut bytes)?;
+            for (own, theirs) in numbers[range].iter_mut().zip(bytes.chunks_exact(4)) {
+                let theirs = f32::from_le_bytes(theirs.try_into()?);
+                *own = if step < ranks - 1 { theirs + *own } else { theirs };
+            }
+            in_time("a WRITE", sent).await?;
+        }
+        Ok(numbers)
+    }
+
+    /// Writes a chunk into the next rank's place for this step, and tells it the step.
+    fn send(&self, step: usize, chunk: &[f32]) -> Result<tokio_rdma::Write<BufMut>> {
+        let mut buffer = self.pool.try_alloc(4 * chunk.len())?;
+        for (bytes, number) in buffer.chunks_exact_mut(4).zip(chunk) {
+            bytes.copy_from_slice(&number.to_le_bytes());
+        }
+        let start = (step * 4 * self.chunk) as u64;
+        let place = self.next_inbox.slice(start..start + buffer.len() as u64)?;
+        Ok(self.to_next.write_with_imm(buffer, place, Imm(step as u32)))
+    }
+
+    /// Which numbers a chunk has; the last ones may have fewer, or none.
+    fn range(&self, chunk: usize, length: usize) -> std::ops::Range<usize> {
+        length.min(chunk * self.chunk)..length.min((chunk + 1) * self.chunk)
+    }
+}

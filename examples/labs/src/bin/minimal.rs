@@ -1,0 +1,171 @@
+//! Lab 1: the minimal flow, with every verb spelled out. `docs/labs/01-minimal.md`
+//!
+//! Nothing here is a future but the wait for an event: these are the bare objects, as a program in C has them.
+
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use labs::{Lab, Result, check, finish, in_time};
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+use tokio_rdma::types::{
+    AckTimeout, AddressVector, Data, Gid, PortNum, Psn, QpAttr, QpCaps, QpState, Qpn, RecvWr, RemoteAddr, RnrTimer,
+    SendFlags, SendOp, SendWr, Transport, WcOpcode, WorkCompletion, WrId,
+};
+use tokio_rdma::verbs::{Channel, Cq, Qp, QpOptions};
+use tokio_rdma::{Access, Device, ExposedRegion, HostMemory};
+
+#[tokio::main(flavor = "current_thread")]
+async fn main() -> ExitCode {
+    finish("minimal", lab().await)
+}
+
+async fn lab() -> Result<()> {
+    let lab = Lab::from_arguments()?;
+    let (client, server) = (Side::new(lab.device(0)?)?, Side::new(lab.device(1)?)?);
+
+    // 5. Each side needs the other's GID, queue pair number and first packet number: from here on they are connected.
+    client.connect(server.gid, server.qp.qpn())?;
+    server.connect(client.gid, client.qp.qpn())?;
+    println!("connected: {} and {}", client.qp.qpn(), server.qp.qpn());
+
+    // 6. ibv_post_recv(3): room for a message, before it comes.
+    let room = server.region.slice(0..64)?.sge();
+    // SAFETY: S1: `room` is of `server.region`, which lives until after the completion below was polled.
+    unsafe { server.qp.post_recv(&[RecvWr { wr_id: WrId(1), sges: &[room] }])? };
+
+    // 7. ibv_post_send(3) of SEND, ibv_poll_cq(3) at both ends.
+    client.region.write(0, b"hello")?;
+    client.post(SendOp::Send, 0..5)?;
+    check("SEND", client.poll()?.opcode, WcOpcode::SEND)?;
+    let received = server.poll()?;
+    check("receive", (received.opcode, received.byte_len, received.wr_id), (WcOpcode::RECV, 5, WrId(1)))?;
+    check("message", server.text(0, 5)?, "hello".to_owned())?;
+    println!("sent: {} bytes into receive {:?}", received.byte_len, received.wr_id);
+
+    // 8. WRITE and READ: the server's memory is named by address and key, and the server does nothing.
+    let grant = server.region.grant();
+    let there = RemoteAddr { addr: grant.addr() + 64, rkey: grant.rkey() };
+    client.post(SendOp::Write(there), 0..5)?;
+    check("WRITE", client.poll()?.opcode, WcOpcode::RDMA_WRITE)?;
+    client.post(SendOp::Read(there), 64..69)?;
+    check("READ", client.poll()?.opcode, WcOpcode::RDMA_READ)?;
+    check("what was read", client.text(64, 5)?, "hello".to_owned())?;
+    println!("written and read back: 5 bytes at {:#x}", there.addr);
+
+    // 9. Fetch-and-add, found by an event instead of by polling: ibv_req_notify_cq(3), then look, then sleep.
+    client.cq.arm(false)?;
+    let counter = RemoteAddr { addr: grant.addr() + 128, rkey: grant.rkey() };
+    client.post(SendOp::FetchAdd { remote: counter, add: 42 }, 128..136)?;
+    in_time("the event", client.event()).await?;
+    check("fetch-and-add", client.poll()?.opcode, WcOpcode::FETCH_ADD)?;
+    check("the counter", (client.region.load(128)?, server.region.load(128)?), (0, 42))?;
+    println!("added: 0 became 42, and an event told of it");
+    Ok(())
+    // 10. Dropped in any order: each object holds what it was made from.
+}
+
+struct Side {
+    qp: Qp,
+    cq: Cq,
+    channel: Channel,
+    region: ExposedRegion,
+    port: PortNum,
+    gid: Gid,
+    gid_index: u8,
+}
+
+/// Packets are counted from here. At random is better: a packet of an earlier connection cannot be taken for one of this.
+const FIRST_PACKET: u32 = 0x00ab_cdef;
+
+impl Side {
+    fn new(device: Device) -> Result<Self> {
+        let (port, gid) = device.default_path()?;
+        // 1. ibv_alloc_pd(3): who may reach what.
+        let pd = device.protection_domain()?;
+        // 2. ibv_reg_mr(3): memory that the device, and peers who know the key, may touch.
+        let region = ExposedRegion::new(&pd, HostMemory::zeroed(4096)?, Access::REMOTE_ALL)?;
+        // 3. ibv_create_comp_channel(3), ibv_create_cq(3): where completions arrive, and what wakes those who sleep.
+        let channel = Channel::new(&device)?;
+        let cq = Cq::new(&device, 16, Some(&channel), 0)?;
+        // 4. ibv_create_qp(3), and ibv_modify_qp(3) to INIT: receives can be posted.
+        let caps = QpCaps { max_send_wr: 8, max_recv_wr: 8, max_send_sge: 1, max_recv_sge: 1, max_inline: 0 };
+        let qp = Qp::new(&pd, &cq, &cq, None, &QpOptions { transport: Transport::Rc, caps })?;
+        qp.modify(&QpAttr {
+            pkey_index: Some(0),
+            port: Some(port.port),
+            access: Some(Access::REMOTE_ALL),
+            ..QpAttr::to_state(QpState::Init)
+        })?;
+        Ok(Self { qp, cq, channel, region, port: port.port, gid: gid.gid, gid_index: gid.index })
+    }
+
+    /// To RTR, where it hears its peer, and to RTS, where it speaks.
+    fn connect(&self, peer: Gid, qpn: Qpn) -> Result<()> {
+        let mtu = self.cq.device().port(self.port)?.active_mtu;
+        self.qp.modify(&QpAttr {
+            address: Some(AddressVector::new(self.port, self.gid_index, peer)),
+            path_mtu: Some(mtu),
+            dest_qpn: Some(qpn),
+            rq_psn: Some(Psn::new(FIRST_PACKET)),
+            max_dest_rd_atomic: Some(1),
+            min_rnr_timer: Some(RnrTimer::from_code(12)),
+            ..QpAttr::to_state(QpState::Rtr)
+        })?;
+        self.qp.modify(&QpAttr {
+            sq_psn: Some(Psn::new(FIRST_PACKET)),
+            timeout: Some(AckTimeout::from_code(14)),
+            retry_count: Some(6),
+            rnr_retry: Some(6),
+            max_rd_atomic: Some(1),
+            ..QpAttr::to_state(QpState::Rts)
+        })?;
+        Ok(())
+    }
+
+    /// Posts one work request with these bytes of our region.
+    fn post(&self, op: SendOp, bytes: std::ops::Range<usize>) -> Result<()> {
+        let sges = [self.region.slice(bytes)?.sge()];
+        let request = SendWr { wr_id: WrId(7), op, flags: SendFlags::SIGNALED, data: Data::Sges(&sges), target: None };
+        // SAFETY: S1: the bytes are of our region, which, like the queue pair, lives as long as this side.
+        unsafe { self.qp.post_send(&[request])? };
+        Ok(())
+    }
+
+    /// The next completion, which must be of a success.
+    fn poll(&self) -> Result<WorkCompletion> {
+        let deadline = Instant::now() + Duration::from_secs(10);
+        let mut found = [WorkCompletion::default()];
+        while self.cq.poll(&mut found)? == 0 {
+            if Instant::now() > deadline {
+                return Err("no completion for 10 s".into());
+            }
+            std::thread::yield_now();
+        }
+        let [completion] = found;
+        if !completion.status.is_success() {
+            return Err(format!("{:?}: {}", completion.opcode, completion.status).into());
+        }
+        Ok(completion)
+    }
+
+    /// Sleeps until the channel has an event, and acknowledges it.
+    async fn event(&self) -> Result<()> {
+        #[allow(deprecated, reason = "its successor is not in the oldest Tokio we work with")]
+        let channel = AsyncFd::with_interest(self.channel.clone(), Interest::READABLE)?;
+        loop {
+            let mut ready = channel.readable().await?;
+            if self.channel.next_event()?.is_some() {
+                self.cq.acknowledge(1);
+                return Ok(());
+            }
+            ready.clear_ready();
+        }
+    }
+
+    fn text(&self, offset: usize, len: usize) -> Result<String> {
+        let mut bytes = vec![0; len];
+        self.region.read(offset, &mut bytes)?;
+        Ok(String::from_utf8(bytes)?)
+    }
+}

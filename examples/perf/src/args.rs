@@ -1,0 +1,242 @@
+//! What is asked for on the command line.
+
+use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{CommandFactory, Parser, ValueEnum};
+
+use crate::case::{Case, Mode, Over, Verb, Work};
+
+/// Latency and bandwidth of RDMA operations, beside TCP.
+#[derive(Debug, Parser)]
+#[command(name = "perf", version)]
+struct Arguments {
+    /// What to measure; not with --listen
+    #[arg(value_enum, requires = "verb")]
+    work: Option<Work>,
+    /// By which operation
+    #[arg(value_enum)]
+    verb: Option<Verb>,
+    /// Wait at this address for one client, and serve it
+    #[arg(long, value_name = "ADDRESS:PORT", conflicts_with_all = ["connect", "work"])]
+    listen: Option<SocketAddr>,
+    /// Measure with the server at this address, instead of one in this process
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    connect: Option<SocketAddr>,
+    /// Address of the client's software device over UDP; unless given, one that reaches the server
+    #[arg(long, value_name = "ADDRESS", requires = "connect")]
+    from: Option<IpAddr>,
+    /// Bytes of an operation, or several sizes with commas between
+    #[arg(long, value_delimiter = ',', default_value = "8", value_parser = bytes)]
+    size: Vec<usize>,
+    /// Sizes from 8 bytes to 512 KiB, four times as many each
+    #[arg(long, conflicts_with = "size")]
+    sweep: bool,
+    /// Operations in flight on each queue pair (bandwidth)
+    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    depth: u32,
+    /// Queue pairs, each of which does the same
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    queue_pairs: u32,
+    /// Threads of each end's runtime, over which queue pairs are spread
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=256))]
+    threads: u32,
+    /// Operations posted with one doorbell and one completion (bandwidth of send, write, write-imm, read)
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    batch: u32,
+    /// Data in the work request itself, instead of in registered memory (send, write)
+    #[arg(long)]
+    inline: bool,
+    /// How completions are found
+    #[arg(long, value_enum, default_value = "event")]
+    mode: Mode,
+    /// Seconds that a round measures
+    #[arg(long, default_value = "1", value_parser = seconds)]
+    duration: Duration,
+    /// Rounds; the one in the middle counts for rates, all of them for percentiles
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    rounds: u32,
+    /// Seconds of work before each round, which are not measured
+    #[arg(long, default_value = "0.1", value_parser = seconds)]
+    warm_up: Duration,
+    /// Do the same over TCP, round by round in turn, and compare
+    #[arg(long, value_enum)]
+    against: Option<Against>,
+    /// Report for programs
+    #[arg(long)]
+    json: bool,
+    /// Draw the result
+    #[arg(long, value_name = "FILE.svg")]
+    plot: Option<PathBuf>,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum Against {
+    Tcp,
+}
+
+/// Checked arguments.
+#[derive(Debug)]
+pub(crate) struct Options {
+    pub(crate) place: Place,
+    /// What to measure, one size after the other; over TCP the same.
+    pub(crate) cases: Vec<Case>,
+    pub(crate) against_tcp: bool,
+    pub(crate) threads: usize,
+    pub(crate) duration: Duration,
+    pub(crate) warm_up: Duration,
+    pub(crate) rounds: u32,
+    pub(crate) json: bool,
+    pub(crate) plot: Option<PathBuf>,
+}
+
+/// Which ends this process is.
+#[derive(Debug)]
+pub(crate) enum Place {
+    Here,
+    Listen(SocketAddr),
+    Connect(SocketAddr, Option<IpAddr>),
+}
+
+/// Most memory that one queue pair's operations in flight may take.
+const MOST_IN_FLIGHT: usize = 1 << 30;
+
+impl Options {
+    /// Of this process; ends it with a message if they make no sense.
+    pub(crate) fn from_arguments() -> Self {
+        Self::check(Arguments::parse())
+            .unwrap_or_else(|error| Arguments::command().error(clap::error::ErrorKind::ValueValidation, error).exit())
+    }
+
+    fn check(arguments: Arguments) -> Result<Self, String> {
+        let place = match (arguments.listen, arguments.connect) {
+            (Some(address), _) => Place::Listen(address),
+            (None, Some(address)) => Place::Connect(address, arguments.from),
+            (None, None) => Place::Here,
+        };
+        let cases = match (arguments.work, arguments.verb, &place) {
+            (Some(work), Some(verb), _) => cases(&arguments, work, verb)?,
+            (_, _, Place::Listen(_)) => Vec::new(),
+            _ => return Err("what is to be measured? For example: perf latency write".to_owned()),
+        };
+        Ok(Self {
+            place,
+            cases,
+            against_tcp: arguments.against.is_some(),
+            threads: arguments.threads as usize,
+            duration: arguments.duration,
+            warm_up: arguments.warm_up,
+            rounds: arguments.rounds,
+            json: arguments.json,
+            plot: arguments.plot,
+        })
+    }
+}
+
+fn cases(arguments: &Arguments, work: Work, verb: Verb) -> Result<Vec<Case>, String> {
+    let sizes = match verb {
+        Verb::CompareSwap | Verb::FetchAdd => vec![8],
+        _ if arguments.sweep => (0..).map(|step| 8 << (2 * step)).take_while(|&size| size <= 1 << 20).collect(),
+        _ => arguments.size.clone(),
+    };
+    let depth = if work == Work::Latency { 1 } else { arguments.depth as usize };
+    let batch = if work == Work::Latency { 1 } else { arguments.batch as usize };
+    if batch > 1 && !verb.batches() {
+        return Err(format!("--batch: there are no batches of {verb}"));
+    }
+    if batch > 1 && arguments.inline {
+        return Err("--batch: a batch takes registered memory, not --inline".to_owned());
+    }
+    if arguments.inline && !verb.inlines() {
+        return Err(format!("--inline: {verb} is not sent inline here; send and write are"));
+    }
+    if !depth.is_multiple_of(batch) {
+        return Err(format!("--depth: {depth} is no multiple of --batch {batch}"));
+    }
+    let case = |size: usize| {
+        if size.saturating_mul(depth) > MOST_IN_FLIGHT {
+            return Err(format!("--size: {depth} times {size} bytes in flight; {MOST_IN_FLIGHT} are allowed"));
+        }
+        Ok(Case {
+            work,
+            verb,
+            over: Over::Rdma,
+            size,
+            depth,
+            lanes: arguments.queue_pairs as usize,
+            queues: arguments.threads as usize,
+            batch,
+            inline: arguments.inline,
+            mode: arguments.mode,
+        })
+    };
+    sizes.into_iter().map(case).collect()
+}
+
+/// A number of bytes, with K, M or G for 1024 of the one before.
+fn bytes(text: &str) -> Result<usize, String> {
+    let (number, unit) = match text.strip_suffix(['K', 'M', 'G']) {
+        Some(number) => (number, &text[number.len()..]),
+        None => (text, ""),
+    };
+    let shift = match unit {
+        "K" => 10,
+        "M" => 20,
+        "G" => 30,
+        _ => 0,
+    };
+    let number: usize =
+        number.parse().map_err(|_| format!("{text:?} is no number of bytes (for example 8, 64K, 1M)"))?;
+    match number.checked_mul(1 << shift) {
+        Some(size) if (1..=MOST_IN_FLIGHT).contains(&size) => Ok(size),
+        _ => Err(format!("{text} bytes; 1 to {MOST_IN_FLIGHT} are allowed")),
+    }
+}
+
+fn seconds(text: &str) -> Result<Duration, String> {
+    let seconds: f64 = text.parse().map_err(|_| format!("{text:?} is no number of seconds"))?;
+    if !(0.0..=3600.0).contains(&seconds) {
+        return Err(format!("{text} seconds; 0 to 3600 are allowed"));
+    }
+    Ok(Duration::from_secs_f64(seconds))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(line: &str) -> Result<Options, String> {
+        let arguments = std::iter::once("perf").chain(line.split(' '));
+        Arguments::try_parse_from(arguments).map_err(|error| error.to_string()).and_then(Options::check)
+    }
+
+    #[test]
+    fn sizes_have_units_and_a_sweep_covers_them() {
+        let sizes = |line| parse(line).unwrap().cases.iter().map(|case| case.size).collect::<Vec<_>>();
+        assert_eq!(sizes("latency write --size 8,64K"), [8, 65536]);
+        let sweep = sizes("bandwidth read --sweep");
+        assert_eq!((sweep.first(), sweep.last(), sweep.len()), (Some(&8), Some(&524_288), 9));
+        assert_eq!(sizes("latency compare-swap --size 64"), [8], "a word is a word");
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_refused_by_the_name_of_the_option() {
+        for (line, option) in [
+            ("bandwidth fetch-add --batch 4", "--batch"),
+            ("bandwidth write --batch 3 --depth 16", "--depth"),
+            ("latency read --inline", "--inline"),
+            ("bandwidth write --size 1G --depth 16", "--size"),
+            ("latency write --size none", "--size"),
+            ("latency", "<VERB>"),
+        ] {
+            let error = parse(line).expect_err(line);
+            assert!(error.contains(option), "{line}: {error}");
+        }
+    }
+
+    #[test]
+    fn one_operation_is_in_flight_when_latency_is_measured() {
+        assert_eq!(parse("latency write --depth 64").unwrap().cases[0].depth, 1);
+    }
+}

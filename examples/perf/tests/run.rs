@@ -1,0 +1,83 @@
+//! The program as users run it. It checks its own work: what is looked at here is what it says.
+
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Output, Stdio};
+
+use serde_json::Value;
+
+const QUICK: [&str; 6] = ["--duration", "0.05", "--warm-up", "0.01", "--rounds", "2"];
+
+fn perf() -> Command {
+    Command::new(env!("CARGO_BIN_EXE_perf"))
+}
+
+fn report(output: &Output) -> Value {
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+fn run(line: &str) -> Value {
+    report(&perf().args(line.split(' ')).args(QUICK).arg("--json").output().unwrap())
+}
+
+#[test]
+fn every_operation_is_measured_beside_tcp() {
+    for verb in ["send", "write", "write-imm", "read", "compare-swap", "fetch-add", "messages"] {
+        for work in ["latency", "bandwidth"] {
+            let report = run(&format!("{work} {verb} --against tcp"));
+            let results = report["results"].as_array().unwrap();
+            let overs: Vec<_> = results.iter().map(|result| result["over"].as_str().unwrap()).collect();
+            assert_eq!(overs, ["rdma", "tcp"], "{work} {verb}");
+            for result in results {
+                assert!(result["operations"].as_u64().unwrap() > 0, "{work} {verb}: {result}");
+                let times = &result["microseconds"];
+                assert!(times["p50"].as_f64() <= times["p99_99"].as_f64(), "{work} {verb}: {result}");
+            }
+        }
+    }
+}
+
+#[test]
+fn settings_are_put_into_practice_in_every_mode() {
+    for (mode, settings) in [
+        ("event", "write --depth 32 --batch 8 --queue-pairs 3 --threads 2"),
+        ("busy-poll", "send --size 100,5000 --queue-pairs 2"),
+        ("cooperative", "read --size 64K --batch 4"),
+        ("hybrid", "write-imm --depth 1"),
+        ("event", "send --inline --size 16 --depth 3"),
+        ("hybrid", "messages --size 1M --queue-pairs 2"),
+    ] {
+        let report = run(&format!("bandwidth {settings} --mode {mode}"));
+        assert_eq!(report["mode"], mode);
+        assert!(report["results"].as_array().unwrap().iter().all(|result| result["operations"].as_u64() > Some(0)));
+    }
+}
+
+#[test]
+fn two_processes_meet_and_their_work_is_drawn() {
+    for verb in ["write", "send", "messages"] {
+        // The software device over UDP has one program at each address: not that of another test.
+        let mut server = perf().args(["--listen", "127.0.71.1:0"]).stdout(Stdio::piped()).spawn().unwrap();
+        let said = BufReader::new(server.stdout.take().unwrap()).lines().next().unwrap().unwrap();
+        let address = said.split(' ').nth(2).unwrap();
+        let plot = std::env::temp_dir().join(format!("perf-{}-{verb}.svg", std::process::id()));
+        let mut client = perf();
+        client.args(["latency", verb, "--size", "8,4096", "--against", "tcp", "--json", "--connect", address]);
+        let output = client.args(QUICK).arg("--plot").arg(&plot).output().unwrap();
+        assert_eq!(report(&output)["processes"], 2);
+        assert!(server.wait().unwrap().success());
+        let drawn = std::fs::read_to_string(&plot).unwrap();
+        std::fs::remove_file(&plot).unwrap();
+        for name in ["bytes of an operation", "latency in µs", "percentile", "RDMA, p99", "TCP, p99", "software device"]
+        {
+            assert!(drawn.contains(name), "{name} is not in the plot");
+        }
+    }
+}
+
+#[test]
+fn client_without_a_server_says_so() {
+    let output = perf().args(["latency", "write", "--connect", "127.0.71.9:1"]).output().unwrap();
+    assert!(!output.status.success());
+    assert!(String::from_utf8_lossy(&output.stderr).contains("no server at 127.0.71.9:1"));
+}
