@@ -4,11 +4,12 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const PAGES: [&str; 11] = [
+const PAGES: [&str; 12] = [
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "docs/benchmarks.md",
+    "docs/dc-pool.md",
     "docs/design.md",
     "docs/messages.md",
     "docs/safety.md",

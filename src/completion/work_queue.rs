@@ -14,6 +14,7 @@ use super::room::Room;
 use super::slot::{Claim, Finished, OWNER_BITS, Outcome, PLACE_BITS, Slot};
 use super::slots::{Cursor, INDEX_BITS, Slots};
 use super::wake::WakeList;
+use super::watch::Watch;
 use crate::error::{LimitError, OpErrorKind, VerbError};
 use crate::sync::{AtomicU32, Mutex, MutexGuard, Ordering, lock};
 use crate::types::{Data, RecvWr, SendFlags, SendOp, SendWr, Sge, WcStatus, WindowBind, WorkCompletion, WrId};
@@ -46,7 +47,7 @@ pub(crate) struct WorkQueue {
     shared: bool,
     pub(super) room: Room,
     /// Completions that were errors; of those, flushed ones.
-    failed: AtomicU32,
+    pub(super) failed: AtomicU32,
     flushed: AtomicU32,
     pub(super) posting: Mutex<Posting>,
     cq: Arc<CqShared>,
@@ -63,6 +64,7 @@ pub(super) struct Posting {
     until: u64,
     pub(super) waited: u64,
     pub(super) queued: VecDeque<Queued>,
+    pub(super) watch: Watch,
 }
 
 /// A work request that waits for room.
@@ -116,6 +118,7 @@ impl WorkQueue {
                 until: 0,
                 waited: 0,
                 queued: VecDeque::new(),
+                watch: Watch::default(),
             }),
             cq,
         }
@@ -366,7 +369,8 @@ impl WorkQueue {
                 self.settle(next.id, failed, woken);
             }
         }
-        if posting.queued.is_empty() {
+        self.tell_idle(posting, woken);
+        if posting.queued.is_empty() && posting.watch.idle.is_none() {
             self.room.clear();
         }
     }
@@ -420,6 +424,7 @@ impl WorkQueue {
         }
         if !wc.status.is_success() {
             self.count_failure(wc);
+            self.tell_failure(woken);
         }
         if self.room.retire(slot.position()) {
             self.let_in(woken);
