@@ -89,6 +89,15 @@ impl State {
     pub(super) fn is_closed(&self) -> bool {
         self.closed
     }
+
+    /// Why no operation can begin: it is closed, or no initiator is left that works or may yet.
+    fn refusal(&self) -> Option<OpErrorKind> {
+        let failed = self.seats.iter().map(|seat| match seat.health {
+            Health::Failed(kind) => Some(kind),
+            _ => None,
+        });
+        if self.closed { Some(OpErrorKind::Closed) } else { failed.min_by_key(Option::is_some).flatten() }
+    }
 }
 
 /// What is known of an initiator.
@@ -188,7 +197,7 @@ impl Core {
 
     /// Why no operation can begin, if none can.
     pub(super) fn refusal(&self) -> Option<OpErrorKind> {
-        self.state.lock().closed.then_some(OpErrorKind::Closed)
+        self.state.lock().refusal()
     }
 
     /// Looks at everything again.
@@ -267,12 +276,7 @@ impl Core {
                 break;
             }
         }
-        let failed = state.seats.iter().map(|seat| match seat.health {
-            Health::Failed(kind) => Some(kind),
-            _ => None,
-        });
-        let ended = if state.closed { Some(OpErrorKind::Closed) } else { failed.min_by_key(Option::is_some).flatten() };
-        if let Some(kind) = ended {
+        if let Some(kind) = state.refusal() {
             self.fail_all(&mut state, kind);
         }
     }
@@ -417,7 +421,8 @@ impl Core {
     fn repair(&self, at: usize) -> Health {
         let member = &self.members[at];
         let _gate = member.gate.lock();
-        if let Err(error) = member.initiator.repair() {
+        // In whatever state it says that it is: work has failed, so it will be in the error state, if it is not yet.
+        if let Err(error) = member.initiator.reset() {
             let kind = self.kind_of(error);
             self.failed_repairs.fetch_add(1, Ordering::Relaxed);
             tracing::warn!(initiator = %member.initiator.qpn(), error = %kind, "not repaired");
