@@ -349,10 +349,12 @@ impl Core {
 
     /// Takes an idle initiator from whoever has it; false if it is not idle, or lent.
     fn vacate(&self, state: &mut State, at: usize) -> bool {
-        let (seat, queue) = (&mut state.seats[at], self.members[at].queue());
-        let Some(owner) = seat.owner.upgrade() else { return queue.is_idle() };
+        let (seat, member) = (&mut state.seats[at], &self.members[at]);
+        // In this order: what made it idle may have been a failure, which was counted before.
+        let is_free = || member.queue().is_idle() && member.is_sound();
+        let Some(owner) = seat.owner.upgrade() else { return is_free() };
         let mut own = owner.state.lock();
-        if own.leases > 0 || !queue.is_idle() {
+        if own.leases > 0 || !is_free() {
             return false;
         }
         own.leave();
