@@ -72,9 +72,10 @@ pub use error::{
 };
 pub use mem::{HostMemory, RemoteRegion, Storage};
 pub use op::{
-    Atomic, Batch, BatchOp, BatchResult, ConnectOptions, DcAddress, DcInitiator, DcInitiatorBuilder, DcPeer, DcSender,
-    DcTarget, DcTargetBuilder, EndpointError, Invalidate, Lease, Leasing, Operation, QueuePair, QueuePairBuilder,
-    QueuePairEndpoint, Read, Received, Recv, Send, SendTo, SharedReceiveQueue, Write,
+    Atomic, Batch, BatchOp, BatchResult, ConnectOptions, DcAddress, DcInitiator, DcInitiatorBuilder, DcLease, DcPeer,
+    DcPolicy, DcPool, DcPoolBuilder, DcPoolCounters, DcPoolPeer, DcSender, DcTarget, DcTargetBuilder, EndpointError,
+    Invalidate, Lease, Leasing, Lending, Operation, Pooled, QueuePair, QueuePairBuilder, QueuePairEndpoint, Read,
+    Received, Recv, Send, SendTo, SharedReceiveQueue, Write,
 };
 #[cfg(not(loom))]
 pub use transport::{

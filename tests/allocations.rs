@@ -12,7 +12,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use bytes::Bytes;
 use tokio_rdma::software::Network;
-use tokio_rdma::{Access, Batch, BufMut, CompletionQueue, ExposedRegion, Imm, Pool, QueuePair, RemoteRegion};
+use tokio_rdma::{
+    Access, Batch, BufMut, CompletionQueue, DcPolicy, DcPool, DcPoolPeer, DcTarget, ExposedRegion, Imm, Pool,
+    QueuePair, RemoteRegion, SharedReceiveQueue,
+};
 use torture::{Flavour, LONG, Mode, bounded, device, pair, scaled};
 
 /// Operations of each kind while allocations are counted.
@@ -32,6 +35,8 @@ struct Counting;
 
 static ON: AtomicBool = AtomicBool::new(false);
 static COUNT: AtomicU64 = AtomicU64::new(0);
+/// Bytes of what was counted.
+static BYTES: AtomicU64 = AtomicU64::new(0);
 static SHOWN: AtomicU64 = AtomicU64::new(0);
 /// Allocations that say where they come from.
 const SHOWN_AT_MOST: u64 = 3;
@@ -47,6 +52,7 @@ impl Counting {
             return;
         }
         COUNT.fetch_add(1, Ordering::Relaxed);
+        BYTES.fetch_add(size as u64, Ordering::Relaxed);
         // The first few say where they come from.
         if SHOWN.fetch_add(1, Ordering::Relaxed) < SHOWN_AT_MOST {
             eprintln!("allocation of {size} bytes:\n{}", Backtrace::force_capture());
@@ -226,6 +232,53 @@ async fn all(setting: &str, setup: &Setup, found: &mut Vec<String>) {
     counted(&format!("{setting}: batch"), once, found).await;
 }
 
+/// Operations of a pool of DC initiators: by a peer that has one, and by two that take one from each other each time. And what
+/// a peer more costs.
+async fn pooled(setting: &str, mode: Mode, found: &mut Vec<String>) {
+    let (device, pd) = device(&Network::new());
+    if device.attr().dc.is_none() {
+        return;
+    }
+    let queue = CompletionQueue::new(&device, mode.make()).unwrap();
+    let srq = SharedReceiveQueue::new(&pd, &queue, 4, 1).unwrap();
+    let target = DcTarget::new(&pd, &srq).unwrap();
+    let region = ExposedRegion::new(&pd, vec![0; 4096], Access::REMOTE_ALL).unwrap();
+    let (remote, buffers) = (region.grant().slice(..256).unwrap(), Pool::new(&pd, 256, 8).unwrap());
+    for policy in [DcPolicy::default(), DcPolicy::Shared] {
+        let pool = DcPool::builder(&pd, &queue).initiators(1).policy(policy).build().unwrap();
+        let peers = [(); 2].map(|()| pool.peer(&target.address()).unwrap());
+        let write = async |peer: &DcPoolPeer| {
+            peer.write(buffers.try_alloc(256).unwrap(), remote).await.unwrap();
+            peer.write_inline(&[7; 32], remote).await.unwrap();
+        };
+        counted(&format!("{setting}: {policy:?}, one peer"), async || write(&peers[0]).await, found).await;
+        let alternate = async || {
+            write(&peers[0]).await;
+            write(&peers[1]).await;
+        };
+        counted(&format!("{setting}: {policy:?}, two peers in turn"), alternate, found).await;
+        let lease = async || {
+            let lease = peers[0].borrow().await.unwrap();
+            lease.write_inline(&[7; 32], remote).await.unwrap();
+        };
+        counted(&format!("{setting}: {policy:?}, lease"), lease, found).await;
+
+        let mut more = Vec::with_capacity(1000);
+        BYTES.store(0, Ordering::Relaxed);
+        SHOWN.store(SHOWN_AT_MOST, Ordering::Relaxed);
+        ON.store(true, Ordering::SeqCst);
+        for _ in 0..1000 {
+            more.push(pool.peer(&target.address()).unwrap());
+        }
+        ON.store(false, Ordering::SeqCst);
+        let each = BYTES.load(Ordering::Relaxed) / 1000;
+        println!("{setting}: {policy:?}: {each} bytes for each peer");
+        if each > 512 {
+            found.push(format!("{setting}: {policy:?}: {each} bytes for each peer"));
+        }
+    }
+}
+
 /// A message costs one allocation: the `Bytes` that the receiver hands out, of a copy or with the buffer in it. Sending, credits
 /// and acknowledgements cost none.
 async fn messages(setting: &str, mode: Mode, found: &mut Vec<String>) {
@@ -260,6 +313,7 @@ fn operations_allocate_nothing_once_warm() {
         for (mode, flavour) in Mode::ALL.into_iter().flat_map(|mode| Flavour::ALL.map(|flavour| (mode, flavour))) {
             let setup = Setup::new(mode);
             flavour.runtime().block_on(all(&format!("{mode:?}, {flavour:?}"), &setup, &mut found));
+            flavour.runtime().block_on(pooled(&format!("{mode:?}, {flavour:?}"), mode, &mut found));
             flavour.runtime().block_on(messages(&format!("{mode:?}, {flavour:?}"), mode, &mut found));
         }
         found

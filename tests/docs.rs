@@ -4,12 +4,13 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const PAGES: [&str; 22] = [
+const PAGES: [&str; 23] = [
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "docs/benchmarks.md",
     "docs/dc.md",
+    "docs/dc-pool.md",
     "docs/design.md",
     "docs/labs/01-minimal.md",
     "docs/labs/02-one-sided.md",

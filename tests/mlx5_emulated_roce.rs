@@ -16,6 +16,8 @@ mod emulated;
 
 #[path = "cancel.rs"]
 mod cancel;
+#[path = "dc_pool/mod.rs"]
+mod pool;
 #[path = "shared_queues.rs"]
 mod shared_queues;
 #[path = "conformance/mod.rs"]

@@ -33,6 +33,9 @@ macro_rules! each {
 #[test]
 fn objects_are_send_sync_unpin_and_debug() {
     each!(value: BusyPoller, CompletionMode, CompletionQueue, CompletionQueueBuilder, CompletionQueueCounters);
+    each!(value: DcPool, DcPoolPeer, DcPoolBuilder, DcPoolCounters, DcPolicy);
+    each!(free: DcLease);
+    each!(future: Pooled<Write<BufMut>>, Pooled<Read<BufMut>>, Pooled<Atomic>, Pooled<BatchOp<BufMut>>, Pooled<Lending>);
     each!(value: WorkQueueCounters, RemoteRegion, ConnectOptions, QueuePair, QueuePairBuilder, QueuePairEndpoint);
     each!(value: SharedReceiveQueue, AddressHandle, Buf, Device, ExposedSlice, Pool, PoolBuilder, PoolError);
     each!(value: ProtectionDomain, Access, Imm);

@@ -225,6 +225,44 @@ mod tests {
     use crate::verbs::{Device, ExposedRegion, Pool};
 
     #[test]
+    fn batch_that_was_done_before_a_reset_has_succeeded() {
+        let device = Device::software_in(&Network::new(), "device").unwrap();
+        let pd = device.protection_domain().unwrap();
+        let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
+        let [a, b] = [(); 2].map(|()| QueuePair::new(&pd, &queue).unwrap());
+        a.connect(&b.endpoint()).unwrap();
+        b.connect(&a.endpoint()).unwrap();
+        let pool = Pool::new(&pd, 64, 8).unwrap();
+        let region = ExposedRegion::new(&pd, vec![0; 64], Access::REMOTE_ALL).unwrap();
+        for every in [0, 2] {
+            let mut batch = Batch::new();
+            batch.signal_every(every);
+            for _ in 0..5 {
+                batch.write(pool.try_alloc(64).unwrap(), region.grant());
+            }
+            let mut batch = pin!(a.post_batch(batch));
+            queue.shared().drain();
+            assert_eq!(a.send_counters().in_flight, 0);
+            a.modify(&QpAttr::to_state(QpState::Reset)).unwrap();
+            let mut context = Context::from_waker(Waker::noop());
+            let Poll::Ready(result) = batch.as_mut().poll(&mut context) else { panic!("it is done") };
+            assert!(result.is_ok(), "{:?}", result.results());
+            drop(result);
+            assert_eq!(pool.available(), 8);
+            // Up again for the next turn, with both ends anew.
+            b.modify(&QpAttr::to_state(QpState::Reset)).unwrap();
+            for qp in [&a, &b] {
+                let path = qp.path().0;
+                let access = Some(Access::REMOTE_ALL);
+                let attr = QpAttr { pkey_index: Some(0), port: Some(path), access, ..QpAttr::to_state(QpState::Init) };
+                qp.modify(&attr).unwrap();
+            }
+            a.connect(&b.endpoint()).unwrap();
+            b.connect(&a.endpoint()).unwrap();
+        }
+    }
+
+    #[test]
     fn batch_of_a_queue_pair_that_cannot_be_flushed_ends_and_keeps_its_buffers_until_that_is_destroyed() {
         // Nothing moves there.
         let network = Network::simulated(1, Faults::none());

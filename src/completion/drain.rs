@@ -683,6 +683,16 @@ impl CqShared {
         self.drivers.fetch_add(1, Ordering::Relaxed);
     }
 
+    /// True if somebody polls for all.
+    pub(super) fn is_driven(&self) -> bool {
+        self.drivers.load(Ordering::Relaxed) > 0
+    }
+
+    /// Why it is dead, if it is.
+    pub(crate) fn failure(&self) -> Option<VerbError> {
+        lock(&self.state).failed
+    }
+
     /// Nobody does any more, perhaps: those who wait are woken by events until they look again.
     pub(super) fn end_driving(&self) {
         self.drivers.fetch_sub(1, Ordering::Relaxed);

@@ -152,7 +152,7 @@ fn detach<T: Send + 'static>(queue: &WorkQueue, index: u32, held: T) {
         }
         Detach::Complete(held) => {
             queue.cq().no_longer_waiting();
-            queue.slots().release_chain(index);
+            queue.release_batch(index);
             drop(held);
         }
     }
@@ -207,7 +207,7 @@ impl<B: Send + 'static> InFlightBatch<B> {
             }
             next = slot.previous();
         }
-        slots.release_chain(last);
+        self.queue.release_batch(last);
         match self.buffers.take() {
             Some(buffers) => Poll::Ready(buffers),
             None => unreachable!("checked above"),

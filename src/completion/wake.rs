@@ -151,7 +151,7 @@ impl Turns {
 
 /// Wakes one task, now or when it may be.
 #[inline]
-pub(super) fn wake(waker: Waker) {
+pub(crate) fn wake(waker: Waker) {
     if DEFERRALS.get() > 0 {
         later(|deferred| deferred.wake(waker));
     } else {

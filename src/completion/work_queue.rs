@@ -14,6 +14,7 @@ use super::room::Room;
 use super::slot::{Claim, Finished, OWNER_BITS, Outcome, PLACE_BITS, Slot};
 use super::slots::{Cursor, INDEX_BITS, Slots};
 use super::wake::WakeList;
+use super::watch::Watch;
 use crate::error::{LimitError, OpErrorKind, VerbError};
 use crate::sync::{AtomicU32, Mutex, MutexGuard, Ordering, lock};
 use crate::types::{Data, RecvWr, SendFlags, SendOp, SendWr, Sge, WcStatus, WindowBind, WorkCompletion, WrId};
@@ -46,7 +47,7 @@ pub(crate) struct WorkQueue {
     shared: bool,
     pub(super) room: Room,
     /// Completions that were errors; of those, flushed ones.
-    failed: AtomicU32,
+    pub(super) failed: AtomicU32,
     flushed: AtomicU32,
     pub(super) posting: Mutex<Posting>,
     cq: Arc<CqShared>,
@@ -63,6 +64,7 @@ pub(super) struct Posting {
     until: u64,
     pub(super) waited: u64,
     pub(super) queued: VecDeque<Queued>,
+    pub(super) watch: Watch,
 }
 
 /// A work request that waits for room.
@@ -116,6 +118,7 @@ impl WorkQueue {
                 until: 0,
                 waited: 0,
                 queued: VecDeque::new(),
+                watch: Watch::default(),
             }),
             cq,
         }
@@ -366,7 +369,8 @@ impl WorkQueue {
                 self.settle(next.id, failed, woken);
             }
         }
-        if posting.queued.is_empty() {
+        self.tell_idle(posting, woken);
+        if posting.queued.is_empty() && posting.watch.idle.is_none() {
             self.room.clear();
         }
     }
@@ -420,6 +424,7 @@ impl WorkQueue {
         }
         if !wc.status.is_success() {
             self.count_failure(wc);
+            self.tell_failure(woken);
         }
         if self.room.retire(slot.position()) {
             self.let_in(woken);
@@ -492,12 +497,12 @@ impl WorkQueue {
             self.cq.no_longer_waiting();
         }
         self.room.clear();
-        let mut chain = Vec::new();
+        let (done, mut chain) = (self.done_without_completion(), Vec::new());
         for (_, slot) in self.slots.iter() {
             // A batch ends with its last work request: those before it end first, wherever their slots are.
             let mut next = Some(slot);
             while let Some(slot) = next
-                && let Some(id) = slot.in_flight()
+                && let Some(id) = slot.in_flight().filter(|&id| done.binary_search(&index_of(id)).is_err())
             {
                 chain.push(id);
                 next = slot.previous().map(|previous| self.slots.slot(previous));
@@ -507,6 +512,31 @@ impl WorkQueue {
             }
         }
         self.room.retire_all(posting.posted as u32);
+        self.tell_idle(&mut posting, woken);
+    }
+
+    /// Slots, in order, of work that a completion behind it in the same batch stands for, and whose future has not looked yet.
+    /// Under the lock of posting, under which such a future [lets go of them](Self::release_batch).
+    fn done_without_completion(&self) -> Vec<u32> {
+        let mut done = Vec::new();
+        for (_, slot) in self.slots.iter().filter(|(_, slot)| slot.is_complete()) {
+            let mut next = slot.previous();
+            while let Some(index) = next {
+                done.push(index);
+                let slot = self.slots.slot(index);
+                // From there on it is its own.
+                next = if slot.is_complete() { None } else { slot.previous() };
+            }
+        }
+        done.sort_unstable();
+        done
+    }
+
+    /// Ends the lives of the slots of a batch, whose future has their results. Those without a completion of their own are in
+    /// flight up to here, so whoever [abandons](Self::abandon) those in flight is kept out.
+    pub(super) fn release_batch(&self, last: u32) {
+        let _posting = lock(&self.posting);
+        self.slots.release_chain(last);
     }
 
     /// Wakes all that wait, to look again.

@@ -200,6 +200,15 @@ pub struct BatchOp<B: Source> {
     batch: Option<Batch<B>>,
 }
 
+impl<B: Source> BatchOp<B> {
+    /// None of it was posted.
+    pub(super) fn refused(kind: OpErrorKind, mut batch: Batch<B>) -> Self {
+        batch.results.clear();
+        batch.results.resize(batch.entries.len(), Err(kind));
+        Self { in_flight: None, batch: Some(batch) }
+    }
+}
+
 impl<B: Source> Future for BatchOp<B> {
     type Output = BatchResult<B>;
 

@@ -22,7 +22,10 @@ mod write;
 
 pub use atomic::Atomic;
 pub use batch::{Batch, BatchOp, BatchResult};
-pub use dc::{DcAddress, DcInitiator, DcInitiatorBuilder, DcPeer, DcSender, DcTarget, DcTargetBuilder};
+pub use dc::{
+    DcAddress, DcInitiator, DcInitiatorBuilder, DcLease, DcPeer, DcPolicy, DcPool, DcPoolBuilder, DcPoolCounters,
+    DcPoolPeer, DcSender, DcTarget, DcTargetBuilder, Lending, Pooled,
+};
 pub use endpoint::{ConnectOptions, EndpointError, QueuePairEndpoint};
 pub use future::Operation;
 pub use lease::{Invalidate, Lease, Leasing};

@@ -281,6 +281,11 @@ impl QueuePair {
         self.inner.core.shut_down(OpErrorKind::Closed);
     }
 
+    /// Ends it at once, as dropping the last clone does.
+    pub(super) fn end(&self) {
+        self.inner.core.shut_down(OpErrorKind::Closed);
+    }
+
     /// What its send queue has done so far.
     #[must_use]
     pub fn send_counters(&self) -> WorkQueueCounters {

@@ -75,6 +75,16 @@ impl DcInitiator {
         }
     }
 
+    #[inline]
+    pub(super) fn queue_pair(&self) -> &QueuePair {
+        &self.qp
+    }
+
+    /// Ends it, as dropping the last clone does.
+    pub(super) fn end(&self) {
+        self.qp.end();
+    }
+
     /// Its number.
     #[must_use]
     pub fn qpn(&self) -> Qpn {

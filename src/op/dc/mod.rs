@@ -10,10 +10,12 @@
 
 mod address;
 mod initiator;
+mod pool;
 mod sender;
 mod target;
 
 pub use address::DcAddress;
 pub use initiator::{DcInitiator, DcInitiatorBuilder, DcPeer};
+pub use pool::{DcLease, DcPolicy, DcPool, DcPoolBuilder, DcPoolCounters, DcPoolPeer, Lending, Pooled};
 pub use sender::DcSender;
 pub use target::{DcTarget, DcTargetBuilder};

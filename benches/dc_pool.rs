@@ -1,0 +1,69 @@
+//! What a pool of DC initiators adds to an initiator of one's own: the work that callgrind counts.
+//!
+//! ```text
+//! dc_pool count initiator|pool|lease|switch OPERATIONS
+//! ```
+//!
+//! Each operation is an awaited WRITE of 8 bytes: by an initiator, by a peer of a pool that has one, through a lease, or by two peers
+//! in turn that take the only one from each other. Run it with two numbers of operations under `valgrind --tool=callgrind`
+//! and subtract; without arguments it runs each once, so that `cargo bench` knows that it works.
+
+use std::error::Error;
+
+use tokio_rdma::{
+    Access, CompletionMode, CompletionQueue, DcInitiator, DcPool, DcTarget, Device, ExposedRegion, Pool,
+    SharedReceiveQueue,
+};
+
+const SIDES: [&str; 4] = ["initiator", "pool", "lease", "switch"];
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let arguments: Vec<_> = std::env::args().skip(1).filter(|argument| argument != "--bench").collect();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+        ["count", side, operations] if SIDES.contains(&side) => runtime.block_on(count(side, operations.parse()?)),
+        [] => SIDES.into_iter().try_for_each(|side| runtime.block_on(count(side, 1000))),
+        _ => Err("usage: dc_pool [count initiator|pool|lease|switch OPERATIONS]".into()),
+    }
+}
+
+async fn count(side: &str, operations: u32) -> Result<(), Box<dyn Error>> {
+    let device = Device::software()?;
+    let pd = device.protection_domain()?;
+    let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
+    let srq = SharedReceiveQueue::new(&pd, &queue, 1, 1)?;
+    let target = DcTarget::new(&pd, &srq)?;
+    let region = ExposedRegion::new(&pd, vec![0; 8], Access::REMOTE_WRITE)?;
+    let remote = region.grant();
+    let mut buffer = Pool::new(&pd, 8, 1)?.try_alloc(8)?;
+    if side == "initiator" {
+        let initiator = DcInitiator::new(&pd, &queue)?;
+        let peer = initiator.peer(&target.address())?;
+        for _ in 0..operations {
+            buffer = initiator.to(&peer).write(buffer, remote).await?;
+        }
+        return Ok(());
+    }
+    let pool = DcPool::builder(&pd, &queue).initiators(1).build()?;
+    let peers = [pool.peer(&target.address())?, pool.peer(&target.address())?];
+    match side {
+        "pool" => {
+            for _ in 0..operations {
+                buffer = peers[0].write(buffer, remote).await?;
+            }
+        }
+        "lease" => {
+            let lease = peers[0].borrow().await?;
+            for _ in 0..operations {
+                buffer = lease.write(buffer, remote).await?;
+            }
+        }
+        _ => {
+            for turn in 0..operations {
+                buffer = peers[turn as usize % 2].write(buffer, remote).await?;
+            }
+            assert_eq!(pool.counters().switches, u64::from(operations));
+        }
+    }
+    Ok(())
+}

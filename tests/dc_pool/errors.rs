@@ -1,0 +1,197 @@
+//! What an error ends, and what it does not.
+
+use tokio_rdma::types::WcStatus;
+use tokio_rdma::{DcPolicy, OpErrorKind, SetupError};
+
+use super::{Home, Node, block, exclusive, poll, setup, unblock, until};
+use crate::common::{Setup, in_every_mode, within};
+
+in_every_mode!(
+    errors_of_one_peer_are_seen_by_no_other,
+    failure_that_nobody_awaits_is_repaired,
+    lease_ends_with_its_first_failure,
+    sharing_peers_go_on_after_a_failure,
+    device_that_is_lost_ends_every_operation,
+);
+
+/// Three bad peers among four good ones, on three initiators.
+async fn errors_of_one_peer_are_seen_by_no_other(mode: &str) {
+    const ROUNDS: u64 = 12;
+    let Some(setup) = setup("errors_of_one_peer") else { return };
+    let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
+    let pool = home.pool(3, exclusive(5));
+    let address = there.target.address();
+    let mut stranger = address;
+    stranger.key.0 ^= 1;
+    let gone = Node::new(&setup.b, mode);
+    let (greedy, stranger, gone_peer) =
+        (pool.peer(&address).unwrap(), pool.peer(&stranger).unwrap(), pool.peer(&gone.target.address()).unwrap());
+    drop(gone);
+    let good: Vec<_> = (0..4).map(|_| pool.peer(&address).unwrap()).collect();
+    let bad = [
+        (greedy, there.forbidden(), ROUNDS),
+        (stranger, there.remote(0, 4), ROUNDS),
+        // Each takes as long as its retries.
+        (gone_peer, there.remote(0, 4), 2),
+    ];
+    let failing = bad.into_iter().map(|(peer, remote, rounds)| {
+        tokio::spawn(async move {
+            for _ in 0..rounds {
+                let (first, second) = (peer.write_inline(b"fail", remote), peer.write_inline(b"next", remote));
+                let error = within("bad write", first).await.unwrap_err();
+                assert!(error.status().is_some_and(|status| status != WcStatus::WR_FLUSH_ERR), "{error}");
+                within("bad write", second).await.unwrap_err();
+            }
+        })
+    });
+    let succeeding = good.into_iter().enumerate().map(|(at, peer)| {
+        let word = there.word(8 + at);
+        tokio::spawn(async move {
+            for round in 0..10 * ROUNDS {
+                let adds = [0, 1, 2].map(|_| peer.fetch_add(word, 1));
+                for (part, add) in adds.into_iter().enumerate() {
+                    assert_eq!(within("good add", add).await.unwrap(), 3 * round + part as u64);
+                }
+            }
+        })
+    });
+    let tasks: Vec<_> = failing.chain(succeeding).collect();
+    for task in tasks {
+        within("task", task).await.unwrap();
+    }
+    until("repaired", || pool.counters().repairs >= 2 * ROUNDS + 2).await;
+    let counters = pool.counters();
+    assert_eq!((counters.failed_repairs, counters.peers_in_line), (0, 0), "{counters:?}");
+    let mut bytes = [1; 8];
+    there.region.read(0, &mut bytes).unwrap();
+    assert_eq!(bytes, [0; 8]);
+}
+
+async fn failure_that_nobody_awaits_is_repaired(mode: &str) {
+    let Some(setup) = setup("failure_that_nobody_awaits") else { return };
+    let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
+    let pool = home.pool(2, exclusive(5));
+    let peer = |_| pool.peer(&there.target.address()).unwrap();
+    let [one, other] = [0, 1].map(peer);
+    let free = home.buffers.available();
+    drop(one.write(home.buffer(b"fails"), there.forbidden()));
+    drop(one.write(home.buffer(b"is flushed"), there.remote(0, 10)));
+    until("repaired", || pool.counters().repairs == 1 && home.buffers.available() == free).await;
+    for peer in [&one, &other] {
+        within("write", peer.write(home.buffer(b"goes on"), there.remote(16, 7))).await.unwrap();
+    }
+    assert_eq!((pool.counters().repairs, pool.counters().failed_repairs), (1, 0));
+}
+
+async fn lease_ends_with_its_first_failure(mode: &str) {
+    let Some(setup) = setup("lease_ends_with_its_first_failure") else { return };
+    for policy in [exclusive(5), DcPolicy::Shared] {
+        let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
+        let pool = home.pool(1, policy);
+        let peer = pool.peer(&there.target.address()).unwrap();
+        let lease = within("lease", peer.borrow()).await.unwrap();
+        within("write", lease.write_inline(b"good", there.remote(0, 4))).await.unwrap();
+        let (bad, behind) =
+            (lease.write_inline(b"bad", there.forbidden()), lease.write_inline(b"behind", there.remote(0, 6)));
+        within("bad", bad).await.unwrap_err();
+        assert_eq!(within("behind", behind).await.unwrap_err().status(), Some(WcStatus::WR_FLUSH_ERR));
+        // Others go on, it does not.
+        within("write", peer.write_inline(b"others", there.remote(8, 6))).await.unwrap();
+        let late = within("late", lease.write_inline(b"late", there.remote(0, 4))).await.unwrap_err();
+        assert_eq!(late.status(), Some(WcStatus::WR_FLUSH_ERR));
+        let again = within("lease", peer.borrow()).await.unwrap();
+        drop(lease);
+        within("write", again.write_inline(b"more", there.remote(8, 4))).await.unwrap();
+        let mut bytes = [0; 14];
+        there.region.read(0, &mut bytes).unwrap();
+        assert_eq!(&bytes, b"good\0\0\0\0morers");
+    }
+}
+
+async fn sharing_peers_go_on_after_a_failure(mode: &str) {
+    let Some(setup) = setup("sharing_peers") else { return };
+    let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
+    let pool = home.pool(2, DcPolicy::Shared);
+    let peers: Vec<_> = (0..5).map(|_| pool.peer(&there.target.address()).unwrap()).collect();
+    // Nobody waits for anybody.
+    let blocked = block(&there, &peers[0]).await;
+    for peer in &peers[1..] {
+        assert!(poll(&mut peer.fetch_add(there.word(0), 1)).is_ready() || pool.counters().waited == 0);
+    }
+    unblock(&there).await;
+    within("send", blocked).await.unwrap();
+    for round in 0..20 {
+        within("bad", peers[round % 5].write_inline(b"bad", there.forbidden())).await.unwrap_err();
+        for peer in &peers {
+            within("good", peer.write_inline(b"good", there.remote(64, 4))).await.unwrap();
+        }
+    }
+    let counters = pool.counters();
+    assert_eq!((counters.repairs, counters.failed_repairs), (20, 0), "{counters:?}");
+}
+
+/// Killed with work in flight, in line and about to be called, in every mode.
+async fn device_that_is_lost_ends_every_operation(mode: &str) {
+    let Some((setup, control, _)) = Setup::controlled("device_that_is_lost") else { return };
+    let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
+    let pool = home.pool(2, exclusive(3));
+    let address = there.target.address();
+    let free = home.buffers.available();
+    let stuck: Vec<_> = (0..2).map(|_| pool.peer(&address).unwrap()).collect();
+    let mut sends = Vec::new();
+    for peer in &stuck {
+        sends.push(block(&there, peer).await);
+    }
+    let tasks: Vec<_> = (0..6)
+        .map(|_| {
+            let (peer, remote) = (pool.peer(&address).unwrap(), there.remote(0, 4));
+            let buffers = home.buffers.clone();
+            tokio::spawn(async move {
+                loop {
+                    let write = peer.write(buffers.copy_from(b"load").unwrap(), remote);
+                    if let Err(error) = within("write", write).await {
+                        return error.kind();
+                    }
+                }
+            })
+        })
+        .collect();
+    until("in line", || pool.counters().peers_in_line == 6).await;
+    let lent = pool.peer(&address).unwrap().borrow();
+    control.kill();
+    let typed = |kind: OpErrorKind| {
+        assert!(
+            matches!(
+                kind,
+                OpErrorKind::Closed
+                    | OpErrorKind::CompletionQueue(_)
+                    | OpErrorKind::Completion(_)
+                    | OpErrorKind::Post(_)
+            ),
+            "{kind}"
+        );
+    };
+    for send in sends {
+        typed(within("send", send).await.unwrap_err().kind());
+    }
+    for task in tasks {
+        typed(within("task", task).await.unwrap());
+    }
+    typed(within("lease", lent).await.unwrap_err().kind());
+    let late = stuck[0].write(home.buffer(b"late"), there.remote(0, 4));
+    typed(within("late", late).await.unwrap_err().kind());
+    assert_eq!((home.buffers.available(), pool.counters().peers_in_line), (free, 0));
+}
+
+#[test]
+fn pool_is_checked_when_it_is_made() {
+    let Some(setup) = setup("pool_is_checked") else { return };
+    let home = Home::new(&setup.a, "event");
+    let builder = || tokio_rdma::DcPool::builder(&home.pd, &home.queue);
+    let error = builder().initiators(0).build().unwrap_err();
+    assert_eq!(error, SetupError::TooSmall { field: "initiators", asked: 0, least: 1 });
+    let error = builder().initiators(9).initiator(|each| each.max_send_wr(128)).build().unwrap_err();
+    assert_eq!(error, SetupError::CompletionQueueFull { asked: 128, free: 0 });
+    let pool = builder().policy(exclusive(0)).build().unwrap();
+    assert_eq!((pool.policy(), pool.counters().initiators.len()), (exclusive(1), 4));
+}

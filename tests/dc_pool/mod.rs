@@ -1,0 +1,136 @@
+//! The scenarios, for any device with DC, and what they are made of.
+
+mod campaign;
+mod errors;
+mod turns;
+
+use std::pin::Pin;
+use std::task::{Context, Poll, Waker};
+
+use tokio_rdma::types::{AckTimeout, RnrTimer};
+use tokio_rdma::{
+    Access, BufMut, CompletionQueue, ConnectOptions, DcPolicy, DcPool, DcPoolPeer, DcTarget, Device, ExposedRegion,
+    HostMemory, Pool, ProtectionDomain, RemoteRegion, SharedReceiveQueue,
+};
+
+use crate::common::{Setup, mode, skip};
+
+/// A setup with DC; `None`, loudly, on a device without.
+fn setup(test: &str) -> Option<Setup> {
+    let setup = Setup::new();
+    if setup.a.attr().dc.is_none() {
+        skip(test, "no DC");
+        return None;
+    }
+    Some(setup)
+}
+
+/// Gives up soon where nobody answers, and waits for ever where no receive is posted: so initiators are kept busy. Answers that
+/// a thread delivers may take as long as that has to wait for a processor.
+const OPTIONS: ConnectOptions = ConnectOptions {
+    timeout: AckTimeout::from_code(match crate::WIRE {
+        crate::common::Wire::Memory => 10,
+        _ => 17,
+    }),
+    retry_count: 2,
+    rnr_retry: 7,
+    rnr_timer: RnrTimer::from_code(1),
+};
+
+/// Where pools are made.
+struct Home {
+    buffers: Pool,
+    queue: CompletionQueue,
+    pd: ProtectionDomain,
+}
+
+impl Home {
+    fn new(device: &Device, mode_name: &str) -> Self {
+        let pd = device.protection_domain().unwrap();
+        let queue = CompletionQueue::new(device, mode(mode_name)).unwrap();
+        let buffers = Pool::builder(&pd).buffer_size(256).buffers(512).build().unwrap();
+        Self { buffers, queue, pd }
+    }
+
+    fn pool(&self, initiators: usize, policy: DcPolicy) -> DcPool {
+        let builder = DcPool::builder(&self.pd, &self.queue).initiators(initiators).policy(policy);
+        builder.initiator(|each| each.options(OPTIONS).max_send_wr(64)).build().unwrap()
+    }
+
+    fn buffer(&self, bytes: &[u8]) -> BufMut {
+        self.buffers.copy_from(bytes).unwrap()
+    }
+}
+
+/// A peer's end.
+struct Node {
+    target: DcTarget,
+    srq: SharedReceiveQueue,
+    region: ExposedRegion,
+    buffers: Pool,
+    /// Last.
+    _queue: CompletionQueue,
+}
+
+impl Node {
+    fn new(device: &Device, mode_name: &str) -> Self {
+        let pd = device.protection_domain().unwrap();
+        let queue = CompletionQueue::new(device, mode(mode_name)).unwrap();
+        Self::within(&pd, &queue)
+    }
+
+    fn within(pd: &ProtectionDomain, queue: &CompletionQueue) -> Self {
+        let srq = SharedReceiveQueue::new(pd, queue, 64, 1).unwrap();
+        let target = DcTarget::builder(pd, &srq).rnr_timer(RnrTimer::from_code(1)).build().unwrap();
+        let region = ExposedRegion::new(pd, HostMemory::zeroed(4096).unwrap(), Access::REMOTE_ALL).unwrap();
+        let buffers = Pool::builder(pd).buffer_size(64).buffers(64).build().unwrap();
+        Self { target, srq, region, buffers, _queue: queue.clone() }
+    }
+
+    fn remote(&self, offset: usize, len: usize) -> RemoteRegion {
+        self.region.grant().slice(offset as u64..(offset + len) as u64).unwrap()
+    }
+
+    fn word(&self, at: usize) -> RemoteRegion {
+        self.remote(8 * at, 8)
+    }
+
+    /// Memory that is not granted: the key is another one.
+    fn forbidden(&self) -> RemoteRegion {
+        let mut bytes = self.remote(0, 8).to_bytes();
+        bytes[16] ^= 0x5a;
+        RemoteRegion::from_bytes(&bytes).unwrap()
+    }
+}
+
+const fn exclusive(quota: u32) -> DcPolicy {
+    DcPolicy::Exclusive { quota }
+}
+
+fn poll<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {
+    Pin::new(future).poll(&mut Context::from_waker(Waker::noop()))
+}
+
+/// Lets the others run until it is so.
+async fn until(what: &str, mut ready: impl FnMut() -> bool) {
+    crate::common::within(what, async {
+        while !ready() {
+            tokio::time::sleep(std::time::Duration::from_micros(100)).await;
+        }
+    })
+    .await;
+}
+
+/// Keeps the initiator of `peer` busy until a receive is posted at `node`.
+async fn block(node: &Node, peer: &DcPoolPeer) -> tokio_rdma::Pooled<tokio_rdma::Send<()>> {
+    let mut send = peer.send_inline(b"blocks");
+    assert!(poll(&mut send).is_pending(), "there is a receive: {:?}", node.srq);
+    send
+}
+
+/// Posts the receive that it takes.
+async fn unblock(node: &Node) {
+    let receive = node.srq.recv(node.buffers.try_alloc(64).unwrap());
+    let received = crate::common::within("receive", receive).await.unwrap();
+    assert_eq!(&received.buffer[..], b"blocks");
+}
