@@ -193,7 +193,8 @@ async fn targets_alternate(mode: &str) {
     let sends: Vec<_> =
         peers.iter().enumerate().map(|(at, peer)| initiator.to(peer).send_inline(&[at as u8; 3])).collect();
     drop(peers);
-    assert!(initiator.counters().waited > 0, "all of it had room: {:?}", initiator.counters());
+    // Unless a thread that polls has made room as fast.
+    assert!(mode == "busy_poll" || initiator.counters().waited > 0, "all of it had room: {:?}", initiator.counters());
     for (turn, add) in adds.into_iter().enumerate() {
         let (round, at) = (turn / TARGETS, turn % TARGETS);
         let before = within("add", add).await.unwrap();
