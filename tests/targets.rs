@@ -5,7 +5,7 @@ mod torture;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::thread;
 use std::time::Duration;
@@ -49,6 +49,16 @@ struct Amid<F> {
     message: &'static str,
     level: Level,
     act: F,
+}
+
+impl<F: Fn(&str) + Send + Sync + 'static> Amid<F> {
+    /// Calls `scene` with it. One at a time: what is traced at all is one setting of the whole process, which changes as each
+    /// of these comes and goes.
+    fn during<T>(self, scene: impl FnOnce() -> T) -> T {
+        static STAGE: Mutex<()> = Mutex::new(());
+        let _stage = STAGE.lock().unwrap_or_else(PoisonError::into_inner);
+        tracing::subscriber::with_default(self, scene)
+    }
 }
 
 #[derive(Default)]
@@ -132,7 +142,7 @@ fn a_target_is_not_reached_before_its_completion_queue_knows_of_it() {
                 }
             },
         };
-        let made = tracing::subscriber::with_default(amid, || DcTarget::builder(&pd, &srq).key(key).build());
+        let made = amid.during(|| DcTarget::builder(&pd, &srq).key(key).build());
         assert!(made.is_err(), "its completion queue is dead");
         assert_eq!(&buffer[..], b"untouched", "handed back, and written");
         assert!(!reached.load(Ordering::Relaxed), "it was in RTR");
@@ -163,7 +173,7 @@ fn what_was_acknowledged_is_not_lost_with_the_target() {
                 }
             },
         };
-        tracing::subscriber::with_default(amid, || drop(target));
+        amid.during(|| drop(target));
         let late = late.lock().unwrap().take().expect("the first is taken while the target ends");
         let acknowledged = torture::block_on(late).is_ok();
         let arrived = receives.iter_mut().map(poll).filter(Poll::is_ready).count();
