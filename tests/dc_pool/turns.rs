@@ -17,6 +17,8 @@ in_every_mode!(
     waiter_that_is_dropped_was_not_sent,
     initiator_of_dropped_work_is_handed_on_when_that_is_done,
     leases_keep_their_initiator,
+    peer_that_holds_a_lease_is_not_recalled,
+    peer_whose_work_does_not_end_keeps_no_other_from_its_turn,
     waiters_see_the_end,
 );
 
@@ -236,6 +238,54 @@ async fn leases_keep_their_initiator(mode: &str) {
     assert!(poll(&mut waits).is_pending());
     drop(second);
     assert_eq!(within("add", waits).await.unwrap(), 12);
+}
+
+/// It would wait for itself.
+async fn peer_that_holds_a_lease_is_not_recalled(mode: &str) {
+    let Some(setup) = setup("peer_that_holds_a_lease") else { return };
+    let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
+    let pool = home.pool(1, exclusive(1));
+    let [one, other, third] = [0, 1, 2].map(|_| pool.peer(&there.target.address()).unwrap());
+    let lease = within("lease", one.borrow()).await.unwrap();
+    let mut waits = other.fetch_add(there.word(0), 1);
+    for turn in 0..3 {
+        assert_eq!(within("add", one.fetch_add(there.word(0), 1)).await.unwrap(), 2 * turn);
+        assert_eq!(within("add", lease.fetch_add(there.word(0), 1)).await.unwrap(), 2 * turn + 1);
+    }
+    assert!(poll(&mut waits).is_pending());
+    // In line, with another one behind: all that was called before it has the lease.
+    let (borrow, add) = (third.borrow(), third.fetch_add(there.word(0), 1));
+    let last = one.fetch_add(there.word(1), 1);
+    drop(lease);
+    let lease = within("lease", borrow).await.unwrap();
+    assert_eq!(within("add", add).await.unwrap(), 7);
+    drop(lease);
+    assert_eq!((within("add", waits).await.unwrap(), within("add", last).await.unwrap()), (6, 0));
+}
+
+/// It is recalled, and never gives its initiator back; the other one goes on, but not for ever.
+async fn peer_whose_work_does_not_end_keeps_no_other_from_its_turn(mode: &str) {
+    let Some(setup) = setup("peer_whose_work_does_not_end") else { return };
+    let home = Home::new(&setup.a, mode);
+    let [gone, there] = [0, 1].map(|_| Node::new(&setup.b, mode));
+    let pool = home.pool(2, exclusive(2));
+    let stuck = pool.peer(&gone.target.address()).unwrap();
+    let [busy, meek] = [0, 1].map(|_| pool.peer(&there.target.address()).unwrap());
+    let (blocked, first) = (block(&gone, &stuck).await, block(&there, &busy).await);
+    let asked = meek.fetch_add(there.word(0), 1);
+    let recalled = [0, 1].map(|_| stuck.send_inline(b"waits"));
+    assert_eq!((stuck.waiting(), meek.waiting()), (1, 1));
+    let adds: Vec<_> = (0..10).map(|_| busy.fetch_add(there.word(0), 1)).collect();
+    // Two quotas are in flight.
+    assert_eq!(busy.waiting(), 7);
+    unblock(&there).await;
+    assert_eq!(within("add", asked).await.unwrap(), 3);
+    let mut expected = (0..11).filter(|&at| at != 3);
+    for add in adds {
+        assert_eq!(within("add", add).await.ok(), expected.next());
+    }
+    within("send", first).await.unwrap();
+    drop((recalled, blocked));
 }
 
 async fn waiters_see_the_end(mode: &str) {
