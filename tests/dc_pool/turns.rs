@@ -17,6 +17,7 @@ in_every_mode!(
     waiter_that_is_dropped_was_not_sent,
     initiator_of_dropped_work_is_handed_on_when_that_is_done,
     leases_keep_their_initiator,
+    peers_that_gave_up_leave_the_line,
     peer_that_holds_a_lease_is_not_recalled,
     peer_whose_work_does_not_end_keeps_no_other_from_its_turn,
     waiters_see_the_end,
@@ -238,6 +239,33 @@ async fn leases_keep_their_initiator(mode: &str) {
     assert!(poll(&mut waits).is_pending());
     drop(second);
     assert_eq!(within("add", waits).await.unwrap(), 12);
+}
+
+async fn peers_that_gave_up_leave_the_line(mode: &str) {
+    let Some(setup) = setup("peers_that_gave_up") else { return };
+    let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
+    let pool = home.pool(1, exclusive(1));
+    let peer = || pool.peer(&there.target.address()).unwrap();
+    let (busy, first, again, last) = (peer(), peer(), peer(), peer());
+    let blocked = block(&there, &busy).await;
+    let waits = first.fetch_add(there.word(0), 1);
+    for _ in 0..200 {
+        let mut add = peer().fetch_add(there.word(1), 1);
+        assert!(poll(&mut add).is_pending());
+        drop((add, again.fetch_add(there.word(1), 1)));
+        assert!(pool.counters().peers_in_line <= 3, "{:?}", pool.counters());
+    }
+    let adds = [again.fetch_add(there.word(0), 1), last.fetch_add(there.word(0), 1)];
+    unblock(&there).await;
+    assert_eq!(within("add", waits).await.unwrap(), 0);
+    let mut seen = Vec::new();
+    for add in adds {
+        seen.push(within("add", add).await.unwrap());
+    }
+    seen.sort_unstable();
+    assert_eq!(seen, [1, 2]);
+    assert_eq!((there.region.load(8).unwrap(), pool.counters().peers_in_line), (0, 0));
+    within("send", blocked).await.unwrap();
 }
 
 /// It would wait for itself.

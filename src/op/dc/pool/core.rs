@@ -82,6 +82,8 @@ pub(super) struct State {
     seats: Vec<Seat>,
     /// Peers without an initiator that have work for one; some may have given up.
     line: VecDeque<Weak<Peer>>,
+    /// Those who have given up since they were looked for.
+    gone: usize,
     closed: bool,
 }
 
@@ -208,6 +210,26 @@ impl Core {
     pub(super) fn go_on(&self) {
         let deferral = Deferral::begin();
         self.advance(self.state.lock(), &deferral);
+    }
+
+    /// A peer in line has nobody waiting any more. They leave the line by halves: behind one who waits for long there may
+    /// come any number who do not.
+    #[cold]
+    pub(super) fn gave_up(&self) {
+        let deferral = Deferral::begin();
+        let mut state = self.state.lock();
+        state.gone += 1;
+        if state.gone * 2 > state.line.len() {
+            state.gone = 0;
+            state.line.retain(|peer| {
+                peer.upgrade().is_some_and(|peer| {
+                    let mut own = peer.state.lock();
+                    own.lined = !own.waiting.is_empty();
+                    own.lined
+                })
+            });
+        }
+        self.advance(state, &deferral);
     }
 
     /// Gives `peer`, which has nobody waiting, an initiator if that can be done at once; true if it has one now.

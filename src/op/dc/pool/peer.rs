@@ -207,7 +207,7 @@ impl Peer {
         drop(own);
         drop(gone);
         if was_last {
-            self.core.go_on();
+            self.core.gave_up();
         }
     }
 
