@@ -17,6 +17,8 @@ pub(super) struct Watch {
     pub(super) idle: Option<Waker>,
     /// That work has failed, or that the queue has ended.
     pub(super) failure: Option<Waker>,
+    /// That a reactor is gone, each time.
+    pub(super) rouse: Option<Waker>,
 }
 
 impl WorkQueue {
@@ -108,6 +110,12 @@ impl WorkQueue {
             self.cq().no_longer_waiting();
             woken.wake(waker);
         }
+    }
+
+    /// Has `waker` woken whenever those who wait are to look again, for who has others wait.
+    pub(crate) fn when_roused(&self, waker: &Waker) {
+        let before = lock(&self.posting).watch.rouse.replace(waker.clone());
+        drop(before);
     }
 
     /// No work can be given to it any more.

@@ -544,7 +544,8 @@ impl WorkQueue {
     /// Wakes all that wait, to look again.
     pub(super) fn rouse(&self, woken: &mut WakeList) {
         // Keeps out those who finish what was never posted.
-        let _posting = lock(&self.posting);
+        let posting = lock(&self.posting);
+        posting.watch.rouse.iter().for_each(|waker| woken.wake(waker.clone()));
         for (_, slot) in self.slots.iter() {
             if let Some((waker, waits_no_more)) = slot.rouse() {
                 if waits_no_more {

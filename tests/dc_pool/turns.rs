@@ -390,3 +390,49 @@ fn ten_thousand_addresses_share_eight_initiators() {
         assert!(counters.initiators.iter().all(|(_, queue)| queue.posted > 0), "{counters:?}");
     });
 }
+
+/// Polled in the context of a runtime that ends, by a thread that does not; all else that would look was dropped.
+#[test]
+fn waiter_outlives_the_runtime_it_was_polled_in() {
+    let Some(setup) = setup("waiter_outlives") else { return };
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let handle = runtime.handle().clone();
+    let (home, there) = (Home::new(&setup.a, "event"), Node::new(&setup.b, "cooperative"));
+    let pool = home.pool(1, exclusive(1));
+    let [one, other] = [0, 1].map(|_| pool.peer(&there.target.address()).unwrap());
+    let (told, end) = std::sync::mpsc::channel::<()>();
+    let (blocked, mut write) = {
+        let _context = handle.enter();
+        (one.send_inline(b"blocks"), other.write_inline(b"waits", there.remote(0, 5)))
+    };
+    drop(blocked);
+    let thread = std::thread::spawn(move || {
+        let _context = handle.enter();
+        let waker: std::task::Waker = std::sync::Arc::new(Unpark(std::thread::current())).into();
+        let mut context = std::task::Context::from_waker(&waker);
+        let mut told = Some(told);
+        loop {
+            if let std::task::Poll::Ready(result) = std::pin::Pin::new(&mut write).poll(&mut context) {
+                return result.unwrap();
+            }
+            drop(told.take());
+            // Longer than any test takes: it is to be woken.
+            std::thread::park_timeout(std::time::Duration::from_secs(3600));
+        }
+    });
+    end.recv().unwrap_err();
+    drop(runtime);
+    crate::common::run(2, "runtime that ended", async {
+        unblock(&there).await;
+        until("written", || thread.is_finished()).await;
+    });
+    thread.join().unwrap();
+}
+
+struct Unpark(std::thread::Thread);
+
+impl std::task::Wake for Unpark {
+    fn wake(self: std::sync::Arc<Self>) {
+        self.0.unpark();
+    }
+}

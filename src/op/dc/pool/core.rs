@@ -132,6 +132,17 @@ impl Wake for Bell {
     }
 }
 
+/// Has those in line look again.
+struct Rouser(Weak<Core>);
+
+impl Wake for Rouser {
+    fn wake(self: Arc<Self>) {
+        if let Some(core) = self.0.upgrade() {
+            core.rouse();
+        }
+    }
+}
+
 impl Core {
     pub(super) fn new(initiators: Vec<DcInitiator>, policy: DcPolicy) -> Arc<Self> {
         let span = tracing::debug_span!("dc_pool", initiators = initiators.len(), ?policy);
@@ -152,10 +163,22 @@ impl Core {
             bell: Arc::new(Bell(core.clone())).into(),
             span,
         });
+        let rouser = Waker::from(Arc::new(Rouser(Arc::downgrade(&core))));
         for member in &core.members {
             member.queue().when_failed(&core.bell, 0);
+            member.queue().when_roused(&rouser);
         }
         core
+    }
+
+    /// A reactor is gone: those who wait find another, or do without.
+    #[cold]
+    fn rouse(&self) {
+        let _deferral = Deferral::begin();
+        let state = self.state.lock();
+        for peer in state.seats.iter().map(|seat| &seat.owner).chain(&state.line).filter_map(Weak::upgrade) {
+            peer.state.lock().waiting.iter().for_each(|waiting| waiting.rouse());
+        }
     }
 
     pub(super) fn cq(&self) -> &Arc<CqShared> {
