@@ -302,4 +302,34 @@ mod tests {
         // Again, it is no harm.
         give_up().finish();
     }
+
+    #[test]
+    fn part_in_flight_before_one_that_was_refused_has_not_succeeded() {
+        // Nothing moves there.
+        let device = Device::software_in(&Network::simulated(1, Faults::none()), "stuck").unwrap();
+        let pd = device.protection_domain().unwrap();
+        let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
+        let [a, b] = [(); 2].map(|()| QueuePair::new(&pd, &queue).unwrap());
+        a.connect(&b.endpoint()).unwrap();
+        b.connect(&a.endpoint()).unwrap();
+        let pool = Pool::new(&pd, 64, 3).unwrap();
+        let region = ExposedRegion::new(&pd, vec![0; 64], Access::REMOTE_ALL).unwrap();
+        let mut batch = Batch::new();
+        for _ in 0..3 {
+            batch.read(pool.try_alloc(64).unwrap(), region.grant());
+        }
+        let mut batch = pin!(a.post_batch(batch));
+        // As `refused` leaves it: the first part and what stands for the last are with the device.
+        let refused = OpErrorKind::Post(VerbError::new("ibv_post_send", VerbError::ENOMEM));
+        let mut woken = WakeList::new();
+        a.send_queue().settle(a.send_queue().slots().slot(1).id(), Outcome::Err(refused), &mut woken);
+        woken.finish();
+        let mut context = Context::from_waker(Waker::noop());
+        assert!(batch.as_mut().poll(&mut context).is_pending());
+        a.modify(&QpAttr::to_state(QpState::Reset)).unwrap();
+        let Poll::Ready(result) = batch.as_mut().poll(&mut context) else { panic!("it hangs") };
+        assert_eq!(result.results(), [Err(OpErrorKind::Closed), Err(refused), Err(OpErrorKind::Closed)]);
+        drop(result);
+        assert_eq!(pool.available(), 3);
+    }
 }

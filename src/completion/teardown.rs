@@ -14,9 +14,11 @@ use super::request::Limits;
 use super::wake::WakeList;
 use super::work_queue::{Poster, WorkQueue};
 use crate::error::{OpErrorKind, SetupError, VerbError};
+use crate::sync::lock;
 use crate::types::{QpAttr, QpState};
 use crate::verbs::{Qp, Srq};
 use parking_lot::Mutex;
+use smallvec::SmallVec;
 
 /// A queue pair and what is in flight on it.
 pub(crate) struct QueuePairCore {
@@ -121,7 +123,13 @@ impl QueuePairCore {
             self.flush(&*self.qp()?);
             woken[2] = queue.cq().drain_all();
         }
-        let result = self.qp()?.modify(attr);
+        let qp = self.qp()?;
+        // Who is about to post has seen a state in which that can be done: behind the reset the driver would take it, and the
+        // device would execute it when it is up again, long after it was given up here.
+        let posting: SmallVec<[_; 2]> = self.queues().map(|queue| lock(&queue.posting)).collect();
+        let result = qp.modify(attr);
+        drop(posting);
+        drop(qp);
         if result.is_ok() {
             for (queue, woken) in self.queues().zip(&mut woken) {
                 *woken = queue.cq().forget(queue, OpErrorKind::Closed, false);
@@ -159,6 +167,7 @@ impl QueuePairCore {
             Err(error) if !error.is_device_gone() => {
                 tracing::error!(%error, "what is in flight ends when the device says so");
                 self.shared.iter().for_each(Shared::keep);
+                self.send.tell_of_end();
                 return;
             }
             // The kernel takes the queue pair of a device that is gone down by itself.
@@ -170,6 +179,7 @@ impl QueuePairCore {
         if let Some(queue) = shared {
             queue.cq().no_longer_draws(queue, self);
         }
+        self.send.tell_of_end();
     }
 }
 

@@ -15,8 +15,10 @@ use crate::sync::{Ordering, lock};
 pub(super) struct Watch {
     /// That the queue is idle. It counts as somebody who waits: the completion queue is armed for it.
     pub(super) idle: Option<Waker>,
-    /// That work has failed.
+    /// That work has failed, or that the queue has ended.
     pub(super) failure: Option<Waker>,
+    /// That a reactor is gone, each time.
+    pub(super) rouse: Option<Waker>,
 }
 
 impl WorkQueue {
@@ -82,12 +84,13 @@ impl WorkQueue {
         idle
     }
 
-    /// Has `waker` woken once, when work fails next, or has failed since `failures`.
+    /// Has `waker` woken once, when work fails next, or has failed since `failures`, or when the queue ends.
     pub(crate) fn when_failed(&self, waker: &Waker, failures: u32) {
         let mut posting = lock(&self.posting);
         let before = posting.watch.failure.replace(waker.clone());
         // Counted first, and told under this lock: either the drainer sees us, or we see that it has counted.
-        let spent = if self.failures() == failures { None } else { posting.watch.failure.take() };
+        let is_over = self.failures() != failures || posting.poster.is_none();
+        let spent = if is_over { posting.watch.failure.take() } else { None };
         drop(posting);
         drop(before);
         if let Some(waker) = spent {
@@ -106,6 +109,20 @@ impl WorkQueue {
         {
             self.cq().no_longer_waiting();
             woken.wake(waker);
+        }
+    }
+
+    /// Has `waker` woken whenever those who wait are to look again, for who has others wait.
+    pub(crate) fn when_roused(&self, waker: &Waker) {
+        let before = lock(&self.posting).watch.rouse.replace(waker.clone());
+        drop(before);
+    }
+
+    /// No work can be given to it any more.
+    pub(super) fn tell_of_end(&self) {
+        let waker = lock(&self.posting).watch.failure.take();
+        if let Some(waker) = waker {
+            super::wake::wake(waker);
         }
     }
 

@@ -497,18 +497,18 @@ impl WorkQueue {
             self.cq.no_longer_waiting();
         }
         self.room.clear();
-        let (done, mut chain) = (self.done_without_completion(), Vec::new());
-        for (_, slot) in self.slots.iter() {
-            // A batch ends with its last work request: those before it end first, wherever their slots are.
-            let mut next = Some(slot);
-            while let Some(slot) = next
-                && let Some(id) = slot.in_flight().filter(|&id| done.binary_search(&index_of(id)).is_err())
-            {
-                chain.push(id);
-                next = slot.previous().map(|previous| self.slots.slot(previous));
-            }
-            while let Some(id) = chain.pop() {
-                self.settle(id, Outcome::Err(kind), woken);
+        let done = self.done_without_completion();
+        // A batch ends with its last work request: those before it end first, wherever their slots are.
+        let mut before: Vec<u32> = self.slots.iter().filter_map(|(_, slot)| slot.previous()).collect();
+        before.sort_unstable();
+        for first in [true, false] {
+            for (index, slot) in self.slots.iter() {
+                if let Some(id) = slot.in_flight()
+                    && before.binary_search(&index).is_ok() == first
+                    && done.binary_search(&index).is_err()
+                {
+                    self.settle(id, Outcome::Err(kind), woken);
+                }
             }
         }
         self.room.retire_all(posting.posted as u32);
@@ -519,13 +519,15 @@ impl WorkQueue {
     /// Under the lock of posting, under which such a future [lets go of them](Self::release_batch).
     fn done_without_completion(&self) -> Vec<u32> {
         let mut done = Vec::new();
-        for (_, slot) in self.slots.iter().filter(|(_, slot)| slot.is_complete()) {
+        // A part that was refused stands for nothing.
+        let has_completion = |slot: &Slot| slot.is_complete() && slot.outcome(Result::is_ok);
+        for (_, slot) in self.slots.iter().filter(|(_, slot)| slot.previous().is_some() && has_completion(slot)) {
             let mut next = slot.previous();
             while let Some(index) = next {
                 done.push(index);
                 let slot = self.slots.slot(index);
                 // From there on it is its own.
-                next = if slot.is_complete() { None } else { slot.previous() };
+                next = if has_completion(slot) { None } else { slot.previous() };
             }
         }
         done.sort_unstable();
@@ -542,7 +544,8 @@ impl WorkQueue {
     /// Wakes all that wait, to look again.
     pub(super) fn rouse(&self, woken: &mut WakeList) {
         // Keeps out those who finish what was never posted.
-        let _posting = lock(&self.posting);
+        let posting = lock(&self.posting);
+        posting.watch.rouse.iter().for_each(|waker| woken.wake(waker.clone()));
         for (_, slot) in self.slots.iter() {
             if let Some((waker, waits_no_more)) = slot.rouse() {
                 if waits_no_more {

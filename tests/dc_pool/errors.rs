@@ -12,6 +12,7 @@ in_every_mode!(
     lease_ends_with_its_first_failure,
     sharing_peers_go_on_after_a_failure,
     device_that_is_lost_ends_every_operation,
+    lease_that_is_kept_holds_up_nobody_when_the_device_is_lost,
 );
 
 /// Three bad peers among four good ones, on three initiators.
@@ -181,6 +182,22 @@ async fn device_that_is_lost_ends_every_operation(mode: &str) {
     let late = stuck[0].write(home.buffer(b"late"), there.remote(0, 4));
     typed(within("late", late).await.unwrap_err().kind());
     assert_eq!((home.buffers.available(), pool.counters().peers_in_line), (free, 0));
+}
+
+/// Nothing is in flight, so nothing of it fails.
+async fn lease_that_is_kept_holds_up_nobody_when_the_device_is_lost(mode: &str) {
+    let Some((setup, control, _)) = Setup::controlled("lease_that_is_kept") else { return };
+    let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
+    let pool = home.pool(1, exclusive(3));
+    let [one, other] = [0, 1].map(|_| pool.peer(&there.target.address()).unwrap());
+    let lease = within("lease", one.borrow()).await.unwrap();
+    let mut write = other.write(home.buffer(b"waits"), there.remote(0, 5));
+    assert!(poll(&mut write).is_pending());
+    control.kill();
+    within("write", write).await.unwrap_err();
+    within("late", other.write(home.buffer(b"late"), there.remote(0, 4))).await.unwrap_err();
+    within("lent", lease.write(home.buffer(b"lent"), there.remote(0, 4))).await.unwrap_err();
+    assert_eq!(pool.counters().peers_in_line, 0);
 }
 
 #[test]

@@ -17,6 +17,9 @@ in_every_mode!(
     waiter_that_is_dropped_was_not_sent,
     initiator_of_dropped_work_is_handed_on_when_that_is_done,
     leases_keep_their_initiator,
+    peers_that_gave_up_leave_the_line,
+    peer_that_holds_a_lease_is_not_recalled,
+    peer_whose_work_does_not_end_keeps_no_other_from_its_turn,
     waiters_see_the_end,
 );
 
@@ -238,6 +241,81 @@ async fn leases_keep_their_initiator(mode: &str) {
     assert_eq!(within("add", waits).await.unwrap(), 12);
 }
 
+async fn peers_that_gave_up_leave_the_line(mode: &str) {
+    let Some(setup) = setup("peers_that_gave_up") else { return };
+    let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
+    let pool = home.pool(1, exclusive(1));
+    let peer = || pool.peer(&there.target.address()).unwrap();
+    let (busy, first, again, last) = (peer(), peer(), peer(), peer());
+    let blocked = block(&there, &busy).await;
+    let waits = first.fetch_add(there.word(0), 1);
+    for _ in 0..200 {
+        let mut add = peer().fetch_add(there.word(1), 1);
+        assert!(poll(&mut add).is_pending());
+        drop((add, again.fetch_add(there.word(1), 1)));
+        assert!(pool.counters().peers_in_line <= 3, "{:?}", pool.counters());
+    }
+    let adds = [again.fetch_add(there.word(0), 1), last.fetch_add(there.word(0), 1)];
+    unblock(&there).await;
+    assert_eq!(within("add", waits).await.unwrap(), 0);
+    let mut seen = Vec::new();
+    for add in adds {
+        seen.push(within("add", add).await.unwrap());
+    }
+    seen.sort_unstable();
+    assert_eq!(seen, [1, 2]);
+    assert_eq!((there.region.load(8).unwrap(), pool.counters().peers_in_line), (0, 0));
+    within("send", blocked).await.unwrap();
+}
+
+/// It would wait for itself.
+async fn peer_that_holds_a_lease_is_not_recalled(mode: &str) {
+    let Some(setup) = setup("peer_that_holds_a_lease") else { return };
+    let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
+    let pool = home.pool(1, exclusive(1));
+    let [one, other, third] = [0, 1, 2].map(|_| pool.peer(&there.target.address()).unwrap());
+    let lease = within("lease", one.borrow()).await.unwrap();
+    let mut waits = other.fetch_add(there.word(0), 1);
+    for turn in 0..3 {
+        assert_eq!(within("add", one.fetch_add(there.word(0), 1)).await.unwrap(), 2 * turn);
+        assert_eq!(within("add", lease.fetch_add(there.word(0), 1)).await.unwrap(), 2 * turn + 1);
+    }
+    assert!(poll(&mut waits).is_pending());
+    // In line, with another one behind: all that was called before it has the lease.
+    let (borrow, add) = (third.borrow(), third.fetch_add(there.word(0), 1));
+    let last = one.fetch_add(there.word(1), 1);
+    drop(lease);
+    let lease = within("lease", borrow).await.unwrap();
+    assert_eq!(within("add", add).await.unwrap(), 7);
+    drop(lease);
+    assert_eq!((within("add", waits).await.unwrap(), within("add", last).await.unwrap()), (6, 0));
+}
+
+/// It is recalled, and never gives its initiator back; the other one goes on, but not for ever.
+async fn peer_whose_work_does_not_end_keeps_no_other_from_its_turn(mode: &str) {
+    let Some(setup) = setup("peer_whose_work_does_not_end") else { return };
+    let home = Home::new(&setup.a, mode);
+    let [gone, there] = [0, 1].map(|_| Node::new(&setup.b, mode));
+    let pool = home.pool(2, exclusive(2));
+    let stuck = pool.peer(&gone.target.address()).unwrap();
+    let [busy, meek] = [0, 1].map(|_| pool.peer(&there.target.address()).unwrap());
+    let (blocked, first) = (block(&gone, &stuck).await, block(&there, &busy).await);
+    let asked = meek.fetch_add(there.word(0), 1);
+    let recalled = [0, 1].map(|_| stuck.send_inline(b"waits"));
+    assert_eq!((stuck.waiting(), meek.waiting()), (1, 1));
+    let adds: Vec<_> = (0..10).map(|_| busy.fetch_add(there.word(0), 1)).collect();
+    // Two quotas are in flight.
+    assert_eq!(busy.waiting(), 7);
+    unblock(&there).await;
+    assert_eq!(within("add", asked).await.unwrap(), 3);
+    let mut expected = (0..11).filter(|&at| at != 3);
+    for add in adds {
+        assert_eq!(within("add", add).await.ok(), expected.next());
+    }
+    within("send", first).await.unwrap();
+    drop((recalled, blocked));
+}
+
 async fn waiters_see_the_end(mode: &str) {
     let Some(setup) = setup("waiters_see_the_end") else { return };
     let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
@@ -311,4 +389,50 @@ fn ten_thousand_addresses_share_eight_initiators() {
         assert!(counters.switches >= ADDRESSES as u64, "{counters:?}");
         assert!(counters.initiators.iter().all(|(_, queue)| queue.posted > 0), "{counters:?}");
     });
+}
+
+/// Polled in the context of a runtime that ends, by a thread that does not; all else that would look was dropped.
+#[test]
+fn waiter_outlives_the_runtime_it_was_polled_in() {
+    let Some(setup) = setup("waiter_outlives") else { return };
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let handle = runtime.handle().clone();
+    let (home, there) = (Home::new(&setup.a, "event"), Node::new(&setup.b, "cooperative"));
+    let pool = home.pool(1, exclusive(1));
+    let [one, other] = [0, 1].map(|_| pool.peer(&there.target.address()).unwrap());
+    let (told, end) = std::sync::mpsc::channel::<()>();
+    let (blocked, mut write) = {
+        let _context = handle.enter();
+        (one.send_inline(b"blocks"), other.write_inline(b"waits", there.remote(0, 5)))
+    };
+    drop(blocked);
+    let thread = std::thread::spawn(move || {
+        let _context = handle.enter();
+        let waker: std::task::Waker = std::sync::Arc::new(Unpark(std::thread::current())).into();
+        let mut context = std::task::Context::from_waker(&waker);
+        let mut told = Some(told);
+        loop {
+            if let std::task::Poll::Ready(result) = std::pin::Pin::new(&mut write).poll(&mut context) {
+                return result.unwrap();
+            }
+            drop(told.take());
+            // Longer than any test takes: it is to be woken.
+            std::thread::park_timeout(std::time::Duration::from_secs(3600));
+        }
+    });
+    end.recv().unwrap_err();
+    drop(runtime);
+    crate::common::run(2, "runtime that ended", async {
+        unblock(&there).await;
+        until("written", || thread.is_finished()).await;
+    });
+    thread.join().unwrap();
+}
+
+struct Unpark(std::thread::Thread);
+
+impl std::task::Wake for Unpark {
+    fn wake(self: std::sync::Arc<Self>) {
+        self.0.unpark();
+    }
 }

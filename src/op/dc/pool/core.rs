@@ -82,6 +82,8 @@ pub(super) struct State {
     seats: Vec<Seat>,
     /// Peers without an initiator that have work for one; some may have given up.
     line: VecDeque<Weak<Peer>>,
+    /// Those who have given up since they were looked for.
+    gone: usize,
     closed: bool,
 }
 
@@ -130,6 +132,17 @@ impl Wake for Bell {
     }
 }
 
+/// Has those in line look again.
+struct Rouser(Weak<Core>);
+
+impl Wake for Rouser {
+    fn wake(self: Arc<Self>) {
+        if let Some(core) = self.0.upgrade() {
+            core.rouse();
+        }
+    }
+}
+
 impl Core {
     pub(super) fn new(initiators: Vec<DcInitiator>, policy: DcPolicy) -> Arc<Self> {
         let span = tracing::debug_span!("dc_pool", initiators = initiators.len(), ?policy);
@@ -150,10 +163,22 @@ impl Core {
             bell: Arc::new(Bell(core.clone())).into(),
             span,
         });
+        let rouser = Waker::from(Arc::new(Rouser(Arc::downgrade(&core))));
         for member in &core.members {
             member.queue().when_failed(&core.bell, 0);
+            member.queue().when_roused(&rouser);
         }
         core
+    }
+
+    /// A reactor is gone: those who wait find another, or do without.
+    #[cold]
+    fn rouse(&self) {
+        let _deferral = Deferral::begin();
+        let state = self.state.lock();
+        for peer in state.seats.iter().map(|seat| &seat.owner).chain(&state.line).filter_map(Weak::upgrade) {
+            peer.state.lock().waiting.iter().for_each(|waiting| waiting.rouse());
+        }
     }
 
     pub(super) fn cq(&self) -> &Arc<CqShared> {
@@ -172,10 +197,13 @@ impl Core {
         self.quota().is_some()
     }
 
-    /// True if a peer that has used an initiator so often should let others have it.
+    /// True if a peer should let others have its initiator, before it begins an operation or another loan (`lends`). What is
+    /// lent stays, so that nothing is gained by stopping its operations; but loans upon loans would never end.
     #[inline]
-    pub(super) fn has_had_its_turn(&self, used: u32) -> bool {
-        self.crowd.load(Ordering::Relaxed) > 0 && self.quota().is_some_and(|quota| used >= quota)
+    pub(super) fn has_had_its_turn(&self, own: &PeerState, lends: bool) -> bool {
+        self.crowd.load(Ordering::Relaxed) > 0
+            && (lends || own.leases == 0)
+            && self.quota().is_some_and(|quota| own.used >= quota)
     }
 
     /// Notes a use of `member`.
@@ -207,8 +235,28 @@ impl Core {
         self.advance(self.state.lock(), &deferral);
     }
 
+    /// A peer in line has nobody waiting any more. They leave the line by halves: behind one who waits for long there may
+    /// come any number who do not.
+    #[cold]
+    pub(super) fn gave_up(&self) {
+        let deferral = Deferral::begin();
+        let mut state = self.state.lock();
+        state.gone += 1;
+        if state.gone * 2 > state.line.len() {
+            state.gone = 0;
+            state.line.retain(|peer| {
+                peer.upgrade().is_some_and(|peer| {
+                    let mut own = peer.state.lock();
+                    own.lined = !own.waiting.is_empty();
+                    own.lined
+                })
+            });
+        }
+        self.advance(state, &deferral);
+    }
+
     /// Gives `peer`, which has nobody waiting, an initiator if that can be done at once; true if it has one now.
-    pub(super) fn seat_now(&self, state: &mut State, peer: &Arc<Peer>) -> bool {
+    pub(super) fn seat_now(&self, state: &mut State, peer: &Arc<Peer>, lends: bool) -> bool {
         let mut own = peer.state.lock();
         if state.closed || !own.waiting.is_empty() {
             return false;
@@ -218,9 +266,11 @@ impl Core {
             if !self.members[at].is_sound() || seat.recalled {
                 return false;
             }
-            // As many are recalled as are waited for: more would stop for nothing.
+            // As many are recalled as are waited for: more would stop for nothing. Those may have work that does not end, so
+            // that is for one more quota.
             let recalled = state.seats.iter().filter(|seat| seat.recalled).count();
-            return !self.has_had_its_turn(own.used) || recalled >= state.line.len();
+            let goes_on = || recalled >= state.line.len() && self.quota().is_none_or(|quota| own.used / 2 < quota);
+            return !self.has_had_its_turn(&own, lends) || goes_on();
         }
         if !state.line.is_empty() {
             return false;
@@ -285,12 +335,13 @@ impl Core {
     fn notice(&self, state: &mut State) {
         for at in 0..self.members.len() {
             let member = &self.members[at];
-            if state.seats[at].health != Health::Sound {
+            if !matches!(state.seats[at].health, Health::Sound | Health::Broken) {
                 continue;
             }
             let health = if !member.queue().is_open() {
+                // What it has in flight may never end.
                 Health::Failed(self.kind_of(SetupError::Closed))
-            } else if !member.is_sound() {
+            } else if state.seats[at].health == Health::Sound && !member.is_sound() {
                 Health::Broken
             } else {
                 continue;
@@ -382,7 +433,7 @@ impl Core {
         let member = &self.members[at];
         let _gate = member.gate.lock();
         let quota = if state.line.is_empty() { None } else { self.quota() };
-        while quota.is_none_or(|quota| own.used < quota)
+        while quota.is_none_or(|quota| own.leases > 0 || own.used < quota)
             && let Some(next) = own.waiting.pop_front()
         {
             own.used = own.used.saturating_add(1);

@@ -111,25 +111,26 @@ impl Peer {
         Grant { to: DcSender { flags: SendFlags::empty(), ..member.initiator.to(&self.to) }, member, own }
     }
 
-    /// Posts at once if it can, otherwise lines up.
-    fn submit<F, W>(self: &Arc<Self>, work: W) -> Pooled<F>
+    /// Posts at once if it can, otherwise lines up. Not the same for what `lends` as for operations: see
+    /// [`has_had_its_turn`](super::core::Core::has_had_its_turn).
+    fn submit<F, W>(self: &Arc<Self>, lends: bool, work: W) -> Pooled<F>
     where
         F: Send + 'static,
         W: for<'g> FnOnce(Result<Grant<'g>, OpErrorKind>) -> F + Send + 'static,
     {
-        match self.enter_somehow() {
+        match self.enter_somehow(lends) {
             Some(mut turn) => Pooled::posted(work(Ok(turn.grant()))),
             None => self.line_up(Box::new(work)),
         }
     }
 
-    fn enter_somehow(self: &Arc<Self>) -> Option<Turn<'_>> {
-        self.enter(true).or_else(|| self.take_seat())
+    fn enter_somehow(self: &Arc<Self>, lends: bool) -> Option<Turn<'_>> {
+        self.enter(true, lends).or_else(|| self.take_seat(lends))
     }
 
     /// The turn of this peer, if it has an initiator.
     #[inline]
-    fn enter(&self, with_quota: bool) -> Option<Turn<'_>> {
+    fn enter(&self, with_quota: bool, lends: bool) -> Option<Turn<'_>> {
         let deferral = Deferral::begin();
         let mut own = self.state.lock();
         if !own.waiting.is_empty() {
@@ -140,8 +141,12 @@ impl Peer {
             self.choose(&mut own);
         }
         let member = &self.core.members[own.seat?];
+        if !member.is_sound() {
+            // Its gate may be closed for as long as it is repaired.
+            return None;
+        }
         let gate = if shared { Some(member.gate.lock()) } else { None };
-        if !member.is_sound() || with_quota && self.core.has_had_its_turn(own.used) {
+        if !member.is_sound() || with_quota && self.core.has_had_its_turn(&own, lends) {
             return None;
         }
         own.used = own.used.saturating_add(1);
@@ -151,12 +156,12 @@ impl Peer {
 
     /// Its turn, if there is an initiator to be had.
     #[cold]
-    fn take_seat(self: &Arc<Self>) -> Option<Turn<'_>> {
+    fn take_seat(self: &Arc<Self>, lends: bool) -> Option<Turn<'_>> {
         let deferral = Deferral::begin();
-        let seated = self.core.seat_now(&mut self.core.state.lock(), self);
+        let seated = self.core.seat_now(&mut self.core.state.lock(), self, lends);
         drop(deferral);
         // Somebody else may have been faster.
-        if seated { self.enter(false) } else { None }
+        if seated { self.enter(false, lends) } else { None }
     }
 
     /// Goes over to another initiator if its own is busy with work of others.
@@ -202,7 +207,7 @@ impl Peer {
         drop(own);
         drop(gone);
         if was_last {
-            self.core.go_on();
+            self.core.gave_up();
         }
     }
 
@@ -260,7 +265,8 @@ impl DcPoolPeer {
     /// Has an initiator for a burst of operations to this peer, which stays with it until the lease is dropped, busy or not.
     ///
     /// Hold it as you would hold a lock: nobody else has that initiator meanwhile, and who waits for an operation to another
-    /// peer while it holds a lease may wait for itself if all initiators are lent.
+    /// peer, or for another lease of this one, while it holds a lease may wait for itself if all initiators are lent. Operations
+    /// to this peer that are not called through the lease go on with it, but not past another lease that was asked for before.
     ///
     /// # Errors
     ///
@@ -271,7 +277,7 @@ impl DcPoolPeer {
     /// Dropped while it waits, those behind it move up; dropped when the initiator is there already, it goes back.
     pub fn borrow(&self) -> Pooled<Lending> {
         let (peer, flags) = (self.peer.clone(), self.flags);
-        self.peer.submit(move |grant| {
+        self.peer.submit(true, move |grant| {
             let lease = grant.map(|Grant { member, own, .. }| {
                 own.leases += 1;
                 DcLease { at: own.seat.unwrap_or(0), turn: own.turn, life: member.life(), peer, flags }
@@ -286,7 +292,7 @@ impl DcPoolPeer {
         W: for<'g> FnOnce(Result<DcSender<'g>, OpErrorKind>) -> F + Send + 'static,
     {
         let flags = self.flags;
-        self.peer.submit(move |grant| work(grant.map(|grant| grant.sender(flags))))
+        self.peer.submit(false, move |grant| work(grant.map(|grant| grant.sender(flags))))
     }
 
     /// As [`submit`](Self::submit); bytes are copied if it has to wait.
@@ -296,7 +302,7 @@ impl DcPoolPeer {
         W: for<'g> FnOnce(Result<DcSender<'g>, OpErrorKind>, &[u8]) -> F + Send + 'static,
     {
         let flags = self.flags;
-        if let Some(mut turn) = self.peer.enter_somehow() {
+        if let Some(mut turn) = self.peer.enter_somehow(false) {
             return Pooled::posted(work(Ok(turn.grant().sender(flags)), bytes));
         }
         let bytes: SmallVec<[u8; 64]> = SmallVec::from_slice(bytes);
@@ -305,7 +311,7 @@ impl DcPoolPeer {
 
     /// Posts, if there is an initiator for it now.
     pub(super) fn try_submit<F>(&self, work: impl FnOnce(Attempt<'_>) -> F) -> F {
-        match self.peer.enter_somehow() {
+        match self.peer.enter_somehow(false) {
             Some(mut turn) => work(Attempt::Now(turn.grant().sender(self.flags))),
             None => work(self.peer.core.refusal().map_or(Attempt::Full, Attempt::Refused)),
         }

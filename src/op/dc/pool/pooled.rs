@@ -137,6 +137,9 @@ impl<F> Entry<F> {
 pub(super) trait Waiting: Send + Sync {
     /// Posts it, or ends it with an error. Under a lock: the caller has deferred what wakes others.
     fn decide(&self, grant: Result<Grant<'_>, OpErrorKind>);
+
+    /// Has its task look again. Under a lock, as above.
+    fn rouse(&self);
 }
 
 impl<F: Send> Waiting for Entry<F> {
@@ -152,6 +155,14 @@ impl<F: Send> Waiting for Entry<F> {
             }
             // Its future was dropped just now, and has not stepped out of the line yet.
             other => *stage = other,
+        }
+    }
+
+    fn rouse(&self) {
+        if let Stage::Lined { waker, .. } = &mut *self.stage.lock()
+            && let Some(waker) = waker.take()
+        {
+            wake(waker);
         }
     }
 }
