@@ -394,7 +394,7 @@ async fn refusals(network: &Network, meeting: &mut Meeting, role: Role) {
 /// The server is killed with work under way.
 async fn killed(network: &Network, meeting: &mut Meeting, role: Role, child: Option<&mut Child>) {
     let device = Device::software_in(network, "one").unwrap();
-    let options = ConnectOptions { timeout: AckTimeout::from_code(10), retry_count: 3, ..Default::default() };
+    let options = ConnectOptions { timeout: AckTimeout::from_code(14), retry_count: 3, ..Default::default() };
     let end = End::new(&device, meeting, Transport::Rc, Mtu::Mtu1024, &options).await;
     if role == Role::Server {
         // Until it is killed.

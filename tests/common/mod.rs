@@ -24,7 +24,7 @@ pub(crate) fn hang() -> Duration {
     Duration::from_secs(match hardware() {
         Some(_) if crate::WIRE == Wire::Emulated => 60,
         Some(_) => 120,
-        None => 20,
+        None => 60,
     })
 }
 
@@ -34,6 +34,16 @@ pub(crate) async fn within<T>(what: &str, future: impl Future<Output = T>) -> T 
         Ok(value) => value,
         Err(_) => panic!("hangs: {what}"),
     }
+}
+
+/// Lets others run until it is so: what a thread that woke this one is about to do.
+pub(crate) async fn until(what: &str, mut ready: impl FnMut() -> bool) {
+    within(what, async {
+        while !ready() {
+            tokio::time::sleep(Duration::from_micros(100)).await;
+        }
+    })
+    .await;
 }
 
 /// Calls `ready` until it gives something, or panics if it never does.

@@ -70,9 +70,13 @@ impl Node {
     }
 }
 
-/// Gives up soon where it must not wait for ever.
+/// Gives up soon where it must not wait for ever. Answers that a thread delivers may take as long as that has to wait for a
+/// processor.
 const IMPATIENT: ConnectOptions = ConnectOptions {
-    timeout: AckTimeout::from_code(10),
+    timeout: AckTimeout::from_code(match crate::WIRE {
+        crate::common::Wire::Memory => 10,
+        _ => 15,
+    }),
     retry_count: 2,
     rnr_retry: 1,
     rnr_timer: RnrTimer::from_code(1),

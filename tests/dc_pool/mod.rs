@@ -13,7 +13,7 @@ use tokio_rdma::{
     HostMemory, Pool, ProtectionDomain, RemoteRegion, SharedReceiveQueue,
 };
 
-use crate::common::{Setup, mode, skip};
+use crate::common::{Setup, mode, skip, until};
 
 /// A setup with DC; `None`, loudly, on a device without.
 fn setup(test: &str) -> Option<Setup> {
@@ -109,16 +109,6 @@ const fn exclusive(quota: u32) -> DcPolicy {
 
 fn poll<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {
     Pin::new(future).poll(&mut Context::from_waker(Waker::noop()))
-}
-
-/// Lets the others run until it is so.
-async fn until(what: &str, mut ready: impl FnMut() -> bool) {
-    crate::common::within(what, async {
-        while !ready() {
-            tokio::time::sleep(std::time::Duration::from_micros(100)).await;
-        }
-    })
-    .await;
 }
 
 /// Keeps the initiator of `peer` busy until a receive is posted at `node`.

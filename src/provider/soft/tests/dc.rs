@@ -36,7 +36,8 @@ impl Default for Setup {
             mtu: Mtu::Mtu1024,
             target_mtu: Mtu::Mtu4096,
             access: Access::REMOTE_ALL,
-            timeout: 10,
+            // A machine with other things to do is no peer that is gone.
+            timeout: 14,
             retries: 3,
             rnr_retry: 7,
             rnr_timer: 1,
@@ -339,8 +340,9 @@ fn wrong_key_and_too_large_an_mtu_are_refused_and_others_go_on() {
 #[test]
 fn unknown_target_and_destroyed_target_are_silent() {
     for (kind, network) in networks() {
-        let setup = Setup { timeout: 8, retries: 1, ..Setup::default() };
-        let a = Asking::new(&network, "a", &setup);
+        let setup = Setup::default();
+        let hasty = Setup { timeout: 8, retries: 1, ..setup };
+        let a = Asking::new(&network, "a", &hasty);
         let target = Serving::new(&network, "b", &setup);
         let memory = target.buffer(8);
         let word = a.buffer(8);
@@ -351,6 +353,7 @@ fn unknown_target_and_destroyed_target_are_silent() {
         a.repair(&setup);
         a.send(1, write, &place, &[word.sge(0, 8)]).unwrap();
         assert_eq!(outcome(&a.wait(1)), [(1, WcStatus::SUCCESS)], "{kind}");
+        a.repair(&hasty);
         drop(target);
         a.send(2, write, &place, &[word.sge(0, 8)]).unwrap();
         assert_eq!(outcome(&a.wait(1)), [(2, WcStatus::RETRY_EXC_ERR)], "{kind}");

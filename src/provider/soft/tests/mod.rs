@@ -119,7 +119,7 @@ impl Default for Options {
             transport: Transport::Rc,
             mtu: Mtu::Mtu1024,
             psn: 0xff_fff0,
-            timeout: 10,
+            timeout: 12,
             retry_count: 7,
             rnr_retry: 7,
             rnr_timer: 1,
