@@ -115,15 +115,18 @@ impl Reactor {
                 .and_then(|inlet| inlet.map(|inlet| AsyncFd::with_interest(inlet, Interest::READABLE)).transpose());
             registered.inspect_err(|error| tracing::debug!(%error, "arrivals cannot be watched")).ok().flatten()
         });
-        Arc::new_cyclic(|weak| Self {
-            runtime,
-            fd,
-            events,
-            inlet,
-            cq: Arc::downgrade(cq),
-            completion_waker: Waker::from(Arc::new(CompletionWaker(weak.clone()))),
-            event_waker: Waker::from(Arc::new(EventWaker(weak.clone()))),
-            arrival_waker: Waker::from(Arc::new(ArrivalWaker(weak.clone()))),
+        Arc::new_cyclic(|weak: &Weak<Self>| {
+            let waker = |serve: fn(&Self)| Waker::from(Arc::new(ReadyWaker { reactor: weak.clone(), serve }));
+            Self {
+                runtime,
+                fd,
+                events,
+                inlet,
+                cq: Arc::downgrade(cq),
+                completion_waker: waker(Self::serve_completions),
+                event_waker: waker(Self::serve_events),
+                arrival_waker: waker(Self::serve_arrivals),
+            }
         })
     }
 
@@ -190,44 +193,20 @@ impl Reactor {
     }
 }
 
-struct CompletionWaker(Weak<Reactor>);
-
-impl Wake for CompletionWaker {
-    fn wake(self: Arc<Self>) {
-        self.wake_by_ref();
-    }
-
-    fn wake_by_ref(self: &Arc<Self>) {
-        if let Some(reactor) = self.0.upgrade() {
-            reactor.serve_completions();
-        }
-    }
+/// Has the reactor serve one of its descriptors, there and then.
+struct ReadyWaker {
+    reactor: Weak<Reactor>,
+    serve: fn(&Reactor),
 }
 
-struct EventWaker(Weak<Reactor>);
-
-impl Wake for EventWaker {
+impl Wake for ReadyWaker {
     fn wake(self: Arc<Self>) {
         self.wake_by_ref();
     }
 
     fn wake_by_ref(self: &Arc<Self>) {
-        if let Some(reactor) = self.0.upgrade() {
-            reactor.serve_events();
-        }
-    }
-}
-
-struct ArrivalWaker(Weak<Reactor>);
-
-impl Wake for ArrivalWaker {
-    fn wake(self: Arc<Self>) {
-        self.wake_by_ref();
-    }
-
-    fn wake_by_ref(self: &Arc<Self>) {
-        if let Some(reactor) = self.0.upgrade() {
-            reactor.serve_arrivals();
+        if let Some(reactor) = self.reactor.upgrade() {
+            (self.serve)(&reactor);
         }
     }
 }
