@@ -14,7 +14,7 @@ use super::dma::{Gather, Payload};
 use super::qp::{QpInner, ReceiveSide, ReceiverHalf, SendSide, Sender};
 use super::requester::{Destination, Outgoing, Requester, Source};
 use super::scheduler::Job;
-use super::udp::Outbox;
+use super::udp::{Outbox, Pace};
 use super::wire::Packet;
 
 /// What one slice may move.
@@ -72,7 +72,9 @@ impl QpInner {
             };
             if more {
                 sender.continuing = true;
-                network.scheduler.schedule(network.scheduler.now(), Job::Continue(Arc::downgrade(self)));
+                let now = network.scheduler.now();
+                let at = self.pace().and_then(|pace| pace.wait(now)).unwrap_or(now);
+                network.scheduler.schedule(at, Job::Continue(Arc::downgrade(self)));
             }
         }
         self.settle(sender, deferred);
@@ -245,26 +247,39 @@ impl QpInner {
         self.device().network.queue_pair(at.gid, at.qpn)
     }
 
+    /// That of packets whose way nobody bounds by acknowledging them, over UDP.
+    fn pace(&self) -> Option<&Pace> {
+        match self.transport() {
+            Transport::Uc | Transport::Ud => self.device().endpoint().map(|endpoint| endpoint.pace()),
+            Transport::Rc | Transport::Dci => None,
+        }
+    }
+
     /// Encoded onto the network.
     fn pump_queued(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) -> bool {
         let here = self.device();
         sender.share_link();
+        let pace = self.pace().map(|pace| (pace, here.network.scheduler.now()));
         let mut out = SendSide { qp: self, deferred };
         let mut outbox = Outbox::new(here);
         let mut budget = Budget::slice();
         let mut gather = Gather::new();
-        while let Some(outgoing) = sender.machine.next_packet(&here.keys, &mut gather, &mut out) {
+        while pace.is_none_or(|(pace, now)| pace.wait(now).is_none()) {
+            let Some(outgoing) = sender.machine.next_packet(&here.keys, &mut gather, &mut out) else { return false };
             let payload = payload_of(&sender.machine, &outgoing, &gather);
             let to = if self.transport() == Transport::Ud { outgoing.to.gid } else { sender.peer_at.gid };
             outbox.push(&outgoing.packet, to, &payload);
             budget.spend(payload.len());
+            if let Some((pace, now)) = pace {
+                pace.spend(now, payload.len());
+            }
             gather.clear();
             sender.machine.on_sent(&mut out);
             if budget.is_spent() {
-                return sender.machine.has_work();
+                break;
             }
         }
-        false
+        sender.machine.has_work()
     }
 
     /// A packet arrived from the network. What it leads to is sent by [`answer`](Self::answer) of the half that is

@@ -27,6 +27,7 @@ use super::batch::Batch;
 use super::config::{UdpConfig, UdpError};
 use super::duty::Duty;
 use super::icrc::{CHECK, Header};
+use super::pace::Pace;
 use super::peer_link::PeerLink;
 use super::socket::{Inbox, Socket};
 
@@ -53,6 +54,7 @@ pub(in crate::provider::soft) struct Endpoint {
     spare: Mutex<Vec<Batch>>,
     /// Ways to peers, as long as a queue pair has one.
     links: Mutex<HashMap<Gid, Weak<PeerLink>>>,
+    pace: Pace,
     /// The kernel cuts messages into datagrams.
     cuts: AtomicBool,
     closed: AtomicBool,
@@ -105,6 +107,7 @@ impl Endpoint {
             device: RwLock::default(),
             spare: Mutex::default(),
             links: Mutex::default(),
+            pace: Pace::default(),
             cuts: AtomicBool::new(true),
             closed: AtomicBool::new(false),
             duty: Duty::new(),
@@ -150,6 +153,11 @@ impl Endpoint {
         let link = Arc::new(PeerLink::default());
         links.insert(peer, Arc::downgrade(&link));
         link
+    }
+
+    /// Of packets that nobody acknowledges.
+    pub(in crate::provider::soft) const fn pace(&self) -> &Pace {
+        &self.pace
     }
 
     /// Path MTU of the route to `peer`; fails if there is none.

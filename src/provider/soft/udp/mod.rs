@@ -14,6 +14,7 @@ mod duty;
 mod endpoint;
 mod icrc;
 mod outbox;
+mod pace;
 mod peer_link;
 #[cfg_attr(not(target_os = "linux"), path = "socket_elsewhere.rs")]
 mod socket;
@@ -24,4 +25,5 @@ mod tests;
 pub use config::{UdpConfig, UdpError};
 pub(super) use endpoint::{Endpoint, Turn};
 pub(super) use outbox::Outbox;
+pub(super) use pace::Pace;
 pub(super) use peer_link::{Busy, PeerLink};
