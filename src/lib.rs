@@ -42,10 +42,15 @@
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
-/// The README's programs are tests.
+/// The programs of the pages are tests.
 #[cfg(doctest)]
-#[doc = include_str!("../README.md")]
-mod readme {}
+mod pages {
+    #[doc = include_str!("../README.md")]
+    mod readme {}
+
+    #[doc = include_str!("../docs/guide.md")]
+    mod guide {}
+}
 
 #[cfg(not(loom))]
 pub mod cm;

@@ -4,31 +4,8 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const PAGES: [&str; 23] = [
-    "README.md",
-    "CONTRIBUTING.md",
-    "CHANGELOG.md",
-    "docs/benchmarks.md",
-    "docs/dc.md",
-    "docs/dc-pool.md",
-    "docs/design.md",
-    "docs/labs/01-minimal.md",
-    "docs/labs/02-one-sided.md",
-    "docs/labs/03-immediate.md",
-    "docs/labs/04-bulk.md",
-    "docs/labs/05-modes.md",
-    "docs/labs/06-all-reduce.md",
-    "docs/labs/07-kv-transfer.md",
-    "docs/labs/README.md",
-    "docs/messages.md",
-    "docs/perf.md",
-    "docs/safety.md",
-    "docs/software-device.md",
-    "docs/testing.md",
-    "docs/troubleshooting.md",
-    "docs/verbs.md",
-    "examples/README.md",
-];
+/// Directories that have no page of ours in them.
+const NOT_OURS: [&str; 4] = ["target", ".git", "corpus", "node_modules"];
 
 /// Beginnings of paths of this repository.
 const PLACES: [&str; 7] = ["src/", "tests/", "benches/", "examples/", "docs/", "scripts/", ".ci/"];
@@ -36,16 +13,40 @@ const PLACES: [&str; 7] = ["src/", "tests/", "benches/", "examples/", "docs/", "
 #[test]
 fn files_named_in_the_documentation_exist() {
     let mut missing = Vec::new();
-    for page in PAGES {
-        let text = read(page);
+    for page in pages() {
+        let text = read(&page);
         let quoted = quotes(&text).into_iter();
-        let linked = links(&text).into_iter().map(|link| Path::new(page).with_file_name("").join(link));
         // Of a command the first word is a file.
         let words = quoted.filter_map(|quote| quote.split(' ').next().map(str::to_owned));
         let named = words.filter(|word| PLACES.iter().any(|place| word.starts_with(place))).map(PathBuf::from);
-        missing.extend(named.chain(linked).filter(|path| !exists(path)).map(|path| format!("{page}: {path:?}")));
+        missing.extend(named.filter(|path| !exists(path)).map(|path| format!("{page}: {path:?}")));
     }
     assert!(missing.is_empty(), "\n{}\n", missing.join("\n"));
+}
+
+#[test]
+fn links_lead_to_files_and_headings_that_exist() {
+    let mut broken = Vec::new();
+    let mut seen = 0;
+    for page in pages() {
+        for link in links(&read(&page)) {
+            let (file, heading) = link.split_once('#').unwrap_or((&link, ""));
+            let path = match file {
+                "" => PathBuf::from(&page),
+                _ => Path::new(&page).with_file_name("").join(file),
+            };
+            let there = match heading {
+                "" => exists(&path),
+                _ => path.to_str().is_some_and(|path| headings(&read(path)).contains(heading)),
+            };
+            seen += 1;
+            if !there {
+                broken.push(format!("{page}: {link}"));
+            }
+        }
+    }
+    assert!(broken.is_empty(), "\n{}\n", broken.join("\n"));
+    assert!(seen > 40, "only {seen} links");
 }
 
 #[test]
@@ -69,8 +70,8 @@ fn tests_named_by_the_invariants_exist() {
 #[test]
 fn tests_benches_and_examples_named_in_commands_exist() {
     let mut missing = Vec::new();
-    for page in PAGES {
-        let text = read(page);
+    for page in pages() {
+        let text = read(&page);
         for (option, directory) in [("--test ", "tests"), ("--bench ", "benches"), ("--example ", "examples")] {
             for (at, _) in text.match_indices(option) {
                 let rest = &text[at + option.len()..];
@@ -104,8 +105,59 @@ fn quotes(text: &str) -> BTreeSet<String> {
 
 /// Targets of links within the repository.
 fn links(text: &str) -> BTreeSet<String> {
-    let targets = text.split("](").skip(1).filter_map(|rest| rest.split(')').next());
-    targets.filter(|target| !target.contains("://") && !target.starts_with('#')).map(str::to_owned).collect()
+    let prose = prose(text);
+    let targets = prose.split("](").skip(1).filter_map(|rest| rest.split(')').next());
+    targets.filter(|target| !target.contains("://")).map(str::to_owned).collect()
+}
+
+/// What links to headings of a page say: lower case, dashes for spaces, no other marks.
+fn headings(text: &str) -> BTreeSet<String> {
+    let prose = prose(text);
+    let titles = prose.lines().filter(|line| line.starts_with('#')).map(|line| line.trim_start_matches('#').trim());
+    titles.map(|title| title.chars().filter_map(anchor).collect()).collect()
+}
+
+fn anchor(c: char) -> Option<char> {
+    match c {
+        ' ' => Some('-'),
+        '-' | '_' => Some(c),
+        c => c.is_alphanumeric().then(|| c.to_ascii_lowercase()),
+    }
+}
+
+/// A page without its programs and commands.
+fn prose(text: &str) -> String {
+    let mut inside = false;
+    let outside = text.lines().filter(|line| {
+        let fence = line.trim_start().starts_with("```");
+        inside ^= fence;
+        !fence && !inside
+    });
+    outside.collect::<Vec<_>>().join("\n")
+}
+
+/// All pages of this repository, as paths from its root.
+fn pages() -> Vec<String> {
+    let mut found = Vec::new();
+    let mut directories = vec![root().to_owned()];
+    while let Some(directory) = directories.pop() {
+        for entry in fs::read_dir(directory).expect("a directory") {
+            let entry = entry.expect("an entry");
+            let (path, name) = (entry.path(), entry.file_name());
+            // A link to a directory may lead out of here.
+            if entry.file_type().expect("its type").is_dir() {
+                if !NOT_OURS.iter().any(|other| name == *other) {
+                    directories.push(path);
+                }
+            } else if path.extension().is_some_and(|extension| extension == "md") {
+                let page = path.strip_prefix(root()).expect("a path within").to_str().expect("a name in UTF-8");
+                found.push(page.to_owned());
+            }
+        }
+    }
+    assert!(found.len() > 20, "only {found:?}");
+    found.sort();
+    found
 }
 
 /// Names of all functions in source, tests and examples.
