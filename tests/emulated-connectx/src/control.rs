@@ -118,6 +118,8 @@ pub struct Counters {
     pub timeouts: u64,
     /// Datagrams and unreliable requests that were lost: no one there, wrong key, no receive.
     pub dropped: u64,
+    /// Bytes of the queues that the program has made, where the device reads requests and receives and writes completions.
+    pub queue_bytes: u64,
 }
 
 /// In which order held completions are written.

@@ -133,11 +133,15 @@ fn delayed_completions_come_later() {
 #[test]
 fn counters_count() {
     let (device, _alone) = device();
+    let without = device.counters();
     let pair = Pair::new(RC);
     let before = device.counters();
+    // Of each end at least 32 requests and 32 receives with lists of 4.
+    assert!(before.queue_bytes - without.queue_bytes >= 2 * 2 * 32 * 64);
     writes(&pair, 0..5);
     device.run_until_idle(10);
     let after = device.counters();
+    assert_eq!(after.queue_bytes, before.queue_bytes);
     assert_eq!((after.requests - before.requests, after.completions - before.completions), (5, 5));
     assert!((1..=5).contains(&(after.doorbells - before.doorbells)));
     assert_eq!(after.errors, before.errors);

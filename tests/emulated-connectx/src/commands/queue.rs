@@ -63,6 +63,7 @@ impl State {
             self.lint.note(number, Problem::UnmarkedCompletions, format!("entry {entry} of {entries}"));
         }
         let handle = self.handle();
+        self.counters.queue_bytes += cq.ring.len();
         self.uar.add_armer(page, handle);
         self.cqs.insert(handle, cq);
         request.made(HANDLE, handle.into());
@@ -133,6 +134,7 @@ impl State {
             async_events: 0,
         };
         let handle = self.handle();
+        self.counters.queue_bytes += srq.ring.len();
         self.srqs.insert(handle, srq);
         request.made(HANDLE, handle.into());
         request.put(ANSWER_WR, &max_wr);

@@ -85,6 +85,8 @@ impl State {
             self.qp_by_number.insert(number, handle);
             self.uar.add_sender(page, handle);
         }
+        let rings = [&qp.sq, &qp.rq].into_iter().flatten();
+        self.counters.queue_bytes += rings.map(|ring| ring.memory.len()).sum::<u64>();
         self.qps.insert(handle, qp);
         request.made(HANDLE, handle.into());
         request.put(ANSWER_CAP, &cap);

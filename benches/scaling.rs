@@ -1,0 +1,348 @@
+//! What a node needs to talk to many peers, by how it talks to them: `cargo bench --bench scaling`.
+//!
+//! ```text
+//! --peers N     peers; 10, 1,000 and 100,000 one after the other unless given
+//! --make M      queue pairs and connections made of a kind, at most; 1,000 unless given
+//! --emulated    the queues of libmlx5 instead, on an emulated ConnectX (feature `mlx5`, libmlx5 installed)
+//! ```
+//!
+//! Memory is what Rust has allocated and not freed, with the software device, which is all that there is of its objects.
+//! Each end was connected (to another one of the same kind) and has written once. `measured`: so many were made.
+//! `computed`: as many as given were made, and the rest is proportion. With `--emulated` it is the bytes of the
+//! queues that libmlx5 has told the device of: what an adapter reads and writes in the memory of its host.
+
+#![allow(unsafe_code, reason = "a global allocator is unsafe to implement")]
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::fmt;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use tokio_rdma::{
+    Access, CompletionQueue, Connection, ConnectionConfig, DcPool, DcTarget, Device, ExposedRegion, HostMemory,
+    ProtectionDomain, QueuePair, SharedReceiveQueue,
+};
+
+type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+
+/// Work requests of each send queue and of each receive queue.
+const DEPTH: u32 = 32;
+/// Receives of a shared queue, for all peers together.
+const SHARED: u32 = 1024;
+/// Initiators of a node with dynamic connections.
+const INITIATORS: u32 = 4;
+/// Queue pairs with a completion queue each that are made: each of them takes a descriptor, of which there are 1,024 in many
+/// a shell.
+const DESCRIPTORS: usize = 256;
+/// Connections that are made: each has more than a megabyte of buffers.
+const CONNECTIONS: usize = 64;
+/// Nobody waits longer for a write within the process.
+const DEADLINE: Duration = Duration::from_secs(60);
+
+struct Options {
+    peers: Vec<usize>,
+    make: usize,
+    emulated: bool,
+}
+
+/// Waits until what was dropped is freed: connections say goodbye in the background.
+async fn freed(before: usize) -> Result<()> {
+    /// What the runtime and the process's device keep for later.
+    const KEPT: usize = 256 << 10;
+    let gone = async {
+        while LIVE.load(Ordering::Relaxed) > before + KEPT {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(DEADLINE, gone).await.map_err(|_| "memory of what was dropped is not freed".into())
+}
+
+/// How peers are reached.
+#[derive(Clone, Copy, PartialEq)]
+enum Way {
+    Messages,
+    SmallMessages,
+    Own,
+    SharedCompletions,
+    SharedReceives,
+    Dynamic,
+}
+
+/// What was made for so many peers.
+#[derive(Clone, Copy)]
+struct Seen {
+    peers: usize,
+    /// What does not grow with the peers, and what does.
+    base: f64,
+    grown: f64,
+}
+
+fn main() -> Result<()> {
+    let options = options()?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let meter = Meter::new(options.emulated)?;
+    println!("device {}, send and receive queues of {DEPTH}, shared receives {SHARED}", meter.device.name());
+    for &peers in &options.peers {
+        println!("\n{peers} peers");
+        for way in Way::ALL {
+            // Buffers are memory of the host, whatever the device.
+            if options.emulated && way.made_of_messages() {
+                continue;
+            }
+            let made = peers.min(way.most(options.make));
+            let before = LIVE.load(Ordering::Relaxed);
+            let seen = runtime.block_on(meter.look(way, made))?;
+            runtime.block_on(freed(before))?;
+            println!("  {way:44} {}", Row { way, peers, seen });
+        }
+    }
+    Ok(())
+}
+
+fn options() -> Result<Options> {
+    use lexopt::prelude::{Long, ValueExt};
+    let mut options = Options { peers: vec![10, 1_000, 100_000], make: 1_000, emulated: false };
+    let mut arguments = lexopt::Parser::from_env();
+    while let Some(argument) = arguments.next()? {
+        match argument {
+            Long("peers") => options.peers = vec![arguments.value()?.parse::<usize>()?.max(2)],
+            Long("make") => options.make = arguments.value()?.parse::<usize>()?.max(2),
+            Long("emulated") => options.emulated = true,
+            // Of `cargo bench`.
+            Long("bench") => {}
+            other => return Err(other.unexpected().into()),
+        }
+    }
+    Ok(options)
+}
+
+/// A device, and how the memory of its objects is measured.
+struct Meter {
+    device: Device,
+    #[cfg(all(feature = "mlx5", target_os = "linux", target_env = "gnu"))]
+    adapter: Option<emulated_connectx::EmulatedConnectX>,
+}
+
+impl Meter {
+    #[cfg(all(feature = "mlx5", target_os = "linux", target_env = "gnu"))]
+    fn new(emulated: bool) -> Result<Self> {
+        if !emulated {
+            return Ok(Self { device: Device::software()?, adapter: None });
+        }
+        let adapter = emulated_connectx::EmulatedConnectX::start(emulated_connectx::Options::default())?;
+        Ok(Self { device: Device::open("mlx5_0")?, adapter: Some(adapter) })
+    }
+
+    #[cfg(not(all(feature = "mlx5", target_os = "linux", target_env = "gnu")))]
+    fn new(emulated: bool) -> Result<Self> {
+        match emulated {
+            true => Err("--emulated: only with feature mlx5, on Linux".into()),
+            false => Ok(Self { device: Device::software()? }),
+        }
+    }
+
+    /// Bytes so far.
+    fn bytes(&self) -> f64 {
+        #[cfg(all(feature = "mlx5", target_os = "linux", target_env = "gnu"))]
+        if let Some(adapter) = &self.adapter {
+            return adapter.counters().queue_bytes as f64;
+        }
+        LIVE.load(Ordering::Relaxed) as f64
+    }
+
+    /// Makes what reaches `peers` peers, and looks at what that took.
+    async fn look(&self, way: Way, peers: usize) -> Result<Seen> {
+        let pd = self.device.protection_domain()?;
+        match way {
+            Way::Messages => self.connections(&pd, peers, &ConnectionConfig::default()).await,
+            Way::SmallMessages => self.connections(&pd, peers, &small()).await,
+            Way::Dynamic => self.dynamic(&pd, peers).await,
+            _ => self.reliable(&pd, way, peers).await,
+        }
+    }
+
+    async fn reliable(&self, pd: &ProtectionDomain, way: Way, peers: usize) -> Result<Seen> {
+        // Two ends for each connection, so an even number.
+        let peers = peers.next_multiple_of(2);
+        let region = ExposedRegion::new(pd, HostMemory::zeroed(8)?, Access::REMOTE_WRITE)?;
+        let start = self.bytes();
+        let capacity = match way {
+            Way::SharedReceives => DEPTH * peers as u32 + SHARED,
+            _ => 2 * DEPTH * peers as u32,
+        };
+        let completions = |capacity| CompletionQueue::builder(&self.device).capacity(capacity).build();
+        let shared = if way == Way::Own { None } else { Some(completions(capacity)?) };
+        let queue = self.bytes() - start;
+        let receives = match (&shared, way) {
+            (Some(queue), Way::SharedReceives) => Some(SharedReceiveQueue::new(pd, queue, SHARED, 1)?),
+            _ => None,
+        };
+        // Of the completion queue, room for shared receives does not grow with the peers; all else does.
+        let fixed = if receives.is_some() { f64::from(SHARED) / f64::from(capacity) } else { 0.0 };
+        let base = self.bytes() - start - queue * (1.0 - fixed);
+        let mut ends = Vec::with_capacity(peers);
+        for _ in 0..peers {
+            let queue = shared.as_ref().map_or_else(|| completions(2 * DEPTH), |queue| Ok(queue.clone()))?;
+            let builder = QueuePair::builder(pd, &queue).max_send_wr(DEPTH).max_recv_wr(DEPTH).max_sge(1);
+            let builder = match &receives {
+                Some(receives) => builder.shared_receive_queue(receives),
+                None => builder,
+            };
+            ends.push(builder.build()?);
+        }
+        for two in ends.chunks(2) {
+            two[0].connect(&two[1].endpoint())?;
+            two[1].connect(&two[0].endpoint())?;
+        }
+        for end in &ends {
+            tokio::time::timeout(DEADLINE, end.write_inline(b"measured", region.grant())).await??;
+        }
+        Ok(Seen { peers, base, grown: self.bytes() - start - base })
+    }
+
+    async fn dynamic(&self, pd: &ProtectionDomain, peers: usize) -> Result<Seen> {
+        let region = ExposedRegion::new(pd, HostMemory::zeroed(8)?, Access::REMOTE_WRITE)?;
+        let start = self.bytes();
+        let queue = CompletionQueue::builder(&self.device).capacity(DEPTH * INITIATORS + SHARED).build()?;
+        let receives = SharedReceiveQueue::new(pd, &queue, SHARED, 1)?;
+        let target = DcTarget::new(pd, &receives)?;
+        let pool = DcPool::builder(pd, &queue).initiators(INITIATORS as usize);
+        let pool = pool.initiator(|each| each.max_send_wr(DEPTH).max_sge(1)).build()?;
+        // Each initiator once, for what it takes when it is first used.
+        for _ in 0..INITIATORS {
+            let peer = pool.peer(&target.address())?;
+            tokio::time::timeout(DEADLINE, peer.write_inline(b"measured", region.grant())).await??;
+        }
+        let base = self.bytes() - start;
+        let mut all = Vec::with_capacity(peers);
+        for _ in 0..peers {
+            // Of one address there are as many peers as one likes.
+            all.push(pool.peer(&target.address())?);
+        }
+        for peer in all.iter().take(1_000) {
+            tokio::time::timeout(DEADLINE, peer.write_inline(b"measured", region.grant())).await??;
+        }
+        Ok(Seen { peers, base, grown: self.bytes() - start - base })
+    }
+
+    async fn connections(&self, pd: &ProtectionDomain, peers: usize, config: &ConnectionConfig) -> Result<Seen> {
+        let peers = peers.next_multiple_of(2);
+        let start = self.bytes();
+        let mut ends = Vec::with_capacity(peers);
+        for _ in 0..peers / 2 {
+            let (one, other) = (Connection::prepare(pd, config)?, Connection::prepare(pd, config)?);
+            let (endpoints, hellos) = ([one.endpoint(), other.endpoint()], [one.hello(&[])?, other.hello(&[])?]);
+            ends.push(one.establish(&endpoints[1], &hellos[1])?);
+            ends.push(other.establish(&endpoints[0], &hellos[0])?);
+        }
+        for two in ends.chunks(2) {
+            tokio::time::timeout(DEADLINE, two[0].send("measured")).await??;
+            tokio::time::timeout(DEADLINE, two[1].recv()).await??;
+        }
+        let grown = self.bytes() - start;
+        Ok(Seen { peers, base: 0.0, grown })
+    }
+}
+
+/// A connection for requests that are short and few at a time.
+fn small() -> ConnectionConfig {
+    let config = ConnectionConfig::default().receive_buffer_size(1024).receive_buffers(8).spare_buffers(4);
+    config.send_buffers(8).max_send_wr(16)
+}
+
+impl Way {
+    const ALL: [Self; 6] =
+        [Self::Messages, Self::SmallMessages, Self::Own, Self::SharedCompletions, Self::SharedReceives, Self::Dynamic];
+
+    fn made_of_messages(self) -> bool {
+        matches!(self, Self::Messages | Self::SmallMessages)
+    }
+
+    /// How many are made at most.
+    fn most(self, make: usize) -> usize {
+        match self {
+            Self::Messages | Self::SmallMessages => make.min(CONNECTIONS),
+            Self::Own => make.min(DESCRIPTORS),
+            Self::SharedCompletions | Self::SharedReceives => make,
+            Self::Dynamic => usize::MAX,
+        }
+    }
+}
+
+impl fmt::Display for Way {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Messages => "Connection, default sizes, with buffers",
+            Self::SmallMessages => "Connection, small, with buffers",
+            Self::Own => "RC, a completion queue each",
+            Self::SharedCompletions => "RC, shared completion queue",
+            Self::SharedReceives => "RC, shared completion and receive queue",
+            Self::Dynamic => "DC, 4 initiators and 1 target",
+        })
+    }
+}
+
+struct Row {
+    way: Way,
+    peers: usize,
+    seen: Seen,
+}
+
+impl fmt::Display for Row {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { way, peers, seen } = *self;
+        let each = seen.grown / seen.peers as f64;
+        let total = seen.base + each * peers as f64;
+        let queue_pairs = if way == Way::Dynamic { INITIATORS as usize } else { peers };
+        write!(f, "{queue_pairs:6} queue pairs {:>12}, each peer {each:7.0} B", Bytes(total))?;
+        if seen.peers >= peers { f.write_str(", measured") } else { write!(f, ", computed from {}", seen.peers) }
+    }
+}
+
+struct Bytes(f64);
+
+impl fmt::Display for Bytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(&match self.0 {
+            ..1048576.0 => format!("{:.1} KiB", self.0 / 1024.0),
+            ..1073741824.0 => format!("{:.1} MiB", self.0 / 1048576.0),
+            _ => format!("{:.1} GiB", self.0 / 1073741824.0),
+        })
+    }
+}
+
+/// The system's allocator, which counts what is allocated and not freed.
+struct Counting;
+
+static LIVE: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: all is left to the system's allocator.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        LIVE.fetch_add(layout.size(), Ordering::Relaxed);
+        // SAFETY: passed on.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        LIVE.fetch_add(layout.size(), Ordering::Relaxed);
+        // SAFETY: passed on.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        LIVE.fetch_add(size, Ordering::Relaxed);
+        LIVE.fetch_sub(layout.size(), Ordering::Relaxed);
+        // SAFETY: passed on.
+        unsafe { System.realloc(at, layout, size) }
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        LIVE.fetch_sub(layout.size(), Ordering::Relaxed);
+        // SAFETY: passed on.
+        unsafe { System.dealloc(at, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
