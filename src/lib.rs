@@ -50,6 +50,18 @@ mod pages {
 
     #[doc = include_str!("../docs/guide.md")]
     mod guide {}
+
+    #[doc = include_str!("../docs/from-async-rdma.md")]
+    mod from_async_rdma {}
+
+    #[doc = include_str!("../docs/from-c-verbs.md")]
+    mod from_c_verbs {}
+
+    #[doc = include_str!("../docs/dc.md")]
+    mod dc {}
+
+    #[doc = include_str!("../docs/software-device.md")]
+    mod software_device {}
 }
 
 #[cfg(not(loom))]

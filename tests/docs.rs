@@ -68,6 +68,40 @@ fn tests_named_by_the_invariants_exist() {
 }
 
 #[test]
+fn every_function_that_is_called_in_c_is_in_the_table_of_verbs() {
+    const LIBRARIES: [&str; 3] = ["ibv_", "rdma_", "mlx5dv_"];
+    let table = read("docs/verbs.md");
+    let listed: BTreeSet<_> = words(&table).collect();
+    let mut missing = BTreeSet::new();
+    let mut called = 0;
+    for file in sources(&["src/provider/ibverbs"]) {
+        let text = fs::read_to_string(&file).expect("a source file");
+        for (at, _) in text.match_indices('(') {
+            let name = words(&text[..at]).next_back().unwrap_or_default();
+            if text[..at].ends_with(name) && LIBRARIES.iter().any(|library| name.starts_with(library)) {
+                called += 1;
+                if !listed.contains(name) {
+                    missing.insert(name.to_owned());
+                }
+            }
+        }
+    }
+    assert!(called > 50, "only {called} calls");
+    assert!(missing.is_empty(), "not in docs/verbs.md: {missing:?}");
+}
+
+#[test]
+fn every_page_with_a_program_is_compiled_with_the_documentation() {
+    let root = read("src/lib.rs");
+    let with = |page: &String| page.starts_with("docs/") && read(page).lines().any(|line| line.starts_with("```rust"));
+    let pages: Vec<_> = pages().into_iter().filter(with).collect();
+    assert!(pages.len() >= 3, "only {pages:?}");
+    let forgotten: Vec<_> =
+        pages.iter().filter(|page| !root.contains(&format!("include_str!(\"../{page}\")"))).collect();
+    assert!(forgotten.is_empty(), "no program of {forgotten:?} is compiled: see `pages` in src/lib.rs");
+}
+
+#[test]
 fn tests_benches_and_examples_named_in_commands_exist() {
     let mut missing = Vec::new();
     for page in pages() {
@@ -163,18 +197,32 @@ fn pages() -> Vec<String> {
 /// Names of all functions in source, tests and examples.
 fn functions() -> BTreeSet<String> {
     let mut found = BTreeSet::new();
-    let mut directories: Vec<PathBuf> = ["src", "tests", "examples"].map(|name| root().join(name)).into();
+    for path in sources(&["src", "tests", "examples"]) {
+        let text = fs::read_to_string(&path).expect("a source file");
+        let names = text.split("fn ").skip(1);
+        found.extend(names.filter_map(|rest| rest.split(['(', '<']).next()).map(str::to_owned));
+    }
+    found
+}
+
+/// Files of Rust in these directories and below.
+fn sources(directories: &[&str]) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    let mut directories: Vec<PathBuf> = directories.iter().map(|name| root().join(name)).collect();
     while let Some(directory) = directories.pop() {
         for entry in fs::read_dir(directory).expect("a directory") {
             let path = entry.expect("an entry").path();
             if path.is_dir() {
                 directories.push(path);
             } else if path.extension().is_some_and(|extension| extension == "rs") {
-                let text = fs::read_to_string(&path).expect("a source file");
-                let names = text.split("fn ").skip(1);
-                found.extend(names.filter_map(|rest| rest.split(['(', '<']).next()).map(str::to_owned));
+                found.push(path);
             }
         }
     }
     found
+}
+
+/// Names, of whatever.
+fn words(text: &str) -> impl DoubleEndedIterator<Item = &str> {
+    text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').filter(|word| !word.is_empty())
 }
