@@ -61,6 +61,10 @@ pub async fn connect(
 ///
 /// As [`resolve_with`].
 ///
+/// # Cancel safety
+///
+/// As [`resolve_with`]: dropping the future leaves nothing behind.
+///
 /// # Panics
 ///
 /// As [`connect`].

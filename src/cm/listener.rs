@@ -40,6 +40,10 @@ impl Listener {
     ///
     /// As [`bind_with`](Self::bind_with).
     ///
+    /// # Cancel safety
+    ///
+    /// As [`bind_with`](Self::bind_with): dropping the future leaves nothing behind.
+    ///
     /// # Panics
     ///
     /// As [`accept`](Self::accept).

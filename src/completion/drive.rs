@@ -28,6 +28,10 @@ impl CompletionQueue {
 }
 
 /// A future that polls a completion queue while it runs; see [`CompletionQueue::drive`].
+///
+/// # Cancel safety
+///
+/// That of the future within.
 #[pin_project]
 #[must_use = "futures do nothing unless they are awaited"]
 pub struct Drive<F> {

@@ -14,6 +14,14 @@ use crate::types::{SendOp, Transport, WorkCompletion};
 use crate::verbs::{BufMut, PoolError};
 
 /// An atomic in flight; gives the value that was there before.
+///
+/// # Cancel safety
+///
+/// As [`Operation`]: it is done even if the future is dropped.
+///
+/// # Panics
+///
+/// If polled again after it was ready.
 #[derive(Debug)]
 #[must_use = "it is posted already, but only awaiting it tells whether it succeeded"]
 pub struct Atomic {
@@ -42,6 +50,14 @@ impl QueuePair {
 
     /// Adds `add`, wrapping, to the 8 bytes of `remote`, and gives what they held before (RC). See
     /// [`compare_swap`](Self::compare_swap).
+    ///
+    /// # Errors
+    ///
+    /// As [`compare_swap`](Self::compare_swap).
+    ///
+    /// # Cancel safety
+    ///
+    /// As [`Operation`]: it is done even if the future is dropped.
     #[inline]
     pub fn fetch_add(&self, remote: RemoteRegion, add: u64) -> Atomic {
         self.atomic(SendOp::FetchAdd { remote: remote.remote_addr(), add }, remote)

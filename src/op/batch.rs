@@ -193,6 +193,14 @@ pub(super) fn submit_batch<B: Source>(
 }
 
 /// A batch in flight; gives a [`BatchResult`].
+///
+/// # Cancel safety
+///
+/// As [`Operation`](super::Operation): the batch goes on if the future is dropped, and its buffers come back to their pool.
+///
+/// # Panics
+///
+/// If polled again after it was ready.
 #[must_use = "it is posted already, but only awaiting it tells whether it succeeded"]
 pub struct BatchOp<B: Source> {
     /// `None` if nothing was posted.

@@ -75,6 +75,14 @@ impl Sealed for Leased {
 }
 
 /// A binding in flight; gives the [`Lease`].
+///
+/// # Cancel safety
+///
+/// Dropping it revokes the lease when the work request has completed, or the queue pair has ended.
+///
+/// # Panics
+///
+/// If polled again after it was ready.
 #[derive(Debug)]
 #[must_use = "it is posted already, but only awaiting it tells whether it succeeded; dropping it revokes the lease"]
 pub struct Leasing {

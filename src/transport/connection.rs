@@ -77,6 +77,14 @@ impl Connection {
     /// # Errors
     ///
     /// As [`connect_with`](Self::connect_with).
+    ///
+    /// # Cancel safety
+    ///
+    /// As [`connect_with`](Self::connect_with): dropping the future takes the request back.
+    ///
+    /// # Panics
+    ///
+    /// As [`connect_with`](Self::connect_with).
     pub async fn connect(device: &Device, address: impl ToSocketAddrs) -> Result<Self, EstablishError> {
         Self::connect_with(device, address, &ConnectionConfig::default()).await
     }

@@ -96,6 +96,10 @@ impl SendHalf {
     /// # Errors
     ///
     /// As there.
+    ///
+    /// # Cancel safety
+    ///
+    /// As there: nothing is lost.
     pub async fn flush(&self) -> Result<(), MessageError> {
         let shared = &self.handle.shared;
         let mut flush = Leaving { shared, flush: Flush::default() };

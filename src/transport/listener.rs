@@ -73,6 +73,14 @@ impl Listener {
     /// # Errors
     ///
     /// As [`bind_with`](Self::bind_with).
+    ///
+    /// # Cancel safety
+    ///
+    /// As [`bind_with`](Self::bind_with): dropping the future leaves nothing behind.
+    ///
+    /// # Panics
+    ///
+    /// As [`bind_with`](Self::bind_with).
     pub async fn bind(device: &Device, address: impl ToSocketAddrs) -> Result<Self, EstablishError> {
         Self::bind_with(device, address, &ConnectionConfig::default()).await
     }
@@ -83,6 +91,10 @@ impl Listener {
     ///
     /// [`EstablishError::Setup`] for settings that the device does not allow; [`EstablishError::Connect`] as
     /// [`cm::Listener::bind_with`].
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future leaves nothing behind.
     ///
     /// # Panics
     ///
@@ -260,6 +272,10 @@ impl ConnectionRequest {
     /// # Errors
     ///
     /// [`EstablishError::Connect`] as [`cm::Request::reject`].
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future rejects the peer all the same.
     pub async fn reject(self, user_data: &[u8]) -> Result<(), EstablishError> {
         Ok(self.inner.reject(user_data).await?)
     }

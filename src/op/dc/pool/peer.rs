@@ -421,6 +421,10 @@ impl fmt::Debug for DcLease {
 }
 
 /// What [`DcPoolPeer::borrow`] waits for; gives the [`DcLease`].
+///
+/// # Cancel safety
+///
+/// Dropped with its [`Pooled`], which gives the initiator back if it is there already.
 #[derive(Debug)]
 pub struct Lending {
     lease: Option<Result<DcLease, OpErrorKind>>,
