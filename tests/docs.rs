@@ -102,6 +102,38 @@ fn every_page_with_a_program_is_compiled_with_the_documentation() {
 }
 
 #[test]
+fn public_functions_tell_of_their_errors_and_of_cancelling() {
+    let (mut silent, mut functions) = (Vec::new(), 0);
+    for file in sources(&["src"]) {
+        let text = fs::read_to_string(&file).expect("a source file");
+        // Tests stand at the end of a file.
+        let code = text.split("\nmod tests {").next().unwrap_or_default();
+        for (at, _) in code.match_indices("pub ") {
+            let line = code[..at].rfind('\n').map_or(0, |end| end + 1);
+            let declaration = code[at..].split(['{', ';']).next().unwrap_or_default();
+            let Some((words, signature)) = declaration.split_once("fn ") else { continue };
+            let plain = words.split_whitespace().all(|word| ["pub", "async", "const", "unsafe"].contains(&word));
+            if !plain || !code[line..at].trim().is_empty() {
+                continue;
+            }
+            functions += 1;
+            let above = code[..line].lines().rev().map(str::trim);
+            let about = |line: &&str| line.starts_with("///") || line.starts_with("#[") || line.ends_with(")]");
+            let doc: Vec<_> = above.take_while(about).collect();
+            let says = |what| doc.iter().any(|line| line.contains(what));
+            let result = signature.split_once("->").map_or("", |(_, result)| result.trim_start());
+            let fails = result.starts_with("Result<") || result.starts_with("io::Result<");
+            if fails && !says("# Errors") || words.contains("async") && !says("# Cancel safety") {
+                let name: String = signature.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect();
+                silent.push(format!("{}: {name}", file.display()));
+            }
+        }
+    }
+    assert!(functions > 300, "only {functions} functions");
+    assert!(silent.is_empty(), "\n{}\n", silent.join("\n"));
+}
+
+#[test]
 fn tests_benches_and_examples_named_in_commands_exist() {
     let mut missing = Vec::new();
     for page in pages() {
