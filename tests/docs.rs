@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const PAGES: [&str; 23] = [
+const PAGES: [&str; 24] = [
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
@@ -12,6 +12,7 @@ const PAGES: [&str; 23] = [
     "docs/dc.md",
     "docs/dc-pool.md",
     "docs/design.md",
+    "docs/kv.md",
     "docs/labs/01-minimal.md",
     "docs/labs/02-one-sided.md",
     "docs/labs/03-immediate.md",

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use thiserror::Error;
-use tokio_rdma::{EstablishError, LimitError, MessageError, OpErrorKind, PoolError, SetupError};
+use tokio_rdma::{EstablishError, MessageError, OpErrorKind, PoolError, RemoteRegion, SetupError};
 
 use crate::layout::Layout;
 
@@ -68,7 +68,8 @@ pub enum Refusal {
 }
 
 /// How a peer breaks the protocol.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
 pub enum ProtocolError {
     /// What a server says to a client that connects has another form.
     #[error("no server of this kind: {len} bytes of welcome")]
@@ -76,16 +77,16 @@ pub enum ProtocolError {
         /// Bytes.
         len: usize,
     },
-    /// The layout is beyond the limits.
+    /// The layout is not one.
     #[error(transparent)]
-    Layout(#[from] LimitError),
-    /// The memory is not as long as a table of the layout.
-    #[error("{len} bytes of memory for {layout:?}")]
+    Layout(#[from] SetupError),
+    /// The memory is not as long as a table of the layout, or nowhere.
+    #[error("{table:?} is no memory for {layout:?}")]
     Table {
         /// Of the table.
         layout: Layout,
-        /// Bytes of the memory.
-        len: u64,
+        /// The memory.
+        table: RemoteRegion,
     },
     /// A message ends too early, or too late.
     #[error("a message of {len} bytes, which its kind does not have")]

@@ -123,14 +123,16 @@ fn check_key(mut events: Vec<&Event>) -> Result<(), Wrong> {
         writes.values().filter_map(|event| event.deleted()).chain(std::iter::once(0)).collect();
 
     let mut over: Vec<_> = (0..events.len()).collect();
-    over.sort_by_key(|&index| events[index].end);
+    // None is over before it began.
+    let end = |index: usize| events[index].end.max(events[index].start);
+    over.sort_by_key(|&index| end(index));
     let mut over = over.into_iter().peekable();
     // By index of the event: that of whatever began before is known.
     let mut versions: Vec<u64> = Vec::with_capacity(events.len());
     // Of all that was over when the event began.
     let mut latest: Option<(u64, &Event)> = None;
     for event in &events {
-        while let Some(index) = over.next_if(|&index| events[index].end < event.start) {
+        while let Some(index) = over.next_if(|&index| end(index) < event.start) {
             if latest.is_none_or(|(version, _)| version < versions[index]) {
                 latest = Some((versions[index], events[index]));
             }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use bytes::{Buf, BufMut};
-use tokio_rdma::{LimitError, RemoteRegion};
+use tokio_rdma::{LimitError, RemoteRegion, SetupError};
 use twox_hash::XxHash3_64;
 
 use crate::error::{ProtocolError, Refusal};
@@ -46,16 +46,24 @@ impl Layout {
     ///
     /// # Errors
     ///
-    /// [`LimitError`] for what is above the limits here. What is 0 and may not be is 1.
-    pub fn new(buckets: u32, slots: u32, max_key: u32, max_value: u32) -> Result<Self, LimitError> {
-        let check = |field, asked: u64, allowed: u64| {
-            if asked > allowed { Err(LimitError { field, asked, allowed }) } else { Ok(()) }
-        };
-        let layout = Self { buckets: buckets.max(1), slots: slots.max(1), max_key: max_key.max(1), max_value };
-        check("slots of a bucket", slots.into(), Self::MAX_SLOTS.into())?;
-        check("bytes of a key", max_key.into(), Self::MAX_KEY.into())?;
-        check("bytes of a value", max_value.into(), Self::MAX_VALUE.into())?;
-        check("bytes of the table", layout.bytes(), Self::MAX_BYTES)?;
+    /// [`SetupError::Limit`] and [`SetupError::TooSmall`], by name, for what is above the limits here, or nothing at all.
+    pub fn new(buckets: u32, slots: u32, max_key: u32, max_value: u32) -> Result<Self, SetupError> {
+        for (field, asked) in [("buckets", buckets), ("slots of a bucket", slots), ("bytes of a key", max_key)] {
+            if asked == 0 {
+                return Err(SetupError::TooSmall { field, asked: 0, least: 1 });
+            }
+        }
+        let layout = Self { buckets, slots, max_key, max_value };
+        for (field, asked, allowed) in [
+            ("slots of a bucket", slots.into(), Self::MAX_SLOTS.into()),
+            ("bytes of a key", max_key.into(), Self::MAX_KEY.into()),
+            ("bytes of a value", max_value.into(), Self::MAX_VALUE.into()),
+            ("bytes of the table", layout.bytes(), Self::MAX_BYTES),
+        ] {
+            if asked > allowed {
+                return Err(LimitError { field, asked, allowed }.into());
+            }
+        }
         Ok(layout)
     }
 
@@ -150,12 +158,11 @@ impl Layout {
             .and_then(|rest| rest.split_at_checked(Self::ENCODED))
             .ok_or(ProtocolError::Welcome { len: bytes.len() })?;
         let table = RemoteRegion::from_bytes(table).ok_or(ProtocolError::Welcome { len: bytes.len() })?;
-        let mut next = || fields.get_u32_le();
-        let (buckets, slots, max_key, max_value) = (next(), next(), next(), next());
+        let [buckets, slots, max_key, max_value] = [(); 4].map(|()| fields.get_u32_le());
         let layout = Self::new(buckets, slots, max_key, max_value)?;
-        // Zeros are taken for ones, which is no layout that a server has.
-        if layout.bytes() != table.len() || buckets == 0 || slots == 0 || max_key == 0 {
-            return Err(ProtocolError::Table { layout, len: table.len() });
+        // All slices of it are then within the address space.
+        if layout.bytes() != table.len() || table.addr().checked_add(table.len()).is_none() {
+            return Err(ProtocolError::Table { layout, table });
         }
         Ok((layout, table))
     }
@@ -205,9 +212,11 @@ mod tests {
             (Layout::new(1, 1, 1, 65537), "bytes of a value", 65536),
             (Layout::new(u32::MAX, 8, 1024, 65536), "bytes of the table", 1 << 40),
         ] {
-            let error = layout.unwrap_err();
+            let SetupError::Limit(error) = layout.unwrap_err() else { panic!("{field} is not beyond a limit") };
             assert_eq!((error.field, error.allowed), (field, allowed));
         }
+        let none = SetupError::TooSmall { field: "buckets", asked: 0, least: 1 };
+        assert_eq!(Layout::new(0, 1, 1, 1), Err(none));
     }
 
     #[test]
@@ -220,8 +229,11 @@ mod tests {
             assert!(Layout::decode(&bytes[..len]).is_err());
         }
         assert!(Layout::decode(&[&bytes[..], &[0]].concat()).is_err());
-        let short = layout.encode(&RemoteRegion::new(4096, layout.bytes() - 1, Rkey(7)));
-        assert!(matches!(Layout::decode(&short), Err(ProtocolError::Table { .. })));
+        let (short, wraps) = ((4096, layout.bytes() - 1), (u64::MAX - 5, layout.bytes()));
+        for (addr, len) in [short, wraps] {
+            let wrong = layout.encode(&RemoteRegion::new(addr, len, Rkey(7)));
+            assert!(matches!(Layout::decode(&wrong), Err(ProtocolError::Table { .. })));
+        }
         for field in 0..4 {
             for value in [0, u32::MAX] {
                 let mut wrong = bytes.clone();

@@ -63,13 +63,13 @@ impl<'a> Request<'a> {
     /// A request and its number.
     pub(crate) fn decode(message: &'a [u8]) -> Result<(u64, Self), ProtocolError> {
         let (number, kind, mut rest) = split(message)?;
-        let length = ProtocolError::Length { len: message.len() };
+        let length = || ProtocolError::Length { len: message.len() };
         let request = match kind {
             GET => Self::Get(rest),
             DELETE => Self::Delete(rest),
             PUT => {
-                let key_len = rest.try_get_u16_le().map_err(|_| length)?;
-                let (key, value) = rest.split_at_checked(key_len.into()).ok_or(length)?;
+                let key_len = rest.try_get_u16_le().map_err(|_| length())?;
+                let (key, value) = rest.split_at_checked(key_len.into()).ok_or_else(length)?;
                 Self::Put(key, value)
             }
             kind => return Err(ProtocolError::Kind(kind)),
@@ -95,8 +95,8 @@ impl Answer {
     pub(crate) fn decode(message: &Bytes) -> Result<(u64, Self), ProtocolError> {
         let (number, kind, rest) = split(message)?;
         let mut rest = message.slice_ref(rest);
-        let length = ProtocolError::Length { len: message.len() };
-        let mut next = || rest.try_get_u64_le().map_err(|_| length);
+        let length = || ProtocolError::Length { len: message.len() };
+        let mut next = || rest.try_get_u64_le().map_err(|_| length());
         let answer = match kind {
             FOUND => {
                 let version = next()?;
@@ -110,7 +110,7 @@ impl Answer {
             FULL => Self::Refused(Refusal::Full { slots: next()? }),
             kind => return Err(ProtocolError::Kind(kind)),
         };
-        if rest.is_empty() { Ok((number, answer)) } else { Err(length) }
+        if rest.is_empty() { Ok((number, answer)) } else { Err(length()) }
     }
 }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tokio::net::ToSocketAddrs;
 use tokio::task::JoinSet;
-use tokio_rdma::{Connection, ConnectionConfig, Device, Listener};
+use tokio_rdma::{Connection, ConnectionConfig, Device, EstablishError, Listener, SetupError};
 
 use crate::client::patient;
 use crate::error::KvError;
@@ -40,7 +40,7 @@ impl Server {
     /// [`KvError::Setup`] if the memory of the table cannot be registered, [`KvError::Establish`] if nobody can listen there.
     pub async fn bind(device: &Device, address: impl ToSocketAddrs, layout: Layout) -> Result<Self, KvError> {
         // One domain for all clients, as they read the same memory. It has nothing else that a peer may reach.
-        let pd = device.protection_domain().map_err(tokio_rdma::SetupError::from)?;
+        let pd = device.protection_domain().map_err(SetupError::from)?;
         let table = Arc::new(Table::new(&pd, layout)?);
         let config = ConnectionConfig::default()
             .protection_domain(&pd)
@@ -78,9 +78,12 @@ impl Server {
         let mut clients = JoinSet::new();
         loop {
             tokio::select! {
-                client = self.listener.accept(), if clients.len() < CLIENTS => {
-                    drop(clients.spawn(serve(client?, self.table.clone())));
-                }
+                client = self.listener.accept(), if clients.len() < CLIENTS => match client {
+                    Ok(client) => drop(clients.spawn(serve(client, self.table.clone()))),
+                    // For this one.
+                    Err(EstablishError::Setup(error)) => tracing::warn!(%error, "no room for a client"),
+                    Err(error) => return Err(error.into()),
+                },
                 Some(left) = clients.join_next() => match left {
                     Ok(Ok(())) => {}
                     Ok(Err(error)) => tracing::warn!(%error, "a client is dropped"),

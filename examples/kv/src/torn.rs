@@ -61,20 +61,21 @@ impl Fixture {
         // The lock of the bucket is held: that is for a thread that may wait.
         let put = tokio::task::spawn_blocking(move || {
             table.put_in_two(KEY, &stamp(1).value(LONGEST), half, || {
-                runtime.block_on(timeout(LONG, async {
-                    let getting = tokio::spawn({
-                        let client = client.clone();
-                        async move { client.get(KEY).await }
-                    });
+                let getting = runtime.spawn({
+                    let client = client.clone();
+                    async move { client.get(KEY).await }
+                });
+                let shown = async {
                     while !until(&client, &getting) {
                         sleep(Duration::from_millis(1)).await;
                     }
-                    getting
-                }))
+                };
+                runtime.block_on(async { timeout(LONG, shown).await }).expect("what was waited for");
+                getting
             })
         });
         let (new, getting) = put.await.unwrap();
-        let got = timeout(LONG, getting.expect("what was waited for")).await.unwrap().unwrap();
+        let got = timeout(LONG, getting).await.unwrap().unwrap();
         (new, got)
     }
 }

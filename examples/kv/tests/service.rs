@@ -235,8 +235,9 @@ async fn what_is_no_server_of_this_kind_is_refused() {
     let device = device();
     let pd = device.protection_domain().unwrap();
     let layout = Layout::new(1, 1, 8, 8).unwrap();
-    let table = RemoteRegion::new(0, layout.bytes() + 1, tokio_rdma::types::Rkey(0));
-    for welcome in [Vec::new(), b"kv 2 and more".to_vec(), vec![0xff; 100], welcome(layout, table)] {
+    let table = |addr, len| welcome(layout, RemoteRegion::new(addr, len, tokio_rdma::types::Rkey(0)));
+    let (short, wraps) = (table(0, layout.bytes() - 1), table(u64::MAX - 1, layout.bytes()));
+    for welcome in [Vec::new(), b"kv 2 and more".to_vec(), vec![0xff; 100], short, wraps] {
         let fake = FakeServer::saying(&device, &pd, welcome, async |_| ()).await;
         let error = soon("connect", KvClient::connect(&device, fake.address)).await.unwrap_err();
         assert!(matches!(error, KvError::Protocol(_)), "{error:?}");
