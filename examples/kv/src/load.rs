@@ -1,0 +1,187 @@
+//! The load generator.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use fastrand::Rng;
+use hdrhistogram::Histogram;
+use kv::{KvClient, ReadCounters, Versioned};
+use tokio::task::JoinSet;
+
+use crate::Result;
+use crate::args::{Choice, GetBy, LoadOptions};
+use crate::place::Target;
+use crate::report::Report;
+
+/// What a call was.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Call {
+    GetByRead,
+    GetByMessage,
+    Put,
+}
+
+impl Call {
+    pub(crate) const ALL: [Self; 3] = [Self::GetByRead, Self::GetByMessage, Self::Put];
+}
+
+/// Nanoseconds of each kind of call, to three digits.
+#[derive(Debug)]
+pub(crate) struct Times([Histogram<u64>; 3]);
+
+impl Times {
+    fn new() -> Result<Self> {
+        let times = || Histogram::new(3);
+        Ok(Self([times()?, times()?, times()?]))
+    }
+
+    pub(crate) fn of(&self, call: Call) -> &Histogram<u64> {
+        &self.0[call as usize]
+    }
+
+    fn record(&mut self, call: Call, time: Duration) -> Result<()> {
+        Ok(self.0[call as usize].record(u64::try_from(time.as_nanos())?)?)
+    }
+
+    fn add(&mut self, other: &Self) -> Result<()> {
+        self.0.iter_mut().zip(&other.0).try_for_each(|(ours, theirs)| Ok(ours.add(theirs)?))
+    }
+}
+
+/// Puts all keys, then measures.
+pub(crate) async fn run(server: Target, load: LoadOptions) -> Result<Report> {
+    let mut clients = Vec::new();
+    for _ in 0..load.clients {
+        clients.push(Arc::new(KvClient::connect(&server.device, server.address).await?));
+    }
+    let keys = Arc::new(Keys::new(&load));
+    let mut times = Times::new()?;
+    for (task, result) in
+        work(&clients, &load, |client, task| fill(client, load.clone(), task)).await?.into_iter().enumerate()
+    {
+        result.map_err(|error| format!("filling the table, task {task}: {error}"))?;
+    }
+
+    let start = Instant::now();
+    let until = start + load.duration;
+    for measured in
+        work(&clients, &load, |client, task| measure(client, load.clone(), keys.clone(), task, until)).await?
+    {
+        times.add(&measured?)?;
+    }
+    let took = start.elapsed();
+
+    let mut counters = ReadCounters::default();
+    for client in clients {
+        let seen = client.counters();
+        counters.reads += seen.reads;
+        counters.torn += seen.torn;
+        counters.fallbacks += seen.fallbacks;
+        // All tasks have ended.
+        Arc::into_inner(client).ok_or("a client is still in use")?.close().await?;
+    }
+    Ok(Report::new(load, &server, took, &times, counters))
+}
+
+/// Does it in as many tasks as the load has calls at once; what came of each.
+async fn work<T: Send + 'static, F: Future<Output = T> + Send + 'static>(
+    clients: &[Arc<KvClient>],
+    load: &LoadOptions,
+    task: impl Fn(Arc<KvClient>, u32) -> F,
+) -> Result<Vec<T>> {
+    let mut tasks = JoinSet::new();
+    for index in 0..load.clients * load.depth {
+        let client = &clients[index as usize % clients.len()];
+        tasks.spawn(task(client.clone(), index));
+    }
+    let mut done = Vec::new();
+    while let Some(ended) = tasks.join_next().await {
+        done.push(ended?);
+    }
+    Ok(done)
+}
+
+/// Puts each key that is this task's turn.
+async fn fill(client: Arc<KvClient>, load: LoadOptions, task: u32) -> Result<()> {
+    for key in (task..load.keys).step_by((load.clients * load.depth) as usize) {
+        client.put(&key_of(key), &value_of(key, load.value)).await?;
+    }
+    Ok(())
+}
+
+/// Every call is timed, and every value looked at.
+async fn measure(
+    client: Arc<KvClient>,
+    load: LoadOptions,
+    keys: Arc<Keys>,
+    task: u32,
+    until: Instant,
+) -> Result<Times> {
+    let mut random = Rng::with_seed(load.seed.wrapping_add(task.into()));
+    let mut times = Times::new()?;
+    loop {
+        let number = keys.choose(&mut random);
+        let (key, value) = (key_of(number), value_of(number, load.value));
+        let call = if random.u8(0..100) < load.puts {
+            Call::Put
+        } else if load.get == GetBy::Read || load.get == GetBy::Both && random.bool() {
+            Call::GetByRead
+        } else {
+            Call::GetByMessage
+        };
+        let start = Instant::now();
+        let found = match call {
+            Call::Put => client.put(&key, &value).await.map(|_| None)?,
+            Call::GetByRead => client.get(&key).await?,
+            Call::GetByMessage => client.get_by_message(&key).await?,
+        };
+        let end = Instant::now();
+        times.record(call, end - start)?;
+        if call != Call::Put && found.as_ref().is_none_or(|Versioned { value: found, .. }| found != &value) {
+            return Err(format!("key {number}: {found:?} is not what was put").into());
+        }
+        if end >= until {
+            return Ok(times);
+        }
+    }
+}
+
+fn key_of(number: u32) -> [u8; 8] {
+    u64::from(number).to_be_bytes()
+}
+
+/// The same for each PUT of a key.
+fn value_of(key: u32, len: u32) -> Vec<u8> {
+    key.to_be_bytes().into_iter().cycle().take(len as usize).collect()
+}
+
+/// Keys by how often they are asked for.
+#[derive(Debug)]
+struct Keys {
+    count: u32,
+    /// Of Zipf's law: how many of all calls go to the keys up to this one.
+    shares: Vec<f64>,
+}
+
+impl Keys {
+    fn new(load: &LoadOptions) -> Self {
+        let mut shares = Vec::new();
+        if load.choice == Choice::Zipf {
+            let mut sum = 0.0;
+            shares.extend((1..=load.keys).map(|rank| {
+                sum += f64::from(rank).powf(-0.99);
+                sum
+            }));
+            shares.iter_mut().for_each(|share| *share /= sum);
+        }
+        Self { count: load.keys, shares }
+    }
+
+    fn choose(&self, random: &mut Rng) -> u32 {
+        if self.shares.is_empty() {
+            return random.u32(..self.count);
+        }
+        let thrown = random.f64();
+        (self.shares.partition_point(|&share| share <= thrown) as u32).min(self.count - 1)
+    }
+}
