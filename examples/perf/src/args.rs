@@ -63,6 +63,9 @@ struct Arguments {
     /// Do the same over TCP, round by round in turn, and compare
     #[arg(long, value_enum)]
     against: Option<Against>,
+    /// Over what, where the one is to be looked at without the other
+    #[arg(long, value_enum, default_value = "rdma", conflicts_with_all = ["against", "plot"])]
+    over: Over,
     /// Report for programs
     #[arg(long)]
     json: bool,
@@ -80,9 +83,9 @@ enum Against {
 #[derive(Debug)]
 pub(crate) struct Options {
     pub(crate) place: Place,
-    /// What to measure, one size after the other; over TCP the same.
+    /// What to measure, one size after the other; over each of `overs` the same.
     pub(crate) cases: Vec<Case>,
-    pub(crate) against_tcp: bool,
+    pub(crate) overs: Vec<Over>,
     pub(crate) threads: usize,
     pub(crate) duration: Duration,
     pub(crate) warm_up: Duration,
@@ -123,7 +126,7 @@ impl Options {
         Ok(Self {
             place,
             cases,
-            against_tcp: arguments.against.is_some(),
+            overs: if arguments.against.is_some() { vec![Over::Rdma, Over::Tcp] } else { vec![arguments.over] },
             threads: arguments.threads as usize,
             duration: arguments.duration,
             warm_up: arguments.warm_up,
@@ -233,6 +236,15 @@ mod tests {
             let error = parse(line).expect_err(line);
             assert!(error.contains(option), "{line}: {error}");
         }
+    }
+
+    #[test]
+    fn tcp_is_beside_rdma_or_alone() {
+        let overs = |line| parse(line).map(|options| options.overs);
+        assert_eq!(overs("latency write"), Ok(vec![Over::Rdma]));
+        assert_eq!(overs("latency write --against tcp"), Ok(vec![Over::Rdma, Over::Tcp]));
+        assert_eq!(overs("latency write --over tcp"), Ok(vec![Over::Tcp]));
+        assert!(overs("latency write --over tcp --against tcp").is_err());
     }
 
     #[test]

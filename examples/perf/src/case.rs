@@ -56,10 +56,12 @@ pub(crate) enum Verb {
 }
 
 /// Over what.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Over {
+    /// Operations of a device
     Rdma,
+    /// A stream
     Tcp,
 }
 

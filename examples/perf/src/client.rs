@@ -26,13 +26,12 @@ pub(crate) async fn measure(options: &Options, address: SocketAddr, reach: &Reac
         timeout(DEADLINE, TcpStream::connect(address)).await.map_err(|_| format!("{address} does not answer"))?;
     let stream = stream.map_err(|error| format!("no server at {address}: {error}"))?;
     let mut client = Client { device, channel: Channel::new(stream)?, server: String::new(), here };
-    let overs: &[Over] = if options.against_tcp { &[Over::Rdma, Over::Tcp] } else { &[Over::Rdma] };
 
-    let progress = ProgressBar::new(u64::from(options.rounds) * (options.cases.len() * overs.len()) as u64);
+    let progress = ProgressBar::new(u64::from(options.rounds) * (options.cases.len() * options.overs.len()) as u64);
     progress.set_style(ProgressStyle::with_template("{bar:30} {pos}/{len} rounds, {msg}, {eta} left")?);
     let mut entries = Vec::new();
     for case in &options.cases {
-        let mut rounds: Vec<(Over, Vec<Round>)> = overs.iter().map(|&over| (over, Vec::new())).collect();
+        let mut rounds: Vec<(Over, Vec<Round>)> = options.overs.iter().map(|&over| (over, Vec::new())).collect();
         for _ in 0..options.rounds {
             for (over, rounds) in &mut rounds {
                 progress.set_message(format!("{over}, {} bytes", case.size));

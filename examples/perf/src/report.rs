@@ -180,7 +180,7 @@ impl Report {
     }
 
     pub(crate) fn is_compared(&self) -> bool {
-        self.results.iter().any(|entry| entry.over == Over::Tcp)
+        self.pairs().any(|(_, tcp)| tcp.is_some())
     }
 }
 

@@ -6,58 +6,81 @@
 //! result is the same to the bit, at each rank and each time.
 
 use std::process::ExitCode;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use labs::{Lab, Result, check, connect, finish, in_time};
+use labs::{Peer, Result, check, in_time, patient};
 use tokio::task::JoinSet;
-use tokio_rdma::{BufMut, CompletionMode, ExposedRegion, Imm, Pool, QueuePair, Recv, RemoteRegion};
+use tokio_rdma::{BufMut, CompletionMode, ExposedRegion, Imm, Pool, QueuePair, QueuePairEndpoint, Recv, RemoteRegion};
 
-#[tokio::main]
-async fn main() -> ExitCode {
-    finish("all_reduce", lab().await)
+fn main() -> ExitCode {
+    labs::run("all_reduce", client, server)
 }
 
-async fn lab() -> Result<()> {
-    let lab = Lab::from_arguments()?;
-    let length = if lab.quick { 10_000 } else { 4_000_000 };
+fn length(peer: &Peer) -> usize {
+    if peer.quick { 10_000 } else { 4_000_000 }
+}
+
+/// Has the ranks 0, 2, 4 and so on, so that each chunk goes between the two ends at nearly every step.
+async fn client(mut peer: Peer) -> Result<()> {
+    let length = length(&peer);
     println!(
         "{:>5} {:>9} {:>10} {:>12} {:>30}",
         "ranks", "numbers", "ms", "MB/s a rank", "differ from x[0] + x[1] + ..."
     );
     for ranks in 2..=8 {
-        reduce(&lab, ranks, length).await?;
+        let inputs = vectors(ranks, length);
+        let ring = sum_around_the_ring(&inputs);
+        let time = reduce(&mut peer, 0, &inputs, &ring).await?;
+        // For comparison: all chunks from rank 0 on. Floating-point addition is not associative.
+        let plain = (0..length).map(|at| inputs.iter().skip(1).fold(inputs[0][at], |sum, input| sum + input[at]));
+        let differ = plain.zip(&ring).filter(|(plain, ring)| plain.to_bits() != ring.to_bits()).count();
+        // What a rank sends: nearly twice its vector, however many ranks there are.
+        let sent = (2 * (ranks - 1) * length.div_ceil(ranks) * 4) as f64;
+        let (ms, rate) = (time.as_secs_f64() * 1e3, sent / 1e6 / time.as_secs_f64());
+        println!("{ranks:>5} {length:>9} {ms:>10.1} {rate:>12.0} {differ:>30}");
     }
     Ok(())
 }
 
-async fn reduce(lab: &Lab, ranks: usize, length: usize) -> Result<()> {
-    let inputs: Vec<Vec<f32>> = (0..ranks).map(|rank| vector(rank, length)).collect();
-    let expected = sum_around_the_ring(&inputs);
+/// Has the others.
+async fn server(mut peer: Peer) -> Result<()> {
+    let length = length(&peer);
+    for ranks in 2..=8 {
+        let inputs = vectors(ranks, length);
+        reduce(&mut peer, 1, &inputs, &sum_around_the_ring(&inputs)).await?;
+    }
+    Ok(())
+}
+
+/// Of the ranks of this end, which are every second one from `first` on; how long all of them took.
+async fn reduce(peer: &mut Peer, first: usize, inputs: &[Vec<f32>], expected: &[f32]) -> Result<Duration> {
+    let (ranks, length) = (inputs.len(), expected.len());
     let mut tasks = JoinSet::new();
-    let ring = ring(lab, ranks, length.div_ceil(ranks))?;
+    let ring = ring(peer, first, ranks, length.div_ceil(ranks)).await?;
+    let ours = ring.len();
     let start = Instant::now();
-    for (rank, input) in ring.into_iter().zip(&inputs) {
-        tasks.spawn(rank.all_reduce(input.clone()));
+    for rank in ring {
+        let input = inputs[rank.rank].clone();
+        tasks.spawn(rank.all_reduce(input));
     }
     let mut results = Vec::new();
     while let Some(result) = in_time("the ring", async { Ok::<_, labs::Failure>(tasks.join_next().await) }).await? {
         results.push(result??);
     }
+    // A chunk may still be on its way to a rank of the other end.
+    peer.meet().await?;
     let time = start.elapsed();
-    check("results", results.len(), ranks)?;
-    for result in &results {
+    check("results", results.len(), ours)?;
+    for (_, result) in &results {
         let differs = |(is, should): (&f32, &f32)| is.to_bits() != should.to_bits();
-        check("the first number that differs in a bit", result.iter().zip(&expected).position(differs), None)?;
+        check("the first number that differs in a bit", result.iter().zip(expected).position(differs), None)?;
         check("numbers", result.len(), length)?;
     }
-    // For comparison: all chunks from rank 0 on. Floating-point addition is not associative.
-    let plain = (0..length).map(|at| inputs.iter().skip(1).fold(inputs[0][at], |sum, input| sum + input[at]));
-    let differ = plain.zip(&expected).filter(|(plain, ring)| plain.to_bits() != ring.to_bits()).count();
-    // What a rank sends: nearly twice its vector, however many ranks there are.
-    let sent = (2 * (ranks - 1) * length.div_ceil(ranks) * 4) as f64;
-    let (ms, rate) = (time.as_secs_f64() * 1e3, sent / 1e6 / time.as_secs_f64());
-    println!("{ranks:>5} {length:>9} {ms:>10.1} {rate:>12.0} {differ:>30}");
-    Ok(())
+    Ok(time)
+}
+
+fn vectors(ranks: usize, length: usize) -> Vec<Vec<f32>> {
+    (0..ranks).map(|rank| vector(rank, length)).collect()
 }
 
 /// The sum, one addition after the other, in the order of the ring.
@@ -93,15 +116,42 @@ struct Rank {
     inbox: ExposedRegion,
     /// One for each step, posted before the first: the news that its chunk is there.
     receives: Vec<Recv<BufMut>>,
-    _from_previous: QueuePair,
+    from_previous: QueuePair,
 }
 
-/// Ranks, each connected to the next.
-fn ring(lab: &Lab, ranks: usize, chunk: usize) -> Result<Vec<Rank>> {
+/// What a rank's neighbours need to know of it.
+struct Place {
+    to_next: QueuePairEndpoint,
+    from_previous: QueuePairEndpoint,
+    inbox: RemoteRegion,
+}
+
+/// Bytes of a place, as it is told.
+const TOLD: usize = 2 * QueuePairEndpoint::ENCODED_LEN + RemoteRegion::ENCODED_LEN;
+
+impl Place {
+    fn of(rank: &Rank) -> Vec<u8> {
+        let (to_next, from_previous) = (rank.to_next.endpoint().to_bytes(), rank.from_previous.endpoint().to_bytes());
+        [&to_next[..], &from_previous, &rank.inbox.grant().to_bytes()].concat()
+    }
+
+    fn told(bytes: &[u8]) -> Result<Self> {
+        let (to_next, rest) = bytes.split_at(QueuePairEndpoint::ENCODED_LEN);
+        let (from_previous, inbox) = rest.split_at(QueuePairEndpoint::ENCODED_LEN);
+        Ok(Self {
+            to_next: QueuePairEndpoint::from_bytes(to_next)?,
+            from_previous: QueuePairEndpoint::from_bytes(from_previous)?,
+            inbox: RemoteRegion::from_bytes(inbox).ok_or("an inbox that is no memory")?,
+        })
+    }
+}
+
+/// The ranks of this end, each connected to the next and the one before.
+async fn ring(peer: &mut Peer, first: usize, ranks: usize, chunk: usize) -> Result<Vec<Rank>> {
     let (steps, bytes) = (2 * (ranks - 1), 4 * chunk);
     let mut ring = Vec::new();
-    for rank in 0..ranks {
-        let end = lab.end(rank as u8, &CompletionMode::Event)?;
+    for rank in (first..ranks).step_by(2) {
+        let end = peer.end(&CompletionMode::Event)?;
         let (to_next, from_previous) = (end.queue_pair()?, end.queue_pair()?);
         let inbox = end.expose(steps * bytes)?;
         let pool = end.pool(bytes, 2)?;
@@ -111,29 +161,30 @@ fn ring(lab: &Lab, ranks: usize, chunk: usize) -> Result<Vec<Rank>> {
             receives.push(from_previous.recv(news.try_alloc(1)?));
         }
         let next_inbox = inbox.grant();
-        ring.push(Rank {
-            rank,
-            ranks,
-            chunk,
-            pool,
-            to_next,
-            next_inbox,
-            inbox,
-            receives,
-            _from_previous: from_previous,
-        });
+        ring.push(Rank { rank, ranks, chunk, pool, to_next, next_inbox, inbox, receives, from_previous });
     }
-    let inboxes: Vec<RemoteRegion> = ring.iter().map(|rank| rank.inbox.grant()).collect();
-    for rank in 0..ranks {
-        let next = (rank + 1) % ranks;
-        connect(&ring[rank].to_next, &ring[next]._from_previous)?;
-        ring[rank].next_inbox = inboxes[next];
+    let ours: Vec<u8> = ring.iter().flat_map(Place::of).collect();
+    let theirs = peer.exchange(&ours).await?;
+    check("bytes told of the other end's ranks", theirs.len(), (ranks - ring.len()) * TOLD)?;
+    // Rank r is the one number r / 2 of its end.
+    let place = |rank: usize| {
+        let end = if rank % 2 == first { &ours } else { &theirs };
+        Place::told(&end[rank / 2 * TOLD..][..TOLD])
+    };
+    for rank in &mut ring {
+        let (next, previous) = (place((rank.rank + 1) % ranks)?, place((rank.rank + ranks - 1) % ranks)?);
+        rank.to_next.connect_with(&next.from_previous, &patient())?;
+        rank.from_previous.connect_with(&previous.to_next, &patient())?;
+        rank.next_inbox = next.inbox;
     }
+    // Nothing is sent before all hear.
+    peer.meet().await?;
     Ok(ring)
 }
 
 impl Rank {
-    async fn all_reduce(mut self, mut numbers: Vec<f32>) -> Result<Vec<f32>> {
+    /// The sum, and the rank, whose memory the one before may still be told that it has written.
+    async fn all_reduce(mut self, mut numbers: Vec<f32>) -> Result<(Self, Vec<f32>)> {
         let (ranks, rank) = (self.ranks, self.rank);
         let receives = std::mem::take(&mut self.receives);
         for (step, receive) in receives.into_iter().enumerate() {
@@ -151,7 +202,7 @@ impl Rank {
             }
             in_time("a WRITE", sent).await?;
         }
-        Ok(numbers)
+        Ok((self, numbers))
     }
 
     /// Writes a chunk into the next rank's place for this step, and tells it the step.

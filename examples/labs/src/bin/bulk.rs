@@ -1,55 +1,98 @@
 //! Lab 4: bulk transfer, by WRITE and by TCP: chunks, depth, processor time per byte. `docs/labs/04-bulk.md`
 
 use std::collections::VecDeque;
+use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use labs::{Lab, Result, check, connect, finish, in_time, processor_time};
+use labs::{Peer, Result, check, in_time, processor_time};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
-use tokio_rdma::{CompletionMode, ExposedRegion, HostMemory, QueuePair};
+use tokio_rdma::{CompletionMode, ExposedRegion, HostMemory, QueuePair, RemoteRegion};
 
 fn main() -> ExitCode {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    finish("bulk", runtime.map_err(Into::into).and_then(|runtime| runtime.block_on(lab())))
+    labs::run("bulk", client, server)
 }
 
-async fn lab() -> Result<()> {
-    let lab = Lab::from_arguments()?;
-    let total = if lab.quick { 4 << 20 } else { 256 << 20 };
-    let (client, server) = (lab.end(0, &CompletionMode::Hybrid)?, lab.end(1, &CompletionMode::Event)?);
-    let (qp, theirs) = (client.queue_pair()?, server.queue_pair()?);
-    connect(&qp, &theirs)?;
+/// Bytes of a WRITE, and how many are in flight.
+const WRITES: [(usize, usize); 6] =
+    [(4 << 10, 1), (4 << 10, 16), (64 << 10, 1), (64 << 10, 16), (1 << 20, 1), (1 << 20, 8)];
+/// Bytes of a write to a socket.
+const CHUNKS: [usize; 3] = [4 << 10, 64 << 10, 1 << 20];
+
+/// Bytes that are moved.
+fn total(peer: &Peer) -> usize {
+    if peer.quick { 4 << 20 } else { 256 << 20 }
+}
+
+async fn client(mut peer: Peer) -> Result<()> {
+    let total = total(&peer);
+    let end = peer.end(&CompletionMode::Hybrid)?;
+    let qp = end.queue_pair()?;
+    peer.connect(&qp).await?;
     // The data are registered once; slices of them are what operations send.
-    let source = client.expose(total)?;
-    source.write(0, &(0..total).map(byte).collect::<Vec<u8>>())?;
-    let target = server.expose(total)?;
+    let source = end.expose(total)?;
+    let data: Vec<u8> = (0..total).map(byte).collect();
+    source.write(0, &data)?;
+    let remote = peer.offered().await?;
 
     println!("{} MiB\n{:<8} {:>10} {:>6} {:>8} {:>16}", total >> 20, "", "chunk", "depth", "MB/s", "processor ns/KiB");
-    for (chunk, depth) in [(4 << 10, 1), (4 << 10, 16), (64 << 10, 1), (64 << 10, 16), (1 << 20, 1), (1 << 20, 8)] {
-        target.write(0, &vec![0; total])?;
+    for (chunk, depth) in WRITES {
+        peer.meet().await?;
         let (before, start) = (processor_time()?, Instant::now());
-        write_all(&qp, &source, &target, chunk, depth).await?;
-        report("WRITE", chunk, depth, total, start.elapsed(), processor_time()? - before);
-        let mut bytes = vec![0; total];
+        write_all(&qp, &source, remote, chunk, depth).await?;
+        let time = start.elapsed();
+        report("WRITE", chunk, depth, total, time, peer.used_since(before).await?);
+    }
+    for chunk in CHUNKS {
+        let address: SocketAddr = String::from_utf8(peer.exchange(&[]).await?)?.parse()?;
+        peer.meet().await?;
+        let (before, start) = (processor_time()?, Instant::now());
+        in_time("TCP", over_tcp(address, &data, chunk)).await?;
+        let time = start.elapsed();
+        report("TCP", chunk, 0, total, time, peer.used_since(before).await?);
+    }
+    peer.meet().await
+}
+
+async fn server(mut peer: Peer) -> Result<()> {
+    let total = total(&peer);
+    let end = peer.end(&CompletionMode::Event)?;
+    let qp = end.queue_pair()?;
+    peer.connect(&qp).await?;
+    let target = end.expose(total)?;
+    peer.offer(&target).await?;
+    let mut bytes = vec![0; total];
+    for _ in WRITES {
+        target.write(0, &vec![0; total])?;
+        peer.meet().await?;
+        let before = processor_time()?;
+        // Until the client has written all of it.
+        peer.used_since(before).await?;
         target.read(0, &mut bytes)?;
         verify(&bytes)?;
     }
-    for chunk in [4 << 10, 64 << 10, 1 << 20] {
-        over_tcp(total, chunk).await?;
+    for _ in CHUNKS {
+        bytes.fill(0);
+        let listener = TcpListener::bind((peer.address()?, 0)).await?;
+        peer.exchange(listener.local_addr()?.to_string().as_bytes()).await?;
+        peer.meet().await?;
+        let before = processor_time()?;
+        in_time("TCP", take_over_tcp(listener, &mut bytes)).await?;
+        peer.used_since(before).await?;
+        verify(&bytes)?;
     }
-    Ok(())
+    peer.meet().await
 }
 
 /// Keeps `depth` WRITEs in flight: as one is done, the next is posted.
 async fn write_all(
     qp: &QueuePair,
     source: &ExposedRegion,
-    target: &ExposedRegion,
+    remote: RemoteRegion,
     chunk: usize,
     depth: usize,
 ) -> Result<()> {
-    let remote = target.grant();
     let mut in_flight = VecDeque::with_capacity(depth);
     for start in (0..source.len()).step_by(chunk) {
         if in_flight.len() == depth
@@ -69,32 +112,21 @@ async fn write_all(
     Ok(())
 }
 
-/// The same bytes through a socket, written in chunks; a task of this process reads them.
-async fn over_tcp(total: usize, chunk: usize) -> Result<()> {
-    let listener = TcpListener::bind("127.0.0.1:0").await?;
-    let address = listener.local_addr()?;
-    let data: Vec<u8> = (0..total).map(byte).collect();
-    let (before, start) = (processor_time()?, Instant::now());
-    let sending = async {
-        let mut stream = TcpStream::connect(address).await?;
-        stream.set_nodelay(true)?;
-        for part in data.chunks(chunk) {
-            stream.write_all(part).await?;
-        }
-        // It has arrived when the other end says so, as a WRITE has when it is complete.
-        check("the answer", stream.read_u8().await?, 1)
-    };
-    let receiving = async {
-        let (mut stream, _) = listener.accept().await?;
-        let mut bytes = vec![0; total];
-        stream.read_exact(&mut bytes).await?;
-        stream.write_u8(1).await?;
-        Ok::<_, labs::Failure>(bytes)
-    };
-    let both = async { tokio::try_join!(sending, receiving) };
-    let ((), bytes) = in_time("TCP", both).await?;
-    report("TCP", chunk, 0, total, start.elapsed(), processor_time()? - before);
-    verify(&bytes)
+/// The same bytes through a socket, written in chunks.
+async fn over_tcp(address: SocketAddr, data: &[u8], chunk: usize) -> Result<()> {
+    let mut stream = TcpStream::connect(address).await?;
+    stream.set_nodelay(true)?;
+    for part in data.chunks(chunk) {
+        stream.write_all(part).await?;
+    }
+    // It has arrived when the other end says so, as a WRITE has when it is complete.
+    check("the answer", stream.read_u8().await?, 1)
+}
+
+async fn take_over_tcp(listener: TcpListener, bytes: &mut [u8]) -> Result<()> {
+    let (mut stream, _) = listener.accept().await?;
+    stream.read_exact(bytes).await?;
+    Ok(stream.write_u8(1).await?)
 }
 
 fn report(what: &str, chunk: usize, depth: usize, total: usize, time: Duration, processor: Duration) {

@@ -13,7 +13,7 @@
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use labs::{End, Lab, Result, check, connect, finish, in_time};
+use labs::{Peer, Result, check, in_time};
 use tokio_rdma::{Batch, BufMut, CompletionMode, ExposedRegion, Imm, Pool, QueuePair, Recv, RemoteRegion};
 
 /// Layers of the model, pages of a node, blocks of a prompt.
@@ -23,27 +23,40 @@ const BLOCKS: usize = 24;
 /// Bytes of one layer of a block: keys and values of 16 tokens, 8 heads of 64 numbers of 2 bytes.
 const BLOCK: usize = 2 * 16 * 8 * 64 * 2;
 
-#[tokio::main(flavor = "current_thread")]
-async fn main() -> ExitCode {
-    finish("kv_transfer", lab().await)
+fn main() -> ExitCode {
+    labs::run("kv_transfer", decode, prefill)
 }
 
-async fn lab() -> Result<()> {
-    let lab = Lab::from_arguments()?;
-    let prompts = if lab.quick { 3 } else { 50 };
-    let (mut prefill, mut decode) = nodes(&lab)?;
-    let mut times = Vec::new();
+fn prompts(peer: &Peer) -> u32 {
+    if peer.quick { 3 } else { 50 }
+}
+
+async fn prefill(mut peer: Peer) -> Result<()> {
+    let mut node = Node::new(&mut peer, 1).await?;
+    // Where blocks may be written. The first request has its receive when the other node hears of ours.
+    node.remote = Some(peer.offered().await?);
+    node.receives.push(node.qp.recv(node.pool.try_alloc(4096)?));
+    peer.meet().await?;
+    for prompt in 0..prompts(&peer) {
+        node.serve(prompt).await?;
+    }
+    peer.meet().await
+}
+
+async fn decode(mut peer: Peer) -> Result<()> {
+    let mut node = Node::new(&mut peer, 2).await?;
+    peer.offer(&node.cache).await?;
+    peer.meet().await?;
+    let (prompts, mut times) = (prompts(&peer), Vec::new());
     for prompt in 0..prompts {
-        let (served, taken) = tokio::join!(prefill.serve(prompt), decode.take(prompt));
-        served?;
-        times.push(taken?);
+        times.push(node.take(prompt).await?);
     }
     times.sort_unstable();
     let middle = times[times.len() / 2];
     let bytes = LAYERS * BLOCKS * BLOCK;
     println!("{prompts} prompts of {} MiB in {BLOCKS} blocks and {LAYERS} layers, each block verified", bytes >> 20);
     println!("{:.2} ms each (p50), {:.0} MB/s", middle.as_secs_f64() * 1e3, bytes as f64 / 1e6 / middle.as_secs_f64());
-    Ok(())
+    peer.meet().await
 }
 
 struct Node {
@@ -53,43 +66,36 @@ struct Node {
     pool: Pool,
     /// At the prefill node, the next request; at the decode node, the news of each layer.
     receives: Vec<Recv<BufMut>>,
-    /// The other node's.
-    remote: RemoteRegion,
+    /// At the prefill node, the cache of the other.
+    remote: Option<RemoteRegion>,
     /// For free pages in no order.
     random: u32,
 }
 
-/// Two nodes, connected. Each has what the other needs to know; between hosts it goes over any channel.
-fn nodes(lab: &Lab) -> Result<(Node, Node)> {
-    let node = |end: End, random| {
-        let (cache, pool) = (end.expose(LAYERS * PAGES * BLOCK)?, end.pool(4096, 16)?);
-        let remote = cache.grant();
-        Ok::<_, labs::Failure>(Node { qp: end.queue_pair()?, cache, pool, receives: Vec::new(), remote, random })
-    };
-    let mut prefill = node(lab.end(0, &CompletionMode::Event)?, 1)?;
-    let mut decode = node(lab.end(1, &CompletionMode::Event)?, 2)?;
-    connect(&prefill.qp, &decode.qp)?;
-    prefill.remote = decode.cache.grant();
-    decode.remote = prefill.cache.grant();
-    prefill.receives.push(prefill.qp.recv(prefill.pool.try_alloc(4096)?));
-    Ok((prefill, decode))
-}
-
 impl Node {
+    /// Connected to the other.
+    async fn new(peer: &mut Peer, random: u32) -> Result<Self> {
+        let end = peer.end(&CompletionMode::Event)?;
+        let (cache, pool) = (end.expose(LAYERS * PAGES * BLOCK)?, end.pool(4096, 16)?);
+        let qp = end.queue_pair()?;
+        peer.connect(&qp).await?;
+        Ok(Self { qp, cache, pool, receives: Vec::new(), remote: None, random })
+    }
+
     /// Prefill: fills the blocks of a prompt, layer by layer, and writes each layer to where the other node wants it.
     async fn serve(&mut self, prompt: u32) -> Result<()> {
         let request = in_time("a request", self.receives.pop().ok_or("no receive")?).await?;
         let wanted = parse(&request.buffer, prompt)?;
         drop(request);
         self.receives.push(self.qp.recv(self.pool.try_alloc(4096)?));
-        let ours = self.free_pages();
+        let (ours, remote) = (self.free_pages(), self.remote.ok_or("no cache to write to")?);
         for layer in 0..LAYERS {
             let mut batch = Batch::new();
             for (block, (&from, &to)) in ours.iter().zip(&wanted).enumerate() {
                 self.cache.write(place(layer, from), &content(prompt, layer, block))?;
                 let data = self.cache.slice(place(layer, from)..place(layer, from) + BLOCK)?;
                 let start = place(layer, to) as u64;
-                let there = self.remote.slice(start..start + BLOCK as u64)?;
+                let there = remote.slice(start..start + BLOCK as u64)?;
                 // The last one tells that the layer is there: those before it are in place by then.
                 if block + 1 < BLOCKS {
                     batch.write(data, there);

@@ -5,7 +5,7 @@
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use labs::{Lab, Result, check, finish, in_time};
+use labs::{Peer, Result, check, in_time};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio_rdma::types::{
@@ -13,38 +13,24 @@ use tokio_rdma::types::{
     SendFlags, SendOp, SendWr, Transport, WcOpcode, WorkCompletion, WrId,
 };
 use tokio_rdma::verbs::{Channel, Cq, Qp, QpOptions};
-use tokio_rdma::{Access, Device, ExposedRegion, HostMemory};
+use tokio_rdma::{Access, ExposedRegion, HostMemory};
 
-#[tokio::main(flavor = "current_thread")]
-async fn main() -> ExitCode {
-    finish("minimal", lab().await)
+fn main() -> ExitCode {
+    labs::run("minimal", client, server)
 }
 
-async fn lab() -> Result<()> {
-    let lab = Lab::from_arguments()?;
-    let (client, server) = (Side::new(lab.device(0)?)?, Side::new(lab.device(1)?)?);
-
+async fn client(mut peer: Peer) -> Result<()> {
+    let client = Side::new(&peer)?;
     // 5. Each side needs the other's GID, queue pair number and first packet number: from here on they are connected.
-    client.connect(server.gid, server.qp.qpn())?;
-    server.connect(client.gid, client.qp.qpn())?;
-    println!("connected: {} and {}", client.qp.qpn(), server.qp.qpn());
-
-    // 6. ibv_post_recv(3): room for a message, before it comes.
-    let room = server.region.slice(0..64)?.sge();
-    // SAFETY: S1: `room` is of `server.region`, which lives until after the completion below was polled.
-    unsafe { server.qp.post_recv(&[RecvWr { wr_id: WrId(1), sges: &[room] }])? };
+    client.connect(&mut peer).await?;
+    let grant = peer.offered().await?;
 
     // 7. ibv_post_send(3) of SEND, ibv_poll_cq(3) at both ends.
     client.region.write(0, b"hello")?;
     client.post(SendOp::Send, 0..5)?;
     check("SEND", client.poll()?.opcode, WcOpcode::SEND)?;
-    let received = server.poll()?;
-    check("receive", (received.opcode, received.byte_len, received.wr_id), (WcOpcode::RECV, 5, WrId(1)))?;
-    check("message", server.text(0, 5)?, "hello".to_owned())?;
-    println!("sent: {} bytes into receive {:?}", received.byte_len, received.wr_id);
 
     // 8. WRITE and READ: the server's memory is named by address and key, and the server does nothing.
-    let grant = server.region.grant();
     let there = RemoteAddr { addr: grant.addr() + 64, rkey: grant.rkey() };
     client.post(SendOp::Write(there), 0..5)?;
     check("WRITE", client.poll()?.opcode, WcOpcode::RDMA_WRITE)?;
@@ -59,10 +45,29 @@ async fn lab() -> Result<()> {
     client.post(SendOp::FetchAdd { remote: counter, add: 42 }, 128..136)?;
     in_time("the event", client.event()).await?;
     check("fetch-and-add", client.poll()?.opcode, WcOpcode::FETCH_ADD)?;
-    check("the counter", (client.region.load(128)?, server.region.load(128)?), (0, 42))?;
+    check("what the counter was", client.region.load(128)?, 0)?;
     println!("added: 0 became 42, and an event told of it");
-    Ok(())
+    peer.meet().await
     // 10. Dropped in any order: each object holds what it was made from.
+}
+
+async fn server(mut peer: Peer) -> Result<()> {
+    let server = Side::new(&peer)?;
+    server.connect(&mut peer).await?;
+
+    // 6. ibv_post_recv(3): room for a message, before it comes. After that the client is told where our memory is, and begins.
+    server.post_recv(WrId(1), 0..64)?;
+    peer.offer(&server.region).await?;
+
+    let received = server.poll()?;
+    check("receive", (received.opcode, received.byte_len, received.wr_id), (WcOpcode::RECV, 5, WrId(1)))?;
+    check("message", server.text(0, 5)?, "hello".to_owned())?;
+    println!("received: {} bytes into receive {:?}", received.byte_len, received.wr_id);
+
+    // Of what the client does from here on the server sees nothing; what has become of its memory it looks at in the end.
+    peer.meet().await?;
+    check("what was written", server.text(64, 5)?, "hello".to_owned())?;
+    check("the counter", server.region.load(128)?, 42)
 }
 
 struct Side {
@@ -79,15 +84,16 @@ struct Side {
 const FIRST_PACKET: u32 = 0x00ab_cdef;
 
 impl Side {
-    fn new(device: Device) -> Result<Self> {
-        let (port, gid) = device.default_path()?;
+    fn new(peer: &Peer) -> Result<Self> {
+        let device = peer.device();
+        let (port, gid) = peer.path()?;
         // 1. ibv_alloc_pd(3): who may reach what.
         let pd = device.protection_domain()?;
         // 2. ibv_reg_mr(3): memory that the device, and peers who know the key, may touch.
         let region = ExposedRegion::new(&pd, HostMemory::zeroed(4096)?, Access::REMOTE_ALL)?;
         // 3. ibv_create_comp_channel(3), ibv_create_cq(3): where completions arrive, and what wakes those who sleep.
-        let channel = Channel::new(&device)?;
-        let cq = Cq::new(&device, 16, Some(&channel), 0)?;
+        let channel = Channel::new(device)?;
+        let cq = Cq::new(device, 16, Some(&channel), 0)?;
         // 4. ibv_create_qp(3), and ibv_modify_qp(3) to INIT: receives can be posted.
         let caps = QpCaps { max_send_wr: 8, max_recv_wr: 8, max_send_sge: 1, max_recv_sge: 1, max_inline: 0 };
         let qp = Qp::new(&pd, &cq, &cq, None, &QpOptions { transport: Transport::Rc, caps })?;
@@ -100,8 +106,19 @@ impl Side {
         Ok(Self { qp, cq, channel, region, port: port.port, gid: gid.gid, gid_index: gid.index })
     }
 
+    /// Tells the other side GID and queue pair number, and connects to its.
+    async fn connect(&self, peer: &mut Peer) -> Result<()> {
+        let theirs = peer.exchange(&[&self.gid.0[..], &self.qp.qpn().0.to_be_bytes()].concat()).await?;
+        let (gid, qpn) = theirs.split_first_chunk::<16>().ok_or("the other end tells no GID")?;
+        let qpn = Qpn(u32::from_be_bytes(qpn.try_into()?));
+        self.modify(Gid(*gid), qpn)?;
+        println!("connected: {} to {qpn}", self.qp.qpn());
+        // Nothing is sent before both hear.
+        peer.meet().await
+    }
+
     /// To RTR, where it hears its peer, and to RTS, where it speaks.
-    fn connect(&self, peer: Gid, qpn: Qpn) -> Result<()> {
+    fn modify(&self, peer: Gid, qpn: Qpn) -> Result<()> {
         let mtu = self.cq.device().port(self.port)?.active_mtu;
         self.qp.modify(&QpAttr {
             address: Some(AddressVector::new(self.port, self.gid_index, peer)),
@@ -120,6 +137,14 @@ impl Side {
             max_rd_atomic: Some(1),
             ..QpAttr::to_state(QpState::Rts)
         })?;
+        Ok(())
+    }
+
+    /// Posts a receive into these bytes of our region.
+    fn post_recv(&self, wr_id: WrId, bytes: std::ops::Range<usize>) -> Result<()> {
+        let room = self.region.slice(bytes)?.sge();
+        // SAFETY: S1: the bytes are of our region, which, like the queue pair, lives as long as this side.
+        unsafe { self.qp.post_recv(&[RecvWr { wr_id, sges: &[room] }])? };
         Ok(())
     }
 

@@ -3,8 +3,8 @@
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use labs::{Lab, Result, check, connect, finish, in_time, processor_time};
-use tokio_rdma::{CompletionMode, Pool, QueuePair};
+use labs::{Peer, Result, check, in_time, processor_time};
+use tokio_rdma::{BufMut, CompletionMode, Pool, QueuePair, Recv};
 
 /// Enough of one mode, where there are too few processors for it.
 const ENOUGH: Duration = Duration::from_secs(5);
@@ -12,20 +12,24 @@ const ENOUGH: Duration = Duration::from_secs(5);
 const LAST: u64 = u64::MAX - 1;
 
 fn main() -> ExitCode {
-    finish("modes", lab())
+    labs::run("modes", client, server)
 }
 
-fn lab() -> Result<()> {
-    let lab = Lab::from_arguments()?;
-    let (rounds, idle) = if lab.quick { (50, Duration::from_millis(50)) } else { (5000, Duration::from_secs(1)) };
-    println!("{:<13} {:>10} {:>10} {:>15} {:>22}", "mode", "p50 µs", "p99 µs", "processor µs", "processor while idle");
-    for (name, mode) in [
+/// Both ends go through them together.
+fn modes() -> Result<[(&'static str, CompletionMode); 4]> {
+    Ok([
         ("event", CompletionMode::Event),
         ("hybrid", CompletionMode::Hybrid),
         ("cooperative", CompletionMode::Cooperative),
         ("busy-poll", CompletionMode::busy_poll()?),
-    ] {
-        let (mut times, each, idling) = measure(&lab, &mode, rounds, idle)?;
+    ])
+}
+
+async fn client(mut peer: Peer) -> Result<()> {
+    let (rounds, idle) = if peer.quick { (50, Duration::from_millis(50)) } else { (5000, Duration::from_secs(1)) };
+    println!("{:<13} {:>10} {:>10} {:>15} {:>22}", "mode", "p50 µs", "p99 µs", "processor µs", "processor while idle");
+    for (name, mode) in modes()? {
+        let (mut times, each, idling) = measure(&mut peer, &mode, rounds, idle).await?;
         times.sort_unstable();
         let at = |part: usize| times.get(times.len() * part / 100).map_or(0.0, |time| time.as_secs_f64() * 1e6);
         println!(
@@ -36,50 +40,61 @@ fn lab() -> Result<()> {
             idling * 100.0
         );
     }
-    Ok(())
+    peer.meet().await
+}
+
+async fn server(mut peer: Peer) -> Result<()> {
+    for (_, mode) in modes()? {
+        let end = peer.end(&mode)?;
+        let (qp, pool) = (end.queue_pair()?, end.pool(8, 4)?);
+        peer.connect(&qp).await?;
+        let first = qp.recv(pool.try_alloc(8)?);
+        peer.meet().await?;
+        let before = processor_time()?;
+        answer(&qp, &pool, first).await?;
+        peer.used_since(before).await?;
+    }
+    peer.meet().await
 }
 
 /// Times of all round trips, processor time of one, and the part of a processor that is used while a receive waits.
-fn measure(lab: &Lab, mode: &CompletionMode, rounds: u32, idle: Duration) -> Result<(Vec<Duration>, Duration, f64)> {
-    let (ours, theirs) = (lab.end(0, mode)?, lab.end(1, mode)?);
-    let (qp, peer) = (ours.queue_pair()?, theirs.queue_pair()?);
-    connect(&qp, &peer)?;
-    let (pool, room) = (ours.pool(8, 4)?, theirs.pool(8, 4)?);
-
-    // The other end has a thread of its own, so that each waits while the other works.
-    let answering = std::thread::spawn(move || runtime()?.block_on(answer(peer, room)));
-    let asked = runtime()?.block_on(async {
-        let (before, begin) = (processor_time()?, Instant::now());
-        let mut times = Vec::new();
-        for round in 0..rounds {
-            let over = round + 1 == rounds || begin.elapsed() > ENOUGH;
-            let number = if over { LAST } else { u64::from(round) };
-            let start = Instant::now();
-            let reply = qp.recv(pool.try_alloc(8)?);
-            in_time("a message", qp.send(pool.copy_from(&number.to_ne_bytes())?)).await?;
-            let reply = in_time("an answer", reply).await?;
-            times.push(start.elapsed());
-            check("the answer", &reply.buffer[..], &(number + 1).to_ne_bytes()[..])?;
-            if over {
-                break;
-            }
+async fn measure(
+    peer: &mut Peer,
+    mode: &CompletionMode,
+    rounds: u32,
+    idle: Duration,
+) -> Result<(Vec<Duration>, Duration, f64)> {
+    let end = peer.end(mode)?;
+    let (qp, pool) = (end.queue_pair()?, end.pool(8, 4)?);
+    peer.connect(&qp).await?;
+    peer.meet().await?;
+    let (before, begin) = (processor_time()?, Instant::now());
+    let mut times = Vec::new();
+    for round in 0..rounds {
+        let over = round + 1 == rounds || begin.elapsed() > ENOUGH;
+        let number = if over { LAST } else { u64::from(round) };
+        let start = Instant::now();
+        let reply = qp.recv(pool.try_alloc(8)?);
+        in_time("a message", qp.send(pool.copy_from(&number.to_ne_bytes())?)).await?;
+        let reply = in_time("an answer", reply).await?;
+        times.push(start.elapsed());
+        check("the answer", &reply.buffer[..], &(number + 1).to_ne_bytes()[..])?;
+        if over {
+            break;
         }
-        let each = (processor_time()? - before) / u32::try_from(times.len())?;
+    }
+    let each = peer.used_since(before).await? / u32::try_from(times.len())?;
 
-        // Nothing comes: what does it cost to wait for it?
-        let (before, start) = (processor_time()?, Instant::now());
-        let nothing = tokio::time::timeout(idle, qp.recv(pool.try_alloc(8)?)).await;
-        check("messages that came unasked", nothing.is_ok(), false)?;
-        let idling = (processor_time()? - before).as_secs_f64() / start.elapsed().as_secs_f64();
-        Ok((times, each, idling))
-    });
-    answering.join().map_err(|_| "the answering thread panicked")??;
-    asked
+    // Nothing comes: what does it cost to wait for it?
+    let (before, start) = (processor_time()?, Instant::now());
+    let nothing = tokio::time::timeout(idle, qp.recv(pool.try_alloc(8)?)).await;
+    check("messages that came unasked", nothing.is_ok(), false)?;
+    let idling = (processor_time()? - before).as_secs_f64() / start.elapsed().as_secs_f64();
+    Ok((times, each, idling))
 }
 
 /// Answers each number with the next one.
-async fn answer(qp: QueuePair, pool: Pool) -> Result<()> {
-    let mut next = qp.recv(pool.try_alloc(8)?);
+async fn answer(qp: &QueuePair, pool: &Pool, mut next: Recv<BufMut>) -> Result<()> {
     loop {
         let asked = in_time("a question", next).await?;
         let number = u64::from_ne_bytes(asked.buffer[..].try_into()?);
@@ -91,8 +106,4 @@ async fn answer(qp: QueuePair, pool: Pool) -> Result<()> {
             return Ok(());
         }
     }
-}
-
-fn runtime() -> Result<tokio::runtime::Runtime> {
-    Ok(tokio::runtime::Builder::new_current_thread().enable_all().build()?)
 }

@@ -3,30 +3,51 @@
 use std::process::ExitCode;
 use std::time::Instant;
 
-use labs::{Lab, Result, check, connect, finish, in_time};
-use tokio_rdma::{Batch, Buf, CompletionMode, CompletionQueue, ExposedRegion, Pool, QueuePair, RemoteRegion};
+use labs::{Peer, Result, check, in_time};
+use tokio_rdma::{Batch, Buf, CompletionMode, CompletionQueue, Pool, QueuePair, RemoteRegion};
 
-#[tokio::main(flavor = "current_thread")]
-async fn main() -> ExitCode {
-    finish("one_sided", lab().await)
+fn main() -> ExitCode {
+    labs::run("one_sided", client, server)
 }
 
 /// Writes of one batch.
 const BATCH: u64 = 32;
 
-async fn lab() -> Result<()> {
-    let lab = Lab::from_arguments()?;
-    let (client, server) = (lab.end(0, &CompletionMode::Hybrid)?, lab.end(1, &CompletionMode::Event)?);
-    let (qp, theirs) = (client.queue_pair()?, server.queue_pair()?);
-    connect(&qp, &theirs)?;
-    let memory = server.expose(4096)?;
-    let remote = memory.grant();
+/// Does nothing but look into its memory, after each part.
+async fn server(mut peer: Peer) -> Result<()> {
+    let end = peer.end(&CompletionMode::Event)?;
+    let qp = end.queue_pair()?;
+    peer.connect(&qp).await?;
+    let memory = end.expose(4096)?;
+    peer.offer(&memory).await?;
+    peer.meet().await?;
+    check("the word after the last WRITE", memory.load(0)?, 100)?;
+    memory.store(0, 1)?;
+    peer.meet().await?;
+    peer.meet().await?;
+    check("the WRITE behind the fence", memory.load(8)?, 2)?;
+    peer.meet().await?;
+    peer.meet().await?;
+    check("what was written", memory.load(8 * (BATCH as usize - 1))?, 7)
+}
+
+async fn client(mut peer: Peer) -> Result<()> {
+    let client = peer.end(&CompletionMode::Hybrid)?;
+    let qp = client.queue_pair()?;
+    peer.connect(&qp).await?;
+    let remote = peer.offered().await?;
     let pool = client.pool(64, 64)?;
 
-    in_time("order", order(&qp, &pool, &memory, remote)).await?;
-    in_time("fence", fence(&qp, &pool, &memory, remote)).await?;
+    in_time("order", order(&qp, &pool, remote)).await?;
+    peer.meet().await?;
+    // Until the server has looked, and put 1 into the word.
+    peer.meet().await?;
+    in_time("fence", fence(&qp, &pool, remote)).await?;
+    peer.meet().await?;
+    // Until it has looked again.
+    peer.meet().await?;
 
-    let rounds = if lab.quick { 20 } else { 3000 };
+    let rounds = if peer.quick { 20 } else { 3000 };
     println!("\n{:<34} {:>12} {:>12}", "WRITE of 8 bytes, 32 in flight", "ns each", "completions");
     let data = pool.copy_from(&7_u64.to_ne_bytes())?.freeze();
     for (name, signal_every) in [("each in a work request of its own", None), ("batch, all signalled", Some(1))] {
@@ -35,12 +56,12 @@ async fn lab() -> Result<()> {
     for (name, every) in [("batch, every 8th signalled", 8), ("batch, the last signalled", 0)] {
         signalled(name, Some(every), rounds, &qp, &client.queue, &data, remote).await?;
     }
-    check("what was written", memory.load(8 * (BATCH as usize - 1))?, 7)
+    peer.meet().await
 }
 
 /// Operations of one queue pair take place in the order in which they were posted, so a READ sees the WRITE before it,
 /// although nobody has waited for that.
-async fn order(qp: &QueuePair, pool: &Pool, memory: &ExposedRegion, remote: RemoteRegion) -> Result<()> {
+async fn order(qp: &QueuePair, pool: &Pool, remote: RemoteRegion) -> Result<()> {
     let word = remote.slice(..8)?;
     for value in 1..=100_u64 {
         // Calling posts, awaiting waits: both are in flight here.
@@ -49,22 +70,19 @@ async fn order(qp: &QueuePair, pool: &Pool, memory: &ExposedRegion, remote: Remo
         check("the READ behind the WRITE", &read.await?[..], &value.to_ne_bytes()[..])?;
         write.await?;
     }
-    check("the word", memory.load(0)?, 100)?;
     println!("100 times a READ saw what the WRITE posted before it wrote");
     Ok(())
 }
 
 /// A READ only asks; its answer comes later. What is posted behind it through the same queue pair may start before the
 /// answer is there, unless it is fenced: then it waits.
-async fn fence(qp: &QueuePair, pool: &Pool, memory: &ExposedRegion, remote: RemoteRegion) -> Result<()> {
+async fn fence(qp: &QueuePair, pool: &Pool, remote: RemoteRegion) -> Result<()> {
     let (first, second) = (remote.slice(..8)?, remote.slice(8..16)?);
-    memory.store(0, 1)?;
     let read = qp.read(pool.try_alloc(8)?, first);
     let write = qp.fenced().write(pool.copy_from(&2_u64.to_ne_bytes())?, second);
     // The fence has the device wait for the READ, so when the WRITE is done the READ is, too.
     write.await?;
     check("the READ before the fence", &read.await?[..], &1_u64.to_ne_bytes()[..])?;
-    check("the WRITE behind the fence", memory.load(8)?, 2)?;
     println!("a fenced WRITE came after the READ before it");
     Ok(())
 }
