@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const PAGES: [&str; 23] = [
+const PAGES: [&str; 24] = [
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
@@ -21,6 +21,7 @@ const PAGES: [&str; 23] = [
     "docs/labs/07-kv-transfer.md",
     "docs/labs/README.md",
     "docs/messages.md",
+    "docs/pager.md",
     "docs/perf.md",
     "docs/safety.md",
     "docs/software-device.md",
