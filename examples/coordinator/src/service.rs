@@ -14,18 +14,19 @@ use tokio::sync::watch;
 use crate::Announcement;
 
 /// Nodes that are kept at once: a service that anybody can fill is no service.
-const MAX_NODES: usize = 1024;
+pub const MAX_NODES: usize = 1024;
 
 /// Bytes of a name.
 const MAX_NAME: usize = 64;
 
 /// Bytes of an announcement; a real one has some 200.
-const MAX_BODY: usize = 4096;
+pub const MAX_BODY: usize = 4096;
 
 /// Longest that one request waits.
-const MAX_WAIT: Duration = Duration::from_secs(30);
+pub const MAX_WAIT: Duration = Duration::from_secs(30);
 
-type Refusal = (StatusCode, String);
+/// Status and reason.
+pub type Refusal = (StatusCode, String);
 
 /// All announcements by node.
 #[derive(Clone, Default)]
@@ -46,21 +47,29 @@ pub fn router() -> Router {
         .with_state(Nodes::default())
 }
 
+/// Whether a node may be kept beside the `others`, or in its own place if it is `known`.
+///
+/// # Errors
+///
+/// 400 for its name, 507 if there are too many.
+pub fn check_room(id: &str, others: usize, known: bool) -> Result<(), Refusal> {
+    if id.is_empty() || id.len() > MAX_NAME {
+        return Err((StatusCode::BAD_REQUEST, format!("a name has 1 to {MAX_NAME} bytes, this one {}", id.len())));
+    }
+    if others >= MAX_NODES && !known {
+        let reason = format!("{MAX_NODES} nodes are known, which is all there may be");
+        return Err((StatusCode::INSUFFICIENT_STORAGE, reason));
+    }
+    Ok(())
+}
+
 async fn announce(
     State(nodes): State<Nodes>,
     Path(id): Path<String>,
     Json(announcement): Json<Announcement>,
 ) -> Result<StatusCode, Refusal> {
-    if id.is_empty() || id.len() > MAX_NAME {
-        return Err((StatusCode::BAD_REQUEST, format!("a name has 1 to {MAX_NAME} bytes, this one {}", id.len())));
-    }
     let mut known = nodes.known.lock().unwrap_or_else(PoisonError::into_inner);
-    if known.len() >= MAX_NODES && !known.contains_key(&id) {
-        return Err((
-            StatusCode::INSUFFICIENT_STORAGE,
-            format!("{MAX_NODES} nodes are known, which is all there may be"),
-        ));
-    }
+    check_room(&id, known.len(), known.contains_key(&id))?;
     let status = match known.insert(id, announcement) {
         None => StatusCode::CREATED,
         Some(_) => StatusCode::OK,

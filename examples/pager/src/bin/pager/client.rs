@@ -1,0 +1,117 @@
+//! Uses pages, and verifies each.
+
+use std::io::IsTerminal;
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use indicatif::{ProgressBar, ProgressStyle};
+use pager::{Config, Content, Directory, Ledger, Pager, Verdict, Wanted, device};
+use tokio::task::JoinSet;
+
+use crate::args::{Client, Work};
+use crate::{PATIENCE, Result};
+
+/// Without a terminal, a line comes after so many pages at the latest.
+const OFTEN: u64 = 10_000;
+
+/// Until all is read, or Ctrl-C.
+pub(crate) async fn run(options: &Client) -> Result<()> {
+    let directory = Directory::new(&options.common.coordinator);
+    let wanted = Wanted { pages: options.pages, copies: options.copies.into() };
+    let addresses = match options.address {
+        Some(address) => vec![address],
+        None => near_owners(&directory, wanted).await?,
+    };
+    let work = &options.work;
+    let config =
+        Config { cache: work.cache, in_flight: work.in_flight, readahead: work.readahead, wanted, patience: PATIENCE };
+    let pager = Pager::connect(&device::open(&addresses)?, &directory, &config).await?;
+    println!("{} pages are there", pager.pages());
+    let ledger = Arc::new(Ledger::new(Content { seed: options.common.seed }, pager.pages()));
+    let verified = Arc::new(AtomicU64::new(0));
+    let start = Instant::now();
+    let done = use_pages(work, &pager, &ledger, &verified).await;
+    let (verified, time) = (verified.load(Ordering::Relaxed), start.elapsed().as_secs_f64());
+    println!("{verified} pages verified in {time:.2} s, {:.0} in a second", verified as f64 / time);
+    for (node, cause) in pager.lost() {
+        println!("node {node} was lost: {cause}");
+    }
+    println!("{}", pager.report());
+    done?;
+    // For the next client, who expects what was there at first.
+    Ok(ledger.restore(&pager).await?)
+}
+
+/// Addresses of this host from which owners are reached.
+async fn near_owners(directory: &Directory, wanted: Wanted) -> Result<Vec<IpAddr>> {
+    let map = directory.map(wanted, PATIENCE).await?;
+    let owner = map.shares.values().next().ok_or("the map has no nodes")?;
+    Ok(device::sources(owner.address)?)
+}
+
+/// `Ok` if all were right.
+async fn use_pages(
+    work: &Work,
+    pager: &Pager,
+    ledger: &Arc<Ledger>,
+    verified: &Arc<AtomicU64>,
+) -> std::result::Result<(), Verdict> {
+    let bar = bar(work.reads);
+    let every = (work.reads / 10).clamp(1, OFTEN);
+    let begun = Arc::new(AtomicU64::new(0));
+    let stop = begun.clone();
+    let stopping = tokio::spawn(async move {
+        if tokio::signal::ctrl_c().await.is_ok() {
+            stop.store(u64::MAX / 2, Ordering::Relaxed);
+        }
+    });
+    let mut tasks = JoinSet::new();
+    for task in 0..work.tasks {
+        let (pager, ledger, begun, verified, bar) =
+            (pager.clone(), ledger.clone(), begun.clone(), verified.clone(), bar.clone());
+        let (work, pages) = (work.clone(), pager.pages());
+        // The same pages each time.
+        let mut random = fastrand::Rng::with_seed(task.into());
+        tasks.spawn(async move {
+            loop {
+                let number = begun.fetch_add(1, Ordering::Relaxed);
+                if number >= work.reads {
+                    return Ok(());
+                }
+                let page = if work.in_order { number % pages } else { random.u64(..pages) };
+                if random.u8(..100) < work.writes {
+                    ledger.write(&pager, page).await?;
+                }
+                ledger.read(&pager, page).await?;
+                let count = verified.fetch_add(1, Ordering::Relaxed) + 1;
+                bar.inc(1);
+                if bar.is_hidden() && count.is_multiple_of(every) {
+                    let lost = pager.lost().len();
+                    println!("{count} of {} pages verified, {lost} nodes lost", work.reads);
+                }
+            }
+        });
+    }
+    let mut done = Ok(());
+    while let Some(ended) = tasks.join_next().await {
+        // The first that fails ends the others, when it is dropped.
+        done = ended.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()));
+        if done.is_err() {
+            break;
+        }
+    }
+    stopping.abort();
+    bar.finish_and_clear();
+    done
+}
+
+/// On a terminal; else lines say how far it is.
+fn bar(pages: u64) -> ProgressBar {
+    if !std::io::stderr().is_terminal() {
+        return ProgressBar::hidden();
+    }
+    let style = ProgressStyle::with_template("{bar:40} {pos} of {len} pages verified, {per_sec}, {eta} left");
+    ProgressBar::new(pages).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+}

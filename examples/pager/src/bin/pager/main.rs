@@ -1,0 +1,83 @@
+//! Remote memory in pages of 4 KiB, in three terminals:
+//!
+//! ```text
+//! pager coordinator                            knows who has which pages
+//! pager owner a                                lends 1 GiB
+//! pager client                                 reads 100,000 random pages, and verifies each
+//! ```
+//!
+//! Or `pager demo`, which does it all, and kills an owner. `pager --help` has all options, docs/pager.md says what is seen.
+
+mod args;
+mod client;
+mod demo;
+
+use std::error::Error;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::Parser;
+use pager::{Content, Directory, OwnerConfig, PAGE, device, service};
+use tokio::net::TcpListener;
+
+use crate::args::{Options, Role};
+
+/// What goes wrong is told to whoever runs the program, in words.
+type Failure = Box<dyn Error + Send + Sync>;
+type Result<T> = std::result::Result<T, Failure>;
+
+/// Longest wait for others to come.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+#[tokio::main]
+async fn main() -> ExitCode {
+    let done = match Options::parse().role {
+        Role::Coordinator { listen } => coordinate(listen).await,
+        Role::Owner(options) => own(&options).await,
+        Role::Client(options) => client::run(&options).await,
+        Role::Demo(options) => demo::run(&options).await,
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("pager: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+async fn coordinate(listen: std::net::SocketAddr) -> Result<()> {
+    let listener = TcpListener::bind(listen).await?;
+    println!("coordinator at http://{}", listener.local_addr()?);
+    let stop = async {
+        // Without signals it goes on until it is killed.
+        if tokio::signal::ctrl_c().await.is_err() {
+            std::future::pending::<()>().await;
+        }
+    };
+    Ok(axum::serve(listener, service::router()).with_graceful_shutdown(stop).await?)
+}
+
+async fn own(options: &args::Owner) -> Result<()> {
+    let directory = Directory::new(&options.common.coordinator);
+    let (first, pages, replica) = match &options.replica_of {
+        None => (options.first, options.memory * ((1 << 20) / PAGE as u64), 0),
+        Some(node) => {
+            let share = directory.find(node, PATIENCE).await?;
+            let pages = share.pages()?;
+            (share.first, pages.end - pages.start, share.replica.saturating_add(1))
+        }
+    };
+    let config = OwnerConfig {
+        name: options.name.clone(),
+        address: (options.address, 0).into(),
+        first,
+        pages,
+        replica,
+        content: Content { seed: options.common.seed },
+    };
+    let owner = pager::Owner::start(&device::open(&[options.address])?, &directory, &config).await?;
+    println!("{} lends pages {first} to {} at {}", options.name, first + pages - 1, owner.share().address);
+    tokio::signal::ctrl_c().await?;
+    Ok(owner.leave(&directory).await?)
+}

@@ -1,0 +1,57 @@
+//! Remote memory in pages of 4 KiB: nodes lend theirs, clients use it as if it were slow memory of their own.
+//!
+//! ```text
+//!   owner a ── POST /nodes/a/pages ──▶ coordinator ◀── GET /pages ── client
+//!   owner b ── POST /nodes/b/pages ──▶                                  │
+//!      ▲   ▲                                                            │
+//!      │   └──────────── READ a page that is not in the cache ──────────┤   Pager
+//!      └──────────────── WRITE one that was changed, to all copies ─────┘
+//! ```
+//!
+//! Owners do nothing but lend: their pages are read and written by their adapters, without their processors.
+//!
+//! | File | What |
+//! |---|---|
+//! | `page.rs` | pages, and contents that can be computed |
+//! | `map.rs` | who has which pages |
+//! | `service.rs`, `directory.rs` | the coordinator that keeps the map, and how it is asked |
+//! | `device.rs` | which device |
+//! | `owner.rs` | the end that lends |
+//! | `node.rs` | the client's connection to an owner |
+//! | `replicas.rs` | all of them: reads go to one, writes to all |
+//! | `cache.rs` | which pages are here, on their way here, or away: a machine without I/O |
+//! | `readahead.rs` | who reads in order, and what comes next: another |
+//! | `pager.rs` | pages for the asking |
+//! | `ledger.rs` | whether pages hold what was written to them |
+//! | `meter.rs` | what that took |
+//! | `mapping.rs` | pages by dereferencing a pointer (feature `userfaultfd`) |
+//!
+//! docs/pager.md says how to run it, and what was measured.
+
+mod cache;
+pub mod device;
+mod directory;
+mod error;
+mod ledger;
+mod map;
+#[cfg(feature = "userfaultfd")]
+mod mapping;
+mod meter;
+mod node;
+mod owner;
+mod page;
+mod pager;
+mod readahead;
+mod replicas;
+pub mod service;
+
+pub use directory::{Directory, DirectoryError};
+pub use error::{NodeError, PagerError, StartError};
+pub use ledger::{Ledger, Verdict};
+pub use map::{Map, Share, ShareError, Wanted};
+#[cfg(feature = "userfaultfd")]
+pub use mapping::{Mapping, MappingError};
+pub use meter::{Counters, Latency, Report};
+pub use owner::{Owner, OwnerConfig};
+pub use page::{Content, PAGE};
+pub use pager::{Config, Pager};

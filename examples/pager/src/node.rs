@@ -1,0 +1,122 @@
+//! A client's connection to an owner.
+
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use tokio::sync::OnceCell;
+use tokio::time::timeout;
+use tokio_rdma::types::{AckTimeout, WcStatus};
+use tokio_rdma::{
+    BufMut, ConnectOptions, Connection, ConnectionConfig, Device, OpError, ProtectionDomain, RemoteRegion,
+};
+
+use crate::{Directory, DirectoryError, NodeError, Share};
+
+/// READs and WRITEs that a connection holds; more wait for room.
+const DEPTH: u32 = 128;
+
+/// Longest that a READ or WRITE takes: retries find out before that a peer is gone.
+const DEADLINE: Duration = Duration::from_secs(20);
+
+/// Settings of both ends. Pages need no messages, so there are buffers for hardly any.
+pub(crate) fn connection(pd: &ProtectionDomain) -> ConnectionConfig {
+    // What is not acknowledged is repeated after 268 ms, six times: a peer that is gone is found out in some seconds, and one
+    // that waits for a processor is not taken for it.
+    let options = ConnectOptions { timeout: AckTimeout::from_code(16), ..ConnectOptions::default() };
+    let config = ConnectionConfig::default().protection_domain(pd).options(options).max_send_wr(DEPTH);
+    config.receive_buffer_size(256).receive_buffers(4).spare_buffers(1).send_buffers(4)
+}
+
+/// An owner, as long as it lives. A node that fails is lost for good: it may lack what was written since.
+#[derive(Debug)]
+pub(crate) struct Node {
+    pub(crate) name: String,
+    pub(crate) share: Share,
+    state: Mutex<State>,
+    /// The coordinator has taken it off the map.
+    off_the_map: OnceCell<()>,
+}
+
+#[derive(Debug)]
+enum State {
+    Alive(Connection),
+    Lost(NodeError),
+}
+
+impl Node {
+    /// A node that cannot be reached is made, too, and lost from the start.
+    pub(crate) async fn connect(device: &Device, pd: &ProtectionDomain, name: String, share: Share) -> Self {
+        let state = match Connection::connect_with(device, share.address, &connection(pd)).await {
+            Ok(connection) => State::Alive(connection),
+            Err(error) => State::Lost(NodeError::Connect(error)),
+        };
+        Self { name, share, state: Mutex::new(state), off_the_map: OnceCell::new() }
+    }
+
+    /// Why it is lost, if it is.
+    pub(crate) fn lost(&self) -> Option<NodeError> {
+        match &*self.state.lock() {
+            State::Alive(_) => None,
+            State::Lost(cause) => Some(cause.clone()),
+        }
+    }
+
+    /// Fills a buffer with a page that is one of its share.
+    pub(crate) async fn read(&self, at: RemoteRegion, buffer: BufMut) -> Result<BufMut, (NodeError, BufMut)> {
+        self.carry(buffer, |connection, buffer| connection.read(buffer, at)).await
+    }
+
+    /// Writes a page of its share.
+    pub(crate) async fn write(&self, at: RemoteRegion, buffer: BufMut) -> Result<BufMut, (NodeError, BufMut)> {
+        self.carry(buffer, |connection, buffer| connection.write(buffer, at)).await
+    }
+
+    /// Has the coordinator take it off the map, once.
+    pub(crate) async fn strike(&self, directory: &Directory) -> Result<(), DirectoryError> {
+        self.off_the_map.get_or_try_init(|| directory.leave(&self.name)).await.copied()
+    }
+
+    /// Gives the buffer back in any case.
+    async fn carry<O>(
+        &self,
+        buffer: BufMut,
+        post: impl FnOnce(&Connection, BufMut) -> O,
+    ) -> Result<BufMut, (NodeError, BufMut)>
+    where
+        O: Future<Output = Result<BufMut, OpError<BufMut>>> + Unpin,
+    {
+        let mut operation = match &*self.state.lock() {
+            State::Alive(connection) => post(connection, buffer),
+            State::Lost(cause) => return Err((cause.clone(), buffer)),
+        };
+        let done = match timeout(DEADLINE, &mut operation).await {
+            Ok(done) => done,
+            Err(_) => {
+                // Its queue pair goes, which ends the operation: a buffer that a device may touch is never left behind.
+                self.lose(NodeError::Deadline(DEADLINE));
+                operation.await
+            }
+        };
+        done.map_err(|error| (self.lose(NodeError::Operation(error.kind())), error.into_buffer()))
+    }
+
+    /// The first cause stays, unless it says only that all work has ended: of what fails with a connection one thing says why.
+    fn lose(&self, cause: NodeError) -> NodeError {
+        let says_little = |cause: &NodeError| match cause {
+            NodeError::Operation(kind) => kind.status() == Some(WcStatus::WR_FLUSH_ERR),
+            _ => false,
+        };
+        let mut state = self.state.lock();
+        let known = match &*state {
+            State::Alive(connection) if says_little(&cause) => connection.close_reason().map(NodeError::Ended),
+            State::Lost(known) if !says_little(known) => Some(known.clone()),
+            State::Alive(_) | State::Lost(_) => None,
+        };
+        let cause = known.unwrap_or(cause);
+        let before = std::mem::replace(&mut *state, State::Lost(cause.clone()));
+        // A connection wakes others when it is dropped.
+        drop(state);
+        drop(before);
+        cause
+    }
+}

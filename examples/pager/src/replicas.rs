@@ -1,0 +1,95 @@
+//! All nodes: a page is read from one of those that have it, and written to all of them.
+
+use futures::future::join_all;
+use tokio_rdma::{BufMut, Device, ProtectionDomain, RemoteRegion};
+
+use crate::node::Node;
+use crate::{Directory, Map, PagerError, StartError};
+
+#[derive(Debug)]
+pub(crate) struct Replicas {
+    /// By replica, then by name.
+    nodes: Vec<Node>,
+    directory: Directory,
+    pages: u64,
+}
+
+impl Replicas {
+    /// Connects to all nodes of a map that was checked.
+    pub(crate) async fn connect(
+        device: &Device,
+        pd: &ProtectionDomain,
+        directory: &Directory,
+        map: Map,
+    ) -> Result<Self, StartError> {
+        let pages = map.pages(1);
+        let connecting = map.shares.into_iter().map(|(name, share)| Node::connect(device, pd, name, share));
+        let mut nodes = join_all(connecting).await;
+        nodes.sort_by_key(|node| node.share.replica);
+        if nodes.iter().all(|node| node.lost().is_some())
+            && let Some((node, cause)) = nodes.iter().find_map(|node| Some((node.name.clone(), node.lost()?)))
+        {
+            return Err(StartError::Alone { node, cause });
+        }
+        Ok(Self { nodes, directory: directory.clone(), pages })
+    }
+
+    /// Pages there are, from 0 on.
+    pub(crate) fn pages(&self) -> u64 {
+        self.pages
+    }
+
+    /// Names of the nodes that are lost, with the reasons.
+    pub(crate) fn lost(&self) -> Vec<(String, crate::NodeError)> {
+        self.nodes.iter().filter_map(|node| Some((node.name.clone(), node.lost()?))).collect()
+    }
+
+    /// Fills the buffer, from the first node that lives.
+    pub(crate) async fn read(&self, page: u64, mut buffer: BufMut) -> Result<BufMut, PagerError> {
+        let mut lost = self.no_page(page);
+        for (node, at) in self.copies(page) {
+            match node.read(at, buffer).await {
+                Ok(buffer) => return Ok(buffer),
+                Err((cause, back)) => {
+                    buffer = back;
+                    lost = PagerError::Lost { page, node: node.name.clone(), cause };
+                }
+            }
+        }
+        Err(lost)
+    }
+
+    /// Writes the buffer to all nodes that have the page, one after the other, so that it is ours alone again after each, and
+    /// gives it back in any case. It is written when those that lack it are off the map: no client reads it there.
+    pub(crate) async fn write(&self, page: u64, mut buffer: BufMut) -> (BufMut, Result<(), PagerError>) {
+        let (mut written, mut missed, mut lost) = (false, Vec::new(), self.no_page(page));
+        for (node, at) in self.copies(page) {
+            match node.write(at, buffer).await {
+                Ok(back) => (buffer, written) = (back, true),
+                Err((cause, back)) => {
+                    buffer = back;
+                    lost = PagerError::Lost { page, node: node.name.clone(), cause };
+                    missed.push(node);
+                }
+            }
+        }
+        // Who reaches nobody is not the one to say that they are lost.
+        if !written {
+            return (buffer, Err(lost));
+        }
+        for node in missed {
+            if let Err(cause) = node.strike(&self.directory).await {
+                return (buffer, Err(PagerError::Unsure { page, node: node.name.clone(), cause }));
+            }
+        }
+        (buffer, Ok(()))
+    }
+
+    fn copies(&self, page: u64) -> impl Iterator<Item = (&Node, RemoteRegion)> {
+        self.nodes.iter().filter_map(move |node| Some((node, node.share.page(page)?)))
+    }
+
+    fn no_page(&self, page: u64) -> PagerError {
+        PagerError::NoPage { page, pages: self.pages }
+    }
+}
