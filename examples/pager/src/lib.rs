@@ -27,6 +27,22 @@
 //! | `mapping.rs` | pages by dereferencing a pointer (feature `userfaultfd`) |
 //!
 //! docs/pager.md says how to run it, and what was measured.
+//!
+//! ```no_run
+//! # async fn example() -> Result<(), Box<dyn std::error::Error>> {
+//! use pager::{Config, Directory, Pager};
+//! use tokio_rdma::Device;
+//!
+//! let directory = Directory::new("http://127.0.0.1:7490");
+//! let pager = Pager::connect(&Device::open_default()?, &directory, &Config::default()).await?;
+//! let mut bytes = [0; 100];
+//! pager.read(17, 0, &mut bytes).await?;
+//! pager.write(17, 100, b"new").await?;
+//! pager.prefetch(18..50);
+//! pager.flush().await?;
+//! # Ok(())
+//! # }
+//! ```
 
 mod cache;
 pub mod device;
