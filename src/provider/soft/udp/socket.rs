@@ -38,6 +38,10 @@ impl Socket {
     /// A socket bound to `address`, not connected.
     pub(super) fn bind(address: SocketAddr) -> io::Result<Self> {
         let udp = UdpSocket::bind(address)?;
+        // Nobody waits in a receiving call while others poll: Linux, asked whether a socket that blocks is readable, moves what
+        // has arrived to where such a call has already looked (`first_packet_length` of net/ipv4/udp.c), and that sleeps on
+        // beside it until the next packet. Seen on 6.1, as messages of UC that nobody took.
+        udp.set_nonblocking(true)?;
         let local = udp.local_addr()?;
         let socket = Self { udp, local };
         if local.is_ipv4() {
@@ -90,6 +94,9 @@ impl Socket {
     /// Takes the messages that are there; `wait`: after waiting for one. None after [`close`](Self::close).
     pub(super) fn receive(&self, inbox: &mut Inbox, wait: bool) -> io::Result<()> {
         inbox.count = 0;
+        if wait {
+            self.poll(-1)?;
+        }
         let mut vectors: [libc::iovec; MESSAGES] = [libc::iovec { iov_base: ptr::null_mut(), iov_len: 0 }; MESSAGES];
         // SAFETY: S4: all-zero is a header without anything; the fields are set below.
         let mut headers: [libc::mmsghdr; MESSAGES] = unsafe { mem::zeroed() };
@@ -105,16 +112,15 @@ impl Socket {
             message.msg_control = control.as_mut_ptr().cast();
             message.msg_controllen = mem::size_of::<Control>() as _;
         }
-        let flags = if wait { libc::MSG_WAITFORONE } else { libc::MSG_DONTWAIT };
         // SAFETY: S4: each header names memory of `inbox` and `vectors` with its length; both outlive the call and
         // nothing else refers to them.
         let count = unsafe {
             let (headers, count) = (headers.as_mut_ptr(), MESSAGES as u32);
-            libc::recvmmsg(self.udp.as_raw_fd(), headers, count, flags as _, ptr::null_mut())
+            libc::recvmmsg(self.udp.as_raw_fd(), headers, count, libc::MSG_DONTWAIT as _, ptr::null_mut())
         };
         let Ok(count) = usize::try_from(count) else {
             let error = io::Error::last_os_error();
-            return if !wait && error.kind() == io::ErrorKind::WouldBlock { Ok(()) } else { Err(error) };
+            return if error.kind() == io::ErrorKind::WouldBlock { Ok(()) } else { Err(error) };
         };
         for ((arrival, header), name) in inbox.arrivals.iter_mut().zip(&headers[..count]).zip(inbox.names.iter()) {
             let message = &header.msg_hdr;
@@ -132,9 +138,15 @@ impl Socket {
 
     /// True if something is there to be received, or never will be.
     pub(super) fn is_readable(&self) -> bool {
+        self.poll(0).unwrap_or(false)
+    }
+
+    /// Waits for so many milliseconds, or without an end, until something can be received, or never will; true if so.
+    fn poll(&self, timeout: c_int) -> io::Result<bool> {
         let mut wanted = libc::pollfd { fd: self.udp.as_raw_fd(), events: libc::POLLIN, revents: 0 };
         // SAFETY: S4: the kernel reads and writes the one element that it is told of.
-        unsafe { libc::poll(&raw mut wanted, 1, 0) > 0 }
+        let ready = unsafe { libc::poll(&raw mut wanted, 1, timeout) };
+        if ready < 0 { Err(io::Error::last_os_error()) } else { Ok(ready > 0) }
     }
 
     /// Readable when something has arrived.
@@ -192,7 +204,7 @@ impl Socket {
 
     /// Ends [`receive`](Self::receive), now and later.
     pub(super) fn close(&self) {
-        // It wakes who receives although it says that the socket is not connected (`shutdown(2)`).
+        // It wakes who waits to receive although it says that the socket is not connected (`shutdown(2)`).
         // SAFETY: S4: no memory is passed.
         unsafe { libc::shutdown(self.udp.as_raw_fd(), libc::SHUT_RD) };
     }
