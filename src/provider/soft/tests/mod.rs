@@ -8,6 +8,7 @@ mod dc_machines;
 mod errors;
 mod keys;
 mod machines;
+mod pace;
 mod queues;
 mod rc;
 mod unreliable;
