@@ -116,10 +116,10 @@ impl Cache {
         moving.done.send_replace(Some(end));
     }
 
-    /// Takes the frame that was used least lately. `None` if no page is here.
-    pub(crate) fn evict(&mut self) -> Option<Evicted> {
+    /// Takes the frame that was used least lately, of those that have to be written back only if asked. `None` if there is none.
+    pub(crate) fn evict(&mut self, dirty_too: bool) -> Option<Evicted> {
         let frame_of = |(&page, slot): (&u64, &Slot)| match slot {
-            Slot::Here(frame) => Some((page, frame.dirty)),
+            Slot::Here(frame) => (dirty_too || !frame.dirty).then_some((page, frame.dirty)),
             Slot::Moving(_) => None,
         };
         let (page, dirty) = self.slots.iter().rev().find_map(frame_of)?;

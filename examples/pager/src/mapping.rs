@@ -108,7 +108,7 @@ impl Mapping {
         };
         setting("end of pages", pages.end, 1, pager.pages())?;
         setting("start of pages", pages.start, 0, pages.end - 1)?;
-        setting("most", most as u64, 1, u64::MAX)?;
+        setting("most", most as u64, 2, u64::MAX)?;
         let system = rustix::param::page_size();
         if system != PAGE {
             return Err(MappingError::PageSize { system });

@@ -20,11 +20,11 @@ const DEADLINE: Duration = Duration::from_secs(20);
 
 /// Settings of both ends. Pages need no messages, so there are buffers for hardly any.
 pub(crate) fn connection(pd: &ProtectionDomain) -> ConnectionConfig {
-    // What is not acknowledged is repeated after 268 ms, six times: a peer that is gone is found out in some seconds, and one
+    // What is not acknowledged is repeated after half a second, six times: a peer that is gone is found out in some seconds, and one
     // that waits for a processor is not taken for it.
-    let options = ConnectOptions { timeout: AckTimeout::from_code(16), ..ConnectOptions::default() };
+    let options = ConnectOptions { timeout: AckTimeout::from_code(17), ..ConnectOptions::default() };
     let config = ConnectionConfig::default().protection_domain(pd).options(options).max_send_wr(DEPTH);
-    config.receive_buffer_size(256).receive_buffers(4).spare_buffers(1).send_buffers(4)
+    config.receive_buffer_size(256).receive_buffers(4).spare_buffers(1).send_buffers(4).max_message(256)
 }
 
 /// An owner, as long as it lives. A node that fails is lost for good: it may lack what was written since.

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use tokio::task::{JoinHandle, JoinSet};
-use tokio_rdma::{Access, Connection, Device, ExposedRegion, HostMemory, Listener, OutOfBounds};
+use tokio_rdma::{Access, Connection, Device, EstablishError, ExposedRegion, HostMemory, Listener, OutOfBounds};
 
 use crate::node::connection;
 use crate::{Content, Directory, PAGE, Share, StartError};
@@ -120,6 +120,8 @@ async fn serve(listener: Listener) {
         tokio::select! {
             connection = listener.accept(), if clients.len() < MOST_CLIENTS => match connection {
                 Ok(connection) => drop(clients.spawn(hold(connection))),
+                // For this one.
+                Err(EstablishError::Setup(error)) => eprintln!("no room for a client: {error}"),
                 Err(error) => {
                     eprintln!("no more clients: {error}");
                     break;

@@ -20,7 +20,7 @@ use crate::{Directory, NodeError, PAGE, PagerError, Report, StartError, Wanted};
 pub struct Config {
     /// Pages that the cache holds, 4 KiB each of registered memory.
     pub cache: usize,
-    /// Pages on their way at once, either way: more wait in line. Fewer than `cache`.
+    /// Pages on their way at once, either way: more wait in line. At most half of `cache`.
     pub in_flight: usize,
     /// Pages to fetch ahead of somebody who reads in order, at most; 0: none. They take up to half of `in_flight`.
     pub readahead: u64,
@@ -80,7 +80,7 @@ impl Pager {
             asked => Err(StartError::Setting { field, asked, least, most }),
         };
         setting("cache", config.cache, 2, u64::from(u32::MAX))?;
-        setting("in_flight", config.in_flight, 1, (config.cache as u64 - 1).min(Semaphore::MAX_PERMITS as u64))?;
+        setting("in_flight", config.in_flight, 1, (config.cache as u64 / 2).min(Semaphore::MAX_PERMITS as u64))?;
         let pd = device.protection_domain()?;
         let pool = Pool::new(&pd, PAGE, config.cache)?;
         let map = directory.map(config.wanted, config.patience).await?;
@@ -250,16 +250,20 @@ impl Shared {
     async fn fetch(self: Arc<Self>, moving: Moving, ahead: Option<OwnedSemaphorePermit>) {
         let permit = self.movers.acquire().await;
         match self.bring(moving.page).await {
+            // Counted before anybody is told.
             Ok(bytes) => {
-                self.cache.lock().land(moving, Frame { bytes, dirty: false });
                 self.meter.count(|counters| {
                     counters.fetched += 1;
                     counters.prefetched += u64::from(ahead.is_some());
                 });
+                let (page, mut cache) = (moving.page, self.cache.lock());
+                cache.land(moving, Frame { bytes, dirty: false });
+                // Else others might evict it before who asked for it has come.
+                let _ = cache.find(page);
             }
             Err(error) => {
-                self.cache.lock().vanish(moving, Err(error));
                 self.meter.count(|counters| counters.failed += 1);
+                self.cache.lock().vanish(moving, Err(error));
             }
         }
         drop(permit);
@@ -276,6 +280,7 @@ impl Shared {
     /// A buffer for `page`, from the pool or of a page that makes room.
     async fn buffer(&self, page: u64) -> Result<BufMut, PagerError> {
         let mut failed = PagerError::NoBuffer { page, cause: PoolError::Empty };
+        let mut dirty_too = true;
         // Once for each page there may be: those that cannot be written back are not tried again.
         for _ in 0..self.pool.total() {
             let evicted = {
@@ -283,7 +288,7 @@ impl Shared {
                 let mut cache = self.cache.lock();
                 match self.pool.try_alloc(PAGE) {
                     Ok(buffer) => return Ok(buffer),
-                    Err(PoolError::Empty) => cache.evict(),
+                    Err(PoolError::Empty) => cache.evict(dirty_too),
                     Err(cause) => return Err(PagerError::NoBuffer { page, cause }),
                 }
             };
@@ -294,11 +299,11 @@ impl Shared {
                 }
                 Some(Evicted::Dirty(moving, bytes)) => match self.replicas.write(moving.page, bytes).await {
                     (bytes, Ok(())) => {
-                        self.cache.lock().vanish(moving, Ok(()));
                         self.meter.count(|counters| {
                             counters.evicted += 1;
                             counters.written_back += 1;
                         });
+                        self.cache.lock().vanish(moving, Ok(()));
                         return Ok(bytes);
                     }
                     (bytes, Err(error)) => {
@@ -309,9 +314,7 @@ impl Shared {
                         let _ = cache.find(kept);
                         failed = error;
                         // Others have other nodes, but no other coordinator.
-                        if matches!(failed, PagerError::Unsure { .. }) {
-                            break;
-                        }
+                        dirty_too = !matches!(failed, PagerError::Unsure { .. });
                     }
                 },
                 None => break,
@@ -332,8 +335,8 @@ impl Shared {
             match found {
                 Ok((moving, bytes)) => {
                     let (bytes, result) = self.replicas.write(page, bytes).await;
-                    self.cache.lock().land(moving, Frame { bytes, dirty: result.is_err() });
                     self.meter.count(|counters| counters.written_back += u64::from(result.is_ok()));
+                    self.cache.lock().land(moving, Frame { bytes, dirty: result.is_err() });
                     return result;
                 }
                 Err(mut flight) => {

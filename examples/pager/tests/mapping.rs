@@ -137,7 +137,7 @@ fn settings_that_do_not_work_are_named() {
             (0..PAGES + 1, 1, "end of pages"),
             (0..0, 1, "end of pages"),
             (5..5, 1, "start of pages"),
-            (0..1, 0, "most"),
+            (0..1, 1, "most"),
         ] {
             let error = Mapping::new(&pager, pages, most).unwrap_err();
             assert!(matches!(error, MappingError::Setting { field, .. } if field == name), "{error}");
