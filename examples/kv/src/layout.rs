@@ -54,16 +54,15 @@ impl Layout {
             }
         }
         let layout = Self { buckets, slots, max_key, max_value };
-        for (field, asked, allowed) in [
-            ("slots of a bucket", slots.into(), Self::MAX_SLOTS.into()),
-            ("bytes of a key", max_key.into(), Self::MAX_KEY.into()),
-            ("bytes of a value", max_value.into(), Self::MAX_VALUE.into()),
-            ("bytes of the table", layout.bytes(), Self::MAX_BYTES),
-        ] {
-            if asked > allowed {
-                return Err(LimitError { field, asked, allowed }.into());
-            }
-        }
+        let within = |field, asked, allowed| match asked {
+            asked if asked <= allowed => Ok(()),
+            asked => Err(LimitError { field, asked, allowed }),
+        };
+        within("slots of a bucket", slots.into(), Self::MAX_SLOTS.into())?;
+        within("bytes of a key", max_key.into(), Self::MAX_KEY.into())?;
+        within("bytes of a value", max_value.into(), Self::MAX_VALUE.into())?;
+        // Of those that are within their limits the product is a number.
+        within("bytes of the table", layout.bytes(), Self::MAX_BYTES)?;
         Ok(layout)
     }
 
@@ -234,11 +233,14 @@ mod tests {
             let wrong = layout.encode(&RemoteRegion::new(addr, len, Rkey(7)));
             assert!(matches!(Layout::decode(&wrong), Err(ProtocolError::Table { .. })));
         }
-        for field in 0..4 {
+        // Each field, and each two of them.
+        for (field, other) in (0..16).map(|both| (both / 4, both % 4)) {
             for value in [0, u32::MAX] {
                 let mut wrong = bytes.clone();
-                wrong[4 + field * 4..][..4].copy_from_slice(&u32::to_le_bytes(value));
-                assert!(Layout::decode(&wrong).is_err(), "field {field} is {value}");
+                for at in [field, other] {
+                    wrong[4 + at * 4..][..4].copy_from_slice(&u32::to_le_bytes(value));
+                }
+                assert!(Layout::decode(&wrong).is_err(), "fields {field} and {other} are {value}");
             }
         }
     }
