@@ -38,7 +38,7 @@ impl End {
     }
 
     fn connect(&self, to: &Self) {
-        let options = ConnectOptions { timeout: AckTimeout::from_code(12), retry_count: 3, ..Default::default() };
+        let options = ConnectOptions { timeout: AckTimeout::from_code(14), retry_count: 3, ..Default::default() };
         self.qp.connect_with(&to.qp.endpoint(), &options).unwrap();
     }
 
