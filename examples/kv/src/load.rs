@@ -5,12 +5,12 @@ use std::time::{Duration, Instant};
 
 use fastrand::Rng;
 use hdrhistogram::Histogram;
-use kv::{KvClient, ReadCounters, Versioned};
+use kv::{KvClient, Versioned};
 use tokio::task::JoinSet;
 
 use crate::Result;
 use crate::args::{Choice, GetBy, LoadOptions};
-use crate::place::Target;
+use crate::place::{Target, part};
 use crate::report::Report;
 
 /// What a call was.
@@ -71,15 +71,7 @@ pub(crate) async fn run(server: Target, load: LoadOptions) -> Result<Report> {
     }
     let took = start.elapsed();
 
-    let mut counters = ReadCounters::default();
-    for client in clients {
-        let seen = client.counters();
-        counters.reads += seen.reads;
-        counters.torn += seen.torn;
-        counters.fallbacks += seen.fallbacks;
-        // All tasks have ended.
-        Arc::into_inner(client).ok_or("a client is still in use")?.close().await?;
-    }
+    let counters = part(clients).await?;
     Ok(Report::new(load, &server, took, &times, counters))
 }
 

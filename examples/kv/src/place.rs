@@ -1,9 +1,10 @@
-//! Which server: one that is there, or one of this process.
+//! Which server: one that is there, or one of this process; and taking leave of it.
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};
 
-use kv::{Layout, Server};
+use kv::{KvClient, Layout, ReadCounters, Server};
 use tokio::sync::oneshot;
 use tokio_rdma::Device;
 
@@ -38,6 +39,19 @@ impl Place {
         ended?;
         Ok(done)
     }
+}
+
+/// Clients whose tasks have all ended take leave; what they have met, together.
+pub(crate) async fn part(clients: Vec<Arc<KvClient>>) -> Result<ReadCounters> {
+    let mut counters = ReadCounters::default();
+    for client in clients {
+        let seen = client.counters();
+        counters.reads += seen.reads;
+        counters.torn += seen.torn;
+        counters.fallbacks += seen.fallbacks;
+        Arc::into_inner(client).ok_or("a client is still in use")?.close().await?;
+    }
+    Ok(counters)
 }
 
 /// A server with threads and a runtime of its own, as if it were another process.

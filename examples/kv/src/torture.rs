@@ -12,7 +12,7 @@ use tokio::task::JoinSet;
 
 use crate::Result;
 use crate::args::CheckOptions;
-use crate::place::Target;
+use crate::place::{Target, part};
 
 /// What was checked and found right.
 #[derive(Debug)]
@@ -72,14 +72,7 @@ pub(crate) async fn run(server: Target, asked: CheckOptions) -> Result<Checked> 
         history.extend(seen);
         refused += not_done;
     }
-    let mut counters = ReadCounters::default();
-    for client in clients {
-        let seen = client.counters();
-        counters.reads += seen.reads;
-        counters.torn += seen.torn;
-        counters.fallbacks += seen.fallbacks;
-        Arc::into_inner(client).ok_or("a client is still in use")?.close().await?;
-    }
+    let counters = part(clients).await?;
     // Long histories take their time.
     let calls = history.len();
     tokio::task::spawn_blocking(move || check(&history)).await??;
