@@ -318,7 +318,14 @@ impl Responder {
         if len > 0 {
             match self.remote(keys, rest.remote, len as usize, Access::REMOTE_READ) {
                 Ok(segment) => gather.push(segment),
-                // Deregistered or invalidated while it was being read.
+                // Deregistered or invalidated since it was read. A late copy of a request that the peer had its answer to
+                // finds that too, after any READ: on a network that does not keep the order of packets, a peer that has done
+                // nothing wrong would lose its queue pair. One that still waits for the answer fails by this one.
+                Err(_) if again => {
+                    self.replies.pop_front();
+                    return Body::Acknowledge(Aeth { syndrome: Syndrome::Nak(Nak::RemoteAccess), msn });
+                }
+                // While it was being read.
                 Err(_) => {
                     // Not of one that has failed already, and answers what it was asked for before.
                     if self.state != QpState::Err {

@@ -244,6 +244,26 @@ fn acknowledgements_between_repeated_answers_do_not_pile_up() {
 }
 
 #[test]
+fn late_copy_of_a_read_whose_memory_is_gone_ends_nothing() {
+    let mut it = Responding::new(2);
+    it.recv(1, 8);
+    let read = Body::ReadRequest(Reth { remote: it.remote(0), length: 600 });
+    it.request(0, read, &[]);
+    assert_eq!(it.replies().len(), 3);
+    it.keys.remove(it.key);
+    it.request(0, read, &[]);
+    it.request(3, send(Part::Only), &[]);
+    assert_eq!(it.syndromes(), [(0, Syndrome::Nak(Nak::RemoteAccess)), (3, Syndrome::ACK)]);
+    assert!(it.log.events.is_empty() && !it.log.failed);
+    // One that is being read for the first time is another matter.
+    let mut it = Responding::new(2);
+    it.request(0, Body::ReadRequest(Reth { remote: it.remote(0), length: 600 }), &[]);
+    it.keys.remove(it.key);
+    assert_eq!(it.syndromes(), [(0, Syndrome::Nak(Nak::RemoteAccess))]);
+    assert!(it.log.failed);
+}
+
+#[test]
 fn not_ready_names_the_timer_and_silences_what_follows() {
     let mut it = Responding::new(1);
     it.request(0, send(Part::Only), &[1]);
