@@ -45,7 +45,7 @@ const UNSAFE: [&str; 35] = [
     "provider/ibverbs/post.rs",
     "provider/ibverbs/qp.rs",
     "provider/ibverbs/srq.rs",
-    "provider/soft/device.rs",
+    "provider/soft/device/context.rs",
     "provider/soft/dma.rs",
     // Feeds the responder for a fuzzer, and registers what it may reach.
     "provider/soft/hostile.rs",

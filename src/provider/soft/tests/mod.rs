@@ -11,6 +11,8 @@ mod machines;
 mod pace;
 mod queues;
 mod rc;
+mod requesting;
+mod responding;
 mod unreliable;
 mod windows;
 

@@ -1,0 +1,326 @@
+//! An open device and what is made from it: protection domains, registrations, windows, address handles.
+
+// Implements an `unsafe fn` of the contract and passes its promise on to `dma`.
+#![allow(unsafe_code)]
+
+use std::mem;
+use std::os::fd::BorrowedFd;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use memmap2::MmapRaw;
+
+use crate::error::VerbError;
+use crate::provider::contract::{self, DctInit, DmaBufRange, QpInit};
+use crate::types::{
+    Access, AddressVector, AsyncEvent, DeviceAttr, GidEntry, GidKind, Lkey, PortAttr, PortNum, Rkey, SrqCaps,
+};
+
+use super::{DeviceInner, MAX_MR_SIZE, PORT};
+use crate::provider::soft::channel::{Channel, Mailbox, os_error};
+use crate::provider::soft::cm::CmChannel;
+use crate::provider::soft::cq::Cq;
+use crate::provider::soft::dc::Dct;
+use crate::provider::soft::dma::Memory;
+use crate::provider::soft::qp::Qp;
+use crate::provider::soft::requester::MAX_MESSAGE;
+use crate::provider::soft::srq::Srq;
+use crate::provider::soft::{Soft, dc, dma_buf, qp};
+
+/// One opening of a device.
+#[derive(Debug)]
+pub(in crate::provider::soft) struct ContextInner {
+    device: Arc<DeviceInner>,
+    events: Mailbox<AsyncEvent>,
+}
+
+impl ContextInner {
+    pub(in crate::provider::soft) const fn device(&self) -> &Arc<DeviceInner> {
+        &self.device
+    }
+
+    pub(in crate::provider::soft) fn event(&self, event: AsyncEvent) {
+        tracing::info!(device = self.device.attr.name, ?event, "asynchronous event");
+        self.events.push(event);
+    }
+}
+
+/// Open device, see [`contract::Context`].
+#[derive(Debug)]
+pub(crate) struct Context(Arc<ContextInner>);
+
+impl Context {
+    pub(in crate::provider::soft) fn open(device: Arc<DeviceInner>) -> Result<Self, VerbError> {
+        device.alive("ibv_open_device")?;
+        let events = Mailbox::new().map_err(|error| os_error("ibv_open_device", &error))?;
+        let inner = Arc::new(ContextInner { device, events });
+        inner.device.contexts.lock().push(Arc::downgrade(&inner));
+        Ok(Self(inner))
+    }
+}
+
+impl contract::Context<Soft> for Context {
+    fn reports_last_receive(&self) -> bool {
+        true
+    }
+
+    fn random(&self) -> Result<u64, VerbError> {
+        self.0.device.network.random()
+    }
+
+    fn attr(&self) -> &DeviceAttr {
+        &self.0.device.attr
+    }
+
+    fn port(&self, port: PortNum) -> Result<PortAttr, VerbError> {
+        self.0.device.alive("ibv_query_port")?;
+        if port != PORT {
+            return Err(VerbError::new("ibv_query_port", VerbError::EINVAL));
+        }
+        let mut attr = PortAttr::ethernet(PORT, vec![GidEntry::new(0, self.0.device.gid, GidKind::RoceV2)]);
+        attr.state = self.0.device.port_state();
+        attr.active_mtu = self.0.device.mtu;
+        attr.max_msg_size = MAX_MESSAGE;
+        Ok(attr)
+    }
+
+    fn pkey_table(&self, port: PortNum) -> Result<Vec<u16>, VerbError> {
+        self.port(port)?;
+        // The default partition, full member.
+        Ok(vec![0xffff])
+    }
+
+    fn create_pd(&self) -> Result<Pd, VerbError> {
+        self.0.device.alive("ibv_alloc_pd")?;
+        let id = self.0.device.next_pd.fetch_add(1, Ordering::Relaxed);
+        Ok(Pd { context: Arc::clone(&self.0), id })
+    }
+
+    fn create_channel(&self) -> Result<Channel, VerbError> {
+        const VERB: &str = "ibv_create_comp_channel";
+        self.0.device.alive(VERB)?;
+        Mailbox::new().map(|mailbox| Channel(Arc::new(mailbox))).map_err(|error| os_error(VERB, &error))
+    }
+
+    fn create_cq(&self, capacity: u32, channel: Option<&Channel>, vector: u32, cookie: u64) -> Result<Cq, VerbError> {
+        let attr = &self.0.device.attr;
+        self.0.device.alive("ibv_create_cq")?;
+        if capacity == 0 || capacity > attr.max_cqe || vector >= attr.completion_vectors {
+            return Err(VerbError::new("ibv_create_cq", VerbError::EINVAL));
+        }
+        let cq = Cq::new(self.0.device.id(), capacity, Arc::clone(&self.0), channel, cookie);
+        self.0.device.add_completion_queue(&cq);
+        Ok(cq)
+    }
+
+    fn create_cm_channel(&self) -> Result<CmChannel, VerbError> {
+        CmChannel::new(&self.0.device)
+    }
+
+    fn event_fd(&self) -> BorrowedFd<'_> {
+        self.0.events.fd()
+    }
+
+    fn next_event(&self) -> Result<Option<AsyncEvent>, VerbError> {
+        match self.0.events.pop() {
+            None if self.0.device.is_dead() => Err(VerbError::new("ibv_get_async_event", VerbError::ENODEV)),
+            event => Ok(event),
+        }
+    }
+
+    fn inlet(&self) -> Option<BorrowedFd<'_>> {
+        self.0.device.endpoint().map(|endpoint| endpoint.fd())
+    }
+
+    fn serve(&self) -> bool {
+        self.0.device.endpoint().is_some_and(|endpoint| endpoint.serve())
+    }
+
+    fn leave(&self) {
+        if let Some(endpoint) = self.0.device.endpoint() {
+            endpoint.leave();
+        }
+    }
+}
+
+/// Protection domain, see [`contract::Pd`].
+#[derive(Debug)]
+pub(crate) struct Pd {
+    context: Arc<ContextInner>,
+    id: u32,
+}
+
+impl Pd {
+    fn insert(
+        &self,
+        verb: &'static str,
+        memory: Memory,
+        access: Access,
+        shared: bool,
+        mapping: Option<MmapRaw>,
+    ) -> Result<Mr, VerbError> {
+        let device = self.context.device();
+        let random = device.network.random()?;
+        let key = device.keys.insert(memory, access, shared, self.id, random);
+        let key = key.ok_or(VerbError::new(verb, VerbError::ENOMEM))?;
+        Ok(Mr { device: Arc::clone(device), key, ended: false, mapping })
+    }
+}
+
+impl contract::Pd<Soft> for Pd {
+    unsafe fn register(&self, addr: NonNull<u8>, len: usize, access: Access, shared: bool) -> Result<Mr, VerbError> {
+        const VERB: &str = "ibv_reg_mr";
+        let device = self.context.device();
+        device.alive(VERB)?;
+        let wraps = addr.addr().get().checked_add(len).is_none() || isize::try_from(len).is_err();
+        if wraps || len as u64 > MAX_MR_SIZE || !access.is_legal() {
+            return Err(VerbError::new(VERB, VerbError::EINVAL));
+        }
+        // SAFETY: the caller keeps the range allocated until the registration is dropped (S1), and
+        // `Drop` below removes it from the keys.
+        let memory = unsafe { Memory::new(addr.as_ptr(), len, addr.addr().get() as u64) };
+        self.insert(VERB, memory, access, shared, None)
+    }
+
+    fn register_dma_buf(&self, fd: BorrowedFd<'_>, range: DmaBufRange, access: Access) -> Result<Mr, VerbError> {
+        const VERB: &str = "ibv_reg_dmabuf_mr";
+        self.context.device().alive(VERB)?;
+        if range.len as u64 > MAX_MR_SIZE || !access.is_legal() {
+            return Err(VerbError::new(VERB, VerbError::EINVAL));
+        }
+        let mapping = dma_buf::map(fd, range).map_err(|errno| VerbError::new(VERB, errno))?;
+        // SAFETY: the mapping has `len` bytes and moves into the registration, which takes it out of the keys before it
+        // is unmapped (S1).
+        let memory = unsafe { Memory::new(mapping.as_mut_ptr(), range.len, range.iova) };
+        // Whoever has the descriptor may have mapped it too.
+        self.insert(VERB, memory, access, true, Some(mapping))
+    }
+
+    fn create_qp(&self, init: &QpInit<'_, Soft>) -> Result<Qp, VerbError> {
+        self.context.device.alive("ibv_create_qp")?;
+        qp::create(&self.context, self.id, init)
+    }
+
+    fn create_mw(&self) -> Result<Mw, VerbError> {
+        const VERB: &str = "ibv_alloc_mw";
+        let device = self.context.device();
+        device.alive(VERB)?;
+        let random = device.network.random()?;
+        let key = device.keys.add_window(self.id, random).ok_or(VerbError::new(VERB, VerbError::ENOMEM))?;
+        Ok(Mw { device: Arc::clone(device), key, ended: false })
+    }
+
+    fn create_dct(&self, init: &DctInit<'_, Soft>) -> Result<Dct, VerbError> {
+        self.context.device.alive("mlx5dv_create_qp")?;
+        dc::create(&self.context, self.id, init)
+    }
+
+    fn create_srq(&self, caps: SrqCaps) -> Result<Srq, VerbError> {
+        const VERB: &str = "ibv_create_srq";
+        let device = self.context.device();
+        device.alive(VERB)?;
+        let attr = &device.attr;
+        if caps.max_wr == 0 || caps.max_wr > attr.max_srq_wr || caps.max_sge > attr.max_srq_sge {
+            return Err(VerbError::new(VERB, VerbError::EINVAL));
+        }
+        Ok(Srq::new(device.id(), self.id, caps, Arc::clone(&self.context)))
+    }
+
+    fn create_ah(&self, address: &AddressVector) -> Result<Ah, VerbError> {
+        const VERB: &str = "ibv_create_ah";
+        self.context.device.alive(VERB)?;
+        if address.port != PORT || address.sgid_index != 0 {
+            return Err(VerbError::new(VERB, VerbError::EINVAL));
+        }
+        Ok(Ah)
+    }
+}
+
+/// Registration, see [`contract::Mr`]. One key serves as both.
+#[derive(Debug)]
+pub(crate) struct Mr {
+    device: Arc<DeviceInner>,
+    key: u32,
+    ended: bool,
+    /// Of a dma-buf: unmapped once it has ended.
+    mapping: Option<MmapRaw>,
+}
+
+impl contract::Mr for Mr {
+    fn lkey(&self) -> Lkey {
+        Lkey(self.key)
+    }
+
+    fn rkey(&self) -> Rkey {
+        Rkey(self.key)
+    }
+
+    fn handle(&self) -> usize {
+        self.key as usize
+    }
+
+    fn deregister(&mut self) -> Result<(), VerbError> {
+        if !self.ended {
+            self.device.ends("ibv_dereg_mr")?;
+            self.device.keys.remove(self.key);
+            self.ended = true;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Mr {
+    fn drop(&mut self) {
+        if let Err(error) = contract::Mr::deregister(self) {
+            tracing::error!(%error, "not freed");
+            mem::forget(self.mapping.take());
+        }
+    }
+}
+
+/// Memory window, see [`contract::Mw`]. A registration that ends first takes the access through its windows along.
+#[derive(Debug)]
+pub(crate) struct Mw {
+    device: Arc<DeviceInner>,
+    /// As allocated.
+    key: u32,
+    ended: bool,
+}
+
+impl contract::Mw for Mw {
+    fn rkey(&self) -> Rkey {
+        Rkey(self.key)
+    }
+
+    fn handle(&self) -> usize {
+        self.key as usize
+    }
+
+    fn deallocate(&mut self) -> Result<(), VerbError> {
+        if !self.ended {
+            self.device.ends("ibv_dealloc_mw")?;
+            self.device.keys.remove_window(self.key);
+            self.ended = true;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Mw {
+    fn drop(&mut self) {
+        if let Err(error) = contract::Mw::deallocate(self) {
+            tracing::error!(%error, "not freed");
+        }
+    }
+}
+
+/// Address handle, see [`contract::Ah`]. Datagrams name their route themselves, so there is nothing in it.
+#[derive(Debug)]
+pub(crate) struct Ah;
+
+impl contract::Ah for Ah {
+    fn handle(&self) -> usize {
+        0
+    }
+}

@@ -1,0 +1,420 @@
+//! The responder alone, packet by packet.
+
+use super::machines::{Log, MTU, PD, PSN, memory};
+use super::*;
+use crate::types::{Gid, Imm, WcStatus, WindowBind};
+
+use super::super::dma::{Gather, Payload};
+use super::super::keys::Keys;
+use super::super::responder::{ReceiveConfig, Responder};
+use super::super::wire::{Aeth, AtomicOp, Body, Nak, Packet, Part, Reth, Syndrome, Tail};
+
+struct Responding {
+    machine: Responder,
+    keys: Keys,
+    base: u64,
+    key: u32,
+    log: Log,
+}
+
+impl Responding {
+    fn new(max_dest_rd_atomic: u8) -> Self {
+        let (keys, base, key) = memory();
+        let mut machine = Responder::new(ReceiveConfig {
+            transport: Transport::Rc,
+            qpn: Qpn(2),
+            gid: Gid::default(),
+            pd: PD,
+            shared: false,
+            receive_pd: PD,
+            access: Access::REMOTE_ALL,
+            mtu: Mtu::Mtu256,
+            peer: Qpn(3),
+            peer_gid: Gid::default(),
+            qkey: Qkey(0),
+            min_rnr_timer: RnrTimer::from_code(9),
+            max_dest_rd_atomic,
+        });
+        let mut log = Log::default();
+        machine.start(PSN);
+        machine.set_state(QpState::Rts, &mut log);
+        Self { machine, keys, base, key, log }
+    }
+
+    fn recv(&mut self, wr_id: u64, len: u32) {
+        let sges = [Sge { addr: self.base, length: len, lkey: Lkey(self.key) }];
+        self.machine.post(&RecvWr { wr_id: WrId(wr_id), sges: &sges }, &mut self.log);
+    }
+
+    /// Binds a window over everything, for writing.
+    fn bind(&self, current: Rkey, rkey: Rkey) {
+        let (window, region) = (current.0 as usize, self.key as usize);
+        let (addr, len, access) = (self.base, 8192, Access::REMOTE_WRITE);
+        let bind = WindowBind { window, region, current, rkey, lkey: Lkey(self.key), addr, len, access };
+        self.keys.bind_window(Qpn(2), PD, &bind).unwrap();
+    }
+
+    /// Hands in a request `steps` after the first.
+    fn request(&mut self, steps: u32, body: Body, payload: &[u8]) {
+        let packet = Packet {
+            transport: Transport::Rc,
+            dest: Qpn(2),
+            psn: PSN.add(steps),
+            solicited: false,
+            ack_request: true,
+            body,
+        };
+        let payload = Payload::Bytes(payload);
+        self.machine.on_request(&packet, Gid::default(), &payload, &self.keys, &mut self.log);
+    }
+
+    /// Takes all replies: step, body, payload.
+    fn replies(&mut self) -> Vec<(i32, Body, Vec<u8>)> {
+        let mut gather = Gather::new();
+        let mut all = Vec::new();
+        while let Some(reply) = self.machine.next_reply(&self.keys, &mut gather, &mut self.log) {
+            let mut bytes = Vec::new();
+            Payload::Segments(&gather).append_to(&mut bytes);
+            gather.clear();
+            all.push((reply.psn.distance_from(PSN), reply.body, bytes));
+        }
+        all
+    }
+
+    /// Takes all replies: step and syndrome of each.
+    fn syndromes(&mut self) -> Vec<(i32, Syndrome)> {
+        self.replies()
+            .into_iter()
+            .map(|(step, body, _)| match body {
+                Body::Acknowledge(aeth) => (step, aeth.syndrome),
+                other => panic!("not an acknowledgement: {other:?}"),
+            })
+            .collect()
+    }
+
+    fn remote(&self, offset: u64) -> RemoteAddr {
+        RemoteAddr { addr: self.base + offset, rkey: Rkey(self.key) }
+    }
+}
+
+fn send(part: Part) -> Body {
+    Body::Send { part, tail: Tail::None }
+}
+
+#[test]
+fn acknowledgements_coalesce_and_the_sequence_wraps() {
+    let mut it = Responding::new(1);
+    for step in 0..5 {
+        it.recv(step.into(), 8);
+        it.request(step, send(Part::Only), &[1; 8]);
+    }
+    assert_eq!(it.syndromes(), [(4, Syndrome::ACK)]);
+    assert_eq!(it.log.completions.len(), 5);
+}
+
+#[test]
+fn gap_is_reported_once_until_it_is_closed() {
+    let mut it = Responding::new(1);
+    for wr_id in 0..4 {
+        it.recv(wr_id, 8);
+    }
+    it.request(1, send(Part::Only), &[]);
+    it.request(2, send(Part::Only), &[]);
+    assert_eq!(it.syndromes(), [(0, Syndrome::Nak(Nak::Sequence))]);
+    it.request(0, send(Part::Only), &[]);
+    assert_eq!(it.syndromes(), [(0, Syndrome::ACK)]);
+    it.request(3, send(Part::Only), &[]);
+    assert_eq!(it.syndromes(), [(1, Syndrome::Nak(Nak::Sequence))]);
+}
+
+#[test]
+fn duplicates_are_acknowledged_and_not_executed() {
+    let mut it = Responding::new(1);
+    it.recv(1, 8);
+    it.recv(2, 8);
+    it.request(0, send(Part::Only), &[1]);
+    it.request(0, send(Part::Only), &[2]);
+    assert_eq!(it.syndromes(), [(0, Syndrome::ACK)]);
+    assert_eq!(it.log.completions, [(1, WcStatus::SUCCESS)]);
+    assert_eq!(it.machine.counters.duplicates, 1);
+}
+
+#[test]
+fn closed_gap_is_acknowledged_and_not_reported() {
+    let mut it = Responding::new(1);
+    for wr_id in 0..2 {
+        it.recv(wr_id, 8);
+    }
+    it.request(1, send(Part::Only), &[]);
+    it.request(0, send(Part::Only), &[]);
+    assert_eq!(it.syndromes(), [(0, Syndrome::ACK)], "the report had not left");
+}
+
+#[test]
+fn answers_that_are_repeated_keep_no_new_request_out() {
+    let mut it = Responding::new(2);
+    let read = |it: &Responding, at: u64| Body::ReadRequest(Reth { remote: it.remote(at), length: 8 });
+    let steps = |it: &mut Responding| it.replies().iter().map(|reply| reply.0).collect::<Vec<_>>();
+    let add = Body::Atomic { remote: it.remote(0), op: AtomicOp::FetchAdd { add: 1 } };
+    it.request(0, read(&it, 0), &[]);
+    it.request(1, add, &[]);
+    assert_eq!(steps(&mut it), [0, 1]);
+    // Late copies of both, in the wrong order and twice, then what was sent when both had their answer.
+    for _ in 0..2 {
+        it.request(1, add, &[]);
+        it.request(0, read(&it, 0), &[]);
+    }
+    it.request(2, read(&it, 8), &[]);
+    assert_eq!(steps(&mut it), [1, 2], "in order, without the one that can be of no use");
+    // A third at once is too many.
+    for step in 3..6 {
+        it.request(step, read(&it, 0), &[]);
+    }
+    let last = it.replies().pop().unwrap().1;
+    assert_eq!(last, Body::Acknowledge(Aeth { syndrome: Syndrome::Nak(Nak::InvalidRequest), msn: 5 }));
+}
+
+#[test]
+fn acknowledgements_between_repeated_answers_do_not_pile_up() {
+    let mut it = Responding::new(2);
+    let read = Body::ReadRequest(Reth { remote: it.remote(0), length: 8 });
+    it.request(0, read, &[]);
+    // While the answer waits, a peer says the same again and again.
+    for _ in 0..100 {
+        it.request(0, send(Part::Only), &[]);
+        it.request(0, read, &[]);
+    }
+    let replies = it.replies();
+    assert_eq!(replies.len(), 2, "{replies:?}");
+}
+
+#[test]
+fn late_copy_of_a_read_whose_memory_is_gone_ends_nothing() {
+    let mut it = Responding::new(2);
+    it.recv(1, 8);
+    let read = Body::ReadRequest(Reth { remote: it.remote(0), length: 600 });
+    it.request(0, read, &[]);
+    assert_eq!(it.replies().len(), 3);
+    it.keys.remove(it.key);
+    it.request(0, read, &[]);
+    it.request(3, send(Part::Only), &[]);
+    assert_eq!(it.syndromes(), [(0, Syndrome::Nak(Nak::RemoteAccess)), (3, Syndrome::ACK)]);
+    assert!(it.log.events.is_empty() && !it.log.failed);
+    // One that is being read for the first time is another matter.
+    let mut it = Responding::new(2);
+    it.request(0, Body::ReadRequest(Reth { remote: it.remote(0), length: 600 }), &[]);
+    it.keys.remove(it.key);
+    assert_eq!(it.syndromes(), [(0, Syndrome::Nak(Nak::RemoteAccess))]);
+    assert!(it.log.failed);
+}
+
+#[test]
+fn not_ready_names_the_timer_and_silences_what_follows() {
+    let mut it = Responding::new(1);
+    it.request(0, send(Part::Only), &[1]);
+    it.request(1, send(Part::Only), &[1]);
+    assert_eq!(it.syndromes(), [(0, Syndrome::RnrNak(9))]);
+    it.recv(1, 8);
+    it.request(0, send(Part::Only), &[1]);
+    assert_eq!(it.syndromes(), [(0, Syndrome::ACK)]);
+}
+
+#[test]
+fn atomics_are_replayed_from_as_many_resources_as_granted() {
+    let mut it = Responding::new(2);
+    let add = |it: &Responding| Body::Atomic { remote: it.remote(0), op: AtomicOp::FetchAdd { add: 1 } };
+    let original = |body| if let Body::AtomicAcknowledge { original, .. } = body { original } else { u64::MAX };
+    for step in 0..3 {
+        it.request(step, add(&it), &[]);
+        assert_eq!(original(it.replies()[0].1), u64::from(step));
+    }
+    // Again: the saved answer; the first is forgotten and its repetition dropped.
+    it.request(2, add(&it), &[]);
+    it.request(1, add(&it), &[]);
+    it.request(0, add(&it), &[]);
+    let answers: Vec<_> = it.replies().into_iter().map(|(step, body, _)| (step, original(body))).collect();
+    assert_eq!(answers, [(1, 1), (2, 2)]);
+    it.request(3, add(&it), &[]);
+    assert_eq!(original(it.replies()[0].1), 3);
+}
+
+#[test]
+fn more_reads_than_granted_are_an_invalid_request() {
+    let mut it = Responding::new(1);
+    let read = Body::ReadRequest(Reth { remote: it.remote(0), length: 8 });
+    it.request(0, read, &[]);
+    it.request(1, read, &[]);
+    let answers = it.replies();
+    assert!(matches!(
+        answers[..],
+        [
+            (0, Body::ReadResponse { part: Part::Only, .. }, _),
+            (1, Body::Acknowledge(Aeth { syndrome: Syndrome::Nak(Nak::InvalidRequest), .. }), _)
+        ]
+    ));
+    assert_eq!((it.log.failed, it.machine.state()), (true, QpState::Err));
+}
+
+#[test]
+fn reads_before_a_refused_request_are_answered_while_their_memory_is_there() {
+    for gone in [false, true] {
+        let mut it = Responding::new(1);
+        it.request(0, Body::ReadRequest(Reth { remote: it.remote(0), length: 1000 }), &[]);
+        let wrong = RemoteAddr { addr: it.base, rkey: Rkey(it.key ^ 0x100) };
+        let reth = Reth { remote: wrong, length: 8 };
+        it.request(4, Body::Write { part: Part::Only, reth, imm: None }, &[1; 8]);
+        assert_eq!((it.log.failed, it.machine.state()), (true, QpState::Err));
+        if gone {
+            it.keys.remove(it.key);
+        }
+        let answers = it.replies();
+        let refused = |(step, body, _): &(i32, Body, Vec<u8>)| match body {
+            Body::Acknowledge(Aeth { syndrome: Syndrome::Nak(Nak::RemoteAccess), .. }) => Some(*step),
+            _ => None,
+        };
+        let steps: Vec<_> = answers.iter().map(|answer| answer.0).collect();
+        assert_eq!(steps, if gone { vec![0, 4] } else { vec![0, 1, 2, 3, 4] });
+        assert_eq!(answers.iter().filter_map(refused).collect::<Vec<_>>(), if gone { vec![0, 4] } else { vec![4] });
+        assert_eq!(it.log.events.len(), 1, "{:?}", it.log.events);
+    }
+}
+
+#[test]
+fn part_of_a_read_is_answered_again() {
+    let mut it = Responding::new(1);
+    it.request(0, Body::ReadRequest(Reth { remote: it.remote(0), length: 1000 }), &[]);
+    let first = it.replies();
+    let parts = first.iter().map(|(step, body, bytes)| {
+        let Body::ReadResponse { part, .. } = body else { panic!("{body:?}") };
+        (*step, *part, bytes.len())
+    });
+    let parts: Vec<_> = parts.into_iter().collect();
+    assert_eq!(parts, [(0, Part::First, 256), (1, Part::Middle, 256), (2, Part::Middle, 256), (3, Part::Last, 232)]);
+    // From the third packet on; only with the address and length that belong there.
+    it.request(2, Body::ReadRequest(Reth { remote: it.remote(512), length: 488 }), &[]);
+    let steps: Vec<_> = it.replies().iter().map(|(step, ..)| *step).collect();
+    assert_eq!(steps, [2, 3]);
+    for (offset, length) in [(511, 488), (512, 489), (0, 1000)] {
+        it.request(2, Body::ReadRequest(Reth { remote: it.remote(offset), length }), &[]);
+        assert_eq!(it.replies(), []);
+    }
+    // The next request is where the READ ended.
+    it.recv(1, 8);
+    it.request(4, send(Part::Only), &[]);
+    assert_eq!(it.syndromes(), [(4, Syndrome::ACK)]);
+}
+
+#[test]
+fn parts_out_of_order_or_of_wrong_length_are_refused() {
+    let cases: [&[(Body, usize)]; 8] = [
+        &[(send(Part::Middle), MTU)],
+        &[(send(Part::Last), 1)],
+        &[(send(Part::First), MTU - 1)],
+        &[(send(Part::Only), MTU + 1)],
+        &[(send(Part::First), MTU), (send(Part::Only), 1)],
+        &[(send(Part::First), MTU), (send(Part::Last), 0)],
+        &[(send(Part::First), MTU), (Body::Write { part: Part::Last, reth: Reth::default(), imm: None }, 1)],
+        &[
+            (send(Part::First), MTU),
+            (Body::ReadRequest(Reth { remote: RemoteAddr { addr: 0, rkey: Rkey(0) }, length: 0 }), 0),
+        ],
+    ];
+    for case in cases {
+        let mut it = Responding::new(1);
+        it.recv(1, 4096);
+        for (step, (body, len)) in case.iter().enumerate() {
+            it.request(step as u32, *body, &vec![0; *len]);
+        }
+        let refused = (case.len() as i32 - 1, Syndrome::Nak(Nak::InvalidRequest));
+        assert_eq!(it.syndromes(), [refused], "{case:?}");
+        assert_eq!(it.machine.state(), QpState::Err);
+    }
+}
+
+#[test]
+fn write_must_be_as_long_as_announced() {
+    for (length, parts) in [
+        (MTU + 1, &[(Part::First, MTU), (Part::Last, 2)][..]),
+        (MTU * 2, &[(Part::First, MTU), (Part::Last, MTU - 1)]),
+        (MTU, &[(Part::First, MTU)]),
+        (MTU * 2, &[(Part::First, MTU), (Part::Middle, MTU)]),
+        (7, &[(Part::Only, 8)]),
+    ] {
+        let mut it = Responding::new(1);
+        let reth = Reth { remote: it.remote(0), length: length as u32 };
+        for (step, (part, len)) in parts.iter().enumerate() {
+            it.request(step as u32, Body::Write { part: *part, reth, imm: None }, &vec![0; *len]);
+        }
+        let refused = (parts.len() as i32 - 1, Syndrome::Nak(Nak::InvalidRequest));
+        assert_eq!(it.syndromes(), [refused]);
+        assert_eq!(it.log.events, [AsyncEvent::QpRequestError(Qpn(2))]);
+    }
+}
+
+#[test]
+fn whatever_a_peer_sends_is_survived() {
+    let mut random = fastrand::Rng::with_seed(5);
+    for _ in 0..20_000 {
+        let mut it = Responding::new(2);
+        it.recv(1, 600);
+        it.recv(2, 0);
+        let window = Rkey(it.keys.add_window(PD, 7).unwrap());
+        it.bind(window, window.next());
+        let mut step = 0;
+        for _ in 0..6 {
+            let part = Part::of(random.u32(..3), random.u32(1..4));
+            let edge = [0, 1, 8, it.base, it.base + 8184, u64::MAX, u64::MAX - 7];
+            let addr = edge[random.usize(..edge.len())];
+            let rkey = [Rkey(it.key), window, window.next(), Rkey(random.u32(..))][random.usize(..4)];
+            let remote = RemoteAddr { addr, rkey };
+            let lengths = [0, 1, 255, 256, 257, 8192, u32::MAX, 1 << 31];
+            let reth = Reth { remote, length: lengths[random.usize(..lengths.len())] };
+            let imm = random.bool().then_some(Imm(1));
+            let body = match random.u8(..6) {
+                0 => Body::Send { part, tail: Tail::None },
+                1 => Body::Send { part, tail: Tail::Invalidate(rkey) },
+                2 => Body::Write { part, reth, imm },
+                3 => Body::ReadRequest(reth),
+                4 => Body::Atomic { remote, op: AtomicOp::CompareSwap { compare: 0, swap: 1 } },
+                _ => Body::Acknowledge(Aeth { syndrome: Syndrome::ACK, msn: 0 }),
+            };
+            let len = [0, 1, 256, 257][random.usize(..4)];
+            it.request(step, body, &vec![0; len]);
+            // READs of 2^31 bytes are not in this memory, so replies end.
+            it.replies();
+            step += random.u32(..2);
+        }
+    }
+}
+
+#[test]
+fn repeated_invalidation_does_not_end_a_later_binding() {
+    let mut it = Responding::new(1);
+    let sge = Sge { addr: it.base, length: 8192, lkey: Lkey(it.key) };
+    let window = Rkey(it.keys.add_window(PD, 7).unwrap());
+    let key = window.next();
+    it.bind(window, key);
+    it.machine.post(&RecvWr { wr_id: WrId(1), sges: &[sge] }, &mut it.log);
+    let invalidation = Body::Send { part: Part::Only, tail: Tail::Invalidate(key) };
+    let packet = |steps, body| Packet {
+        transport: Transport::Rc,
+        dest: Qpn(2),
+        psn: PSN.add(steps),
+        solicited: false,
+        ack_request: true,
+        body,
+    };
+    let payload = Payload::Bytes(&[1; 8]);
+    it.machine.on_request(&packet(0, invalidation), Gid::default(), &payload, &it.keys, &mut it.log);
+    assert_eq!(it.log.completions, [(1, WcStatus::SUCCESS)]);
+    // All the way round, to the same key.
+    it.bind(key, key.next());
+    it.keys.invalidate(key.next(), Qpn(2)).unwrap();
+    it.bind(key.next(), key);
+    it.machine.on_request(&packet(0, invalidation), Gid::default(), &payload, &it.keys, &mut it.log);
+    assert_eq!(it.machine.counters.duplicates, 1);
+    let remote = RemoteAddr { addr: sge.addr, rkey: key };
+    let write = Body::Write { part: Part::Only, reth: Reth { remote, length: 8 }, imm: None };
+    it.machine.on_request(&packet(1, write), Gid::default(), &payload, &it.keys, &mut it.log);
+    assert_eq!(it.syndromes(), [(1, Syndrome::ACK)]);
+}
