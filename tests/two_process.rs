@@ -302,9 +302,9 @@ async fn load(device: &Device, meeting: &mut Meeting, options: &ConnectOptions, 
     meeting.meet().await;
 }
 
-/// Short, because it is waited for often.
+/// Short, because it is waited for often: a second with all retries, in which a peer must have had a processor.
 fn patient() -> ConnectOptions {
-    ConnectOptions { timeout: AckTimeout::from_code(14), ..Default::default() }
+    ConnectOptions { timeout: AckTimeout::from_code(15), ..Default::default() }
 }
 
 fn faults() -> Faults {
