@@ -66,7 +66,7 @@ pub(crate) use qp::Qp;
 pub use requester::SendCounters;
 pub use responder::ReceiveCounters;
 pub(crate) use srq::Srq;
-pub use udp::{UdpConfig, UdpError};
+pub use udp::UdpConfig;
 
 use super::contract;
 

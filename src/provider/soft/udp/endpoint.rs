@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use parking_lot::{Mutex, RwLock};
 
-use crate::error::VerbError;
+use crate::error::{UdpError, VerbError};
 use crate::provider::soft::dc::DctInner;
 use crate::provider::soft::device::DeviceInner;
 use crate::provider::soft::exchange::Half;
@@ -24,7 +24,7 @@ use crate::provider::soft::wire::Packet;
 use crate::types::{Gid, Mtu};
 
 use super::batch::Batch;
-use super::config::{UdpConfig, UdpError};
+use super::config::UdpConfig;
 use super::duty::Duty;
 use super::icrc::{CHECK, Header};
 use super::pace::Pace;
@@ -87,14 +87,19 @@ impl fmt::Debug for Endpoint {
 }
 
 impl Endpoint {
-    /// Binds the socket of `address` and begins to receive.
-    pub(in crate::provider::soft) fn open(config: &Arc<UdpConfig>, address: IpAddr) -> Result<Arc<Self>, UdpError> {
+    /// Binds the socket of `address` and begins to receive; `patient`: after waiting a little for the port, if it is taken.
+    pub(in crate::provider::soft) fn open(
+        config: &Arc<UdpConfig>,
+        address: IpAddr,
+        patient: bool,
+    ) -> Result<Arc<Self>, UdpError> {
         let system = |verb, error: &io::Error| UdpError::System {
             address,
             error: VerbError::new(verb, error.raw_os_error().unwrap_or(VerbError::EIO)),
         };
         let port = config.port;
-        let bound = bind(SocketAddr::new(address, port));
+        let local = SocketAddr::new(address, port);
+        let bound = if patient { bind(local) } else { Socket::bind(local) };
         let socket = bound.map_err(|error| match error.kind() {
             io::ErrorKind::AddrInUse => UdpError::PortTaken { address, port, soft_roce: soft_roce_has(port) },
             io::ErrorKind::Unsupported => UdpError::NotLinux,
