@@ -72,6 +72,7 @@ use super::contract;
 
 /// What a fuzzer feeds.
 #[cfg(fuzzing)]
+#[allow(unreachable_pub, reason = "reachable for a fuzzer only")]
 pub mod fuzzing {
     pub use super::cm::fuzzing::*;
     pub use super::hostile::*;
