@@ -95,7 +95,8 @@ pub(crate) struct Place {
     /// Address of the clients' software device over UDP; unless given, one that reaches the server
     #[arg(long, value_name = "ADDRESS", requires = "connect")]
     pub(crate) from: Option<IpAddr>,
-    /// Server and clients each on a software device of their own, which speak over UDP on loopback
+    /// Server and clients each on a software device of their own, which speak over UDP on loopback, unless TOKIO_RDMA_DEVICE
+    /// names a real one
     #[arg(long, conflicts_with = "connect")]
     pub(crate) udp: bool,
     #[command(flatten)]
