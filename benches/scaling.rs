@@ -11,11 +11,10 @@
 //! `computed`: as many as given were made, and the rest is proportion. With `--emulated` it is the bytes of the
 //! queues that libmlx5 has told the device of: what an adapter reads and writes in the memory of its host.
 
-#![allow(unsafe_code, reason = "a global allocator is unsafe to implement")]
+#[path = "../tests/common/live.rs"]
+mod live;
 
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::fmt;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use tokio_rdma::{
@@ -50,7 +49,7 @@ async fn freed(before: usize) -> Result<()> {
     /// What the runtime and the process's device keep for later.
     const KEPT: usize = 256 << 10;
     let gone = async {
-        while LIVE.load(Ordering::Relaxed) > before + KEPT {
+        while live::bytes() > before + KEPT {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     };
@@ -90,7 +89,7 @@ fn main() -> Result<()> {
                 continue;
             }
             let made = peers.min(way.most(options.make));
-            let before = LIVE.load(Ordering::Relaxed);
+            let before = live::bytes();
             let seen = runtime.block_on(meter.look(way, made))?;
             runtime.block_on(freed(before))?;
             println!("  {way:44} {}", Row { way, peers, seen });
@@ -147,7 +146,7 @@ impl Meter {
         if let Some(adapter) = &self.adapter {
             return adapter.counters().queue_bytes as f64;
         }
-        LIVE.load(Ordering::Relaxed) as f64
+        live::bytes() as f64
     }
 
     /// Makes what reaches `peers` peers, and looks at what that took.
@@ -310,39 +309,3 @@ impl fmt::Display for Bytes {
         })
     }
 }
-
-/// The system's allocator, which counts what is allocated and not freed.
-struct Counting;
-
-static LIVE: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: all is left to the system's allocator.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        LIVE.fetch_add(layout.size(), Ordering::Relaxed);
-        // SAFETY: passed on.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        LIVE.fetch_add(layout.size(), Ordering::Relaxed);
-        // SAFETY: passed on.
-        unsafe { System.alloc_zeroed(layout) }
-    }
-
-    unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        LIVE.fetch_add(size, Ordering::Relaxed);
-        LIVE.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: passed on.
-        unsafe { System.realloc(at, layout, size) }
-    }
-
-    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        LIVE.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: passed on.
-        unsafe { System.dealloc(at, layout) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;

@@ -20,12 +20,11 @@
 //! The device is the one that `TOKIO_RDMA_DEVICE` names, if it has DC, or the software device. Exits with 0 if every byte
 //! arrived.
 
-#![allow(unsafe_code, reason = "a global allocator is unsafe to implement")]
+#[path = "../tests/common/live.rs"]
+mod live;
 
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::fmt;
 use std::process::ExitCode;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use tokio_rdma::{
@@ -322,7 +321,7 @@ impl Memory {
         let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
         let kib = line.and_then(|line| line.trim().split(' ').next()?.parse::<f64>().ok());
         let resident = kib.ok_or("no VmRSS in /proc/self/status")? * 1024.0;
-        Ok(Self { heap: LIVE.load(Ordering::Relaxed) as f64, resident })
+        Ok(Self { heap: live::bytes() as f64, resident })
     }
 
     fn each(self, other: Self, join: impl Fn(f64, f64) -> f64) -> Self {
@@ -352,39 +351,3 @@ impl fmt::Display for Memory {
         write!(f, "heap {}, resident {}", amount(self.heap), amount(self.resident))
     }
 }
-
-/// The system's allocator, which counts what is allocated and not freed.
-struct Counting;
-
-static LIVE: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: all is left to the system's allocator.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        LIVE.fetch_add(layout.size(), Ordering::Relaxed);
-        // SAFETY: passed on.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        LIVE.fetch_add(layout.size(), Ordering::Relaxed);
-        // SAFETY: passed on.
-        unsafe { System.alloc_zeroed(layout) }
-    }
-
-    unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        LIVE.fetch_add(size, Ordering::Relaxed);
-        LIVE.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: passed on.
-        unsafe { System.realloc(at, layout, size) }
-    }
-
-    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        LIVE.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: passed on.
-        unsafe { System.dealloc(at, layout) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;

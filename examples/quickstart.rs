@@ -12,8 +12,8 @@
 //! ```
 //!
 //! Either has a software device that speaks RoCE v2 over UDP: at the address that it listens at, or that leads to the
-//! other (for one on loopback, the first that is free from 127.0.0.2 on; port 4791 has room for one program at each
-//! address), unless `TOKIO_RDMA_DEVICE` names a real one.
+//! other (for one on loopback, the first that is free from 127.0.0.254 down; port 4791 has room for one program at each
+//! address), unless there is a real one at the address, or `TOKIO_RDMA_DEVICE` names one.
 //!
 //! ```text
 //!   client                                     server
@@ -29,14 +29,13 @@
 
 use std::error::Error;
 use std::fmt::Debug;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use hdrhistogram::Histogram;
 use tokio::sync::mpsc;
 use tokio_rdma::cm::{self, Link};
-use tokio_rdma::software::{Network, UdpConfig, UdpError};
 use tokio_rdma::types::{AckTimeout, Rkey, WcStatus};
 use tokio_rdma::{
     Access, Buf, BufMut, CompletionMode, CompletionQueue, ConnectOptions, Device, ExposedRegion, Imm, Pool,
@@ -402,7 +401,7 @@ impl Place {
         while let Some(argument) = arguments.next()? {
             match argument {
                 Long("listen") => listen = Some(arguments.value()?.parse()?),
-                Long("connect") => connect = Some(arguments.value()?.parse()?),
+                Long("connect") => connect = Some(arguments.value()?.parse::<SocketAddr>()?),
                 Long("from") => from = Some(arguments.value()?.parse()?),
                 other => return Err(other.unexpected().into()),
             }
@@ -410,15 +409,15 @@ impl Place {
         match (listen, connect, from) {
             (None, None, None) => Ok(Self::Here),
             (Some(address), None, None) => {
-                let device = device_at([SocketAddr::ip(&address)])?;
+                let device = Device::open_default_at(SocketAddr::ip(&address))?;
                 let listener = cm::Listener::bind(&device, address).await?;
                 println!("listening on {} of {}", listener.local_addr(), device.name());
                 Ok(Self::Server(device, Arc::new(listener)))
             }
             (None, Some(address), from) => {
                 let device = match from {
-                    Some(from) => device_at([from])?,
-                    None => device_at(sources(address)?)?,
+                    Some(from) => Device::open_default_at(from)?,
+                    None => Device::open_default_to(address.ip())?,
                 };
                 println!("connecting from {} to {address}", device.name());
                 Ok(Self::Client(device, address))
@@ -449,32 +448,4 @@ impl Place {
             }
         }
     }
-}
-
-/// The real device that is named, or a software device at the first of the addresses that is free.
-fn device_at(addresses: impl IntoIterator<Item = IpAddr>) -> Result<Device> {
-    if std::env::var("TOKIO_RDMA_DEVICE").is_ok_and(|name| name != Device::SOFTWARE) {
-        return Ok(Device::open_default()?);
-    }
-    let mut last = "no address".into();
-    for address in addresses {
-        // Whoever names an address wants it to be reached.
-        match Network::udp(&UdpConfig::new().address(address).expose()) {
-            Ok(network) => return Ok(Device::software_in(&network, &address.to_string())?),
-            Err(error @ UdpError::PortTaken { soft_roce: false, .. }) => last = error.into(),
-            Err(error) => return Err(error.into()),
-        }
-    }
-    Err(last)
-}
-
-/// Addresses from which to reach `peer`, best first.
-fn sources(peer: SocketAddr) -> Result<Vec<IpAddr>> {
-    let unspecified = if peer.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" };
-    let socket = UdpSocket::bind(unspecified)?;
-    socket.connect(peer)?;
-    Ok(match socket.local_addr()?.ip() {
-        IpAddr::V4(ip) if ip.is_loopback() => (2..=254).map(|host| Ipv4Addr::new(127, 0, 0, host).into()).collect(),
-        ip => vec![ip],
-    })
 }

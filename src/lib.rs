@@ -115,8 +115,9 @@ pub mod fuzzing {
 
 /// The software device's own interface: networks within this process and over UDP, their faults and their clock.
 pub mod software {
+    pub use crate::error::UdpError;
     pub use crate::provider::soft::{
         CqCounters, DeviceControl, Faults, LinkCounters, Network, ReceiveCounters, SendCounters, TargetCounters,
-        UdpConfig, UdpError,
+        UdpConfig,
     };
 }

@@ -2,42 +2,17 @@
 //!
 //! A test program of its own, as all of its memory is counted.
 
-#![allow(unsafe_code, reason = "an allocator that counts")]
-
 mod connected;
+#[path = "common/live.rs"]
+mod live;
 mod torture;
 
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::process::Command;
-use std::sync::atomic::{AtomicIsize, Ordering};
 
 use connected::{config, pattern, recv};
 use tokio_rdma::software::Network;
 use tokio_rdma::{CompletionQueue, Connection, Listener};
 use torture::{Flavour, LONG, bounded, device, eventually, scaled, soon};
-
-/// Counts the bytes that are allocated.
-struct Counting;
-
-static BYTES: AtomicIsize = AtomicIsize::new(0);
-
-// SAFETY: it is the system's allocator, and counts.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        BYTES.fetch_add(layout.size() as isize, Ordering::Relaxed);
-        // SAFETY: as the caller promises.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
-        BYTES.fetch_sub(layout.size() as isize, Ordering::Relaxed);
-        // SAFETY: as the caller promises.
-        unsafe { System.dealloc(memory, layout) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
 
 /// Protection domains, regions, queues and ids of rdma_cm that the kernel holds for its device; the software device has none.
 fn kernel_objects() -> u64 {
@@ -90,7 +65,7 @@ fn connections_that_come_and_go_leave_nothing_behind() {
                 }
                 if cycle == cycles / 4 {
                     eventually("the first end", || queue.counters().reserved == 0).await;
-                    before = Some((descriptors(), tasks(), BYTES.load(Ordering::Relaxed), kernel_objects()));
+                    before = Some((descriptors(), tasks(), live::bytes(), kernel_objects()));
                 }
             }
             let (fds, alive, bytes, objects) = before.expect("a quarter is done");
@@ -99,8 +74,8 @@ fn connections_that_come_and_go_leave_nothing_behind() {
             eventually("descriptors are closed", || descriptors() <= fds).await;
             eventually("the kernel's objects are destroyed", || kernel_objects() <= objects).await;
             let connection = 200_000;
-            eventually("memory is free", || BYTES.load(Ordering::Relaxed) - bytes < connection).await;
-            let left = BYTES.load(Ordering::Relaxed) - bytes;
+            eventually("memory is free", || live::bytes() < bytes + connection).await;
+            let left = live::bytes() as isize - bytes as isize;
             eprintln!(
                 "{cycles} cycles: {} descriptors of {fds}, {} tasks of {alive}, {} kernel objects of {objects} after a quarter, \
                  and {left} bytes more",

@@ -1,14 +1,16 @@
 //! Find, choose and open a device.
 
 use std::fmt;
+use std::io;
+use std::net::IpAddr;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use super::ProtectionDomain;
 use super::events::{Events, Listener};
-use super::net::{best_path, rank_gids};
-use crate::error::{OpenError, SetupError, VerbError};
+use super::net::{best_path, is_at, rank_gids, source_to, sources_to};
+use crate::error::{OpenError, SetupError, UdpError, VerbError};
 use crate::provider::contract::Context as _;
 use crate::provider::dispatch::Context;
 use crate::provider::soft;
@@ -91,24 +93,110 @@ impl Device {
     ///
     /// As [`open`](Self::open); a name that does not exist is an error and never replaced by another device.
     pub fn open_default() -> Result<Self, OpenError> {
-        if let Ok(name) = std::env::var("TOKIO_RDMA_DEVICE") {
+        if let Some(name) = named() {
             return Self::open(&name);
         }
-        let reason = match real_devices() {
-            Ok(names) => {
-                for name in &names {
-                    match Self::open(name) {
-                        Ok(device) if device.default_path().is_ok() => return Ok(device),
-                        Ok(_) => tracing::warn!(device = name, "not used: no active port with a GID"),
-                        Err(error) => tracing::warn!(device = name, %error, "not used: it does not open"),
-                    }
-                }
-                if names.is_empty() { "libibverbs finds no device" } else { "no real device can be used" }
+        let usable = |device: &Self| {
+            let usable = device.default_path().is_ok();
+            if !usable {
+                tracing::warn!(device = device.name(), "not used: no active port with a GID");
             }
-            Err(reason) => reason,
+            usable
         };
-        tracing::warn!(device = Self::SOFTWARE, reason, "using the software device");
-        Self::software()
+        Self::first_real(usable).or_else(|reason| {
+            tracing::warn!(device = Self::SOFTWARE, reason, "using the software device");
+            Self::software()
+        })
+    }
+
+    /// Opens the device for a service at `address` of this host, which other processes and hosts are to reach: as
+    /// [`open_default`](Self::open_default), but for
+    ///
+    /// - the real device, which, unless `TOKIO_RDMA_DEVICE` names one, is the first with an active port that has this address
+    ///   as a GID (so none has one of loopback), or the first if the address is `0.0.0.0` or `::`. Of a port of InfiniBand,
+    ///   whose GIDs are no addresses, any address is taken to be its own but those of loopback;
+    /// - the software device, which is one of its own, named by the address, that speaks RoCE v2 over UDP there,
+    ///   [`Network::udp`](crate::software::Network::udp), until it and all that was made on it is dropped.
+    ///
+    /// Clients take [`open_default_to`](Self::open_default_to). Port 4791 of RoCE v2 has room for one program at each address, so
+    /// several services on loopback need several of its addresses, 127.0.0.1 to 127.255.255.254; `::1` is the only one of IPv6.
+    /// It asks the kernel alone; a port that is taken is waited for for 0.1 s.
+    ///
+    /// # Security
+    ///
+    /// A software device at an address that other hosts reach hears all of them, and RoCE v2 has neither encryption nor
+    /// passwords. To hear some only, make the network with [`UdpConfig::allow`](crate::software::UdpConfig::allow) and open its
+    /// device by [`software_in`](Self::software_in). docs/software-device.md has more.
+    ///
+    /// # Errors
+    ///
+    /// Of a real device as [`open`](Self::open); one that `TOKIO_RDMA_DEVICE` names is never replaced by another. Of a software
+    /// device [`OpenError::Udp`]:
+    ///
+    /// - [`PortTaken`](crate::software::UdpError::PortTaken): another program has port 4791 there, or the kernel, which takes it
+    ///   at all addresses with module `rdma_rxe` (`soft_roce`);
+    /// - [`NotLocal`](crate::software::UdpError::NotLocal): this host does not have the address;
+    /// - [`NotOneHost`](crate::software::UdpError::NotOneHost): `0.0.0.0`, `::`, or the address of a group;
+    /// - [`NotLinux`](crate::software::UdpError::NotLinux), [`System`](crate::software::UdpError::System).
+    ///
+    /// # Examples
+    ///
+    /// ```no_run
+    /// use std::net::SocketAddr;
+    /// use tokio_rdma::{Connection, Device, Listener};
+    ///
+    /// async fn serve(address: SocketAddr) -> Result<(), Box<dyn std::error::Error>> {
+    ///     let device = Device::open_default_at(address.ip())?;
+    ///     let listener = Listener::bind(&device, address).await?;
+    ///     // ...
+    /// #   let _ = listener;
+    ///     Ok(())
+    /// }
+    ///
+    /// async fn call(server: SocketAddr) -> Result<Connection, Box<dyn std::error::Error>> {
+    ///     let device = Device::open_default_to(server.ip())?;
+    ///     Ok(Connection::connect(&device, server).await?)
+    /// }
+    /// ```
+    pub fn open_default_at(address: IpAddr) -> Result<Self, OpenError> {
+        let address = address.to_canonical();
+        match named() {
+            Some(name) if name != Self::SOFTWARE => Self::open(&name),
+            Some(_) => Self::over_udp(&[address]),
+            None => Self::real_at(address).or_else(|()| Self::over_udp(&[address])),
+        }
+    }
+
+    /// Opens the device for a client of the service at `peer`: as [`open_default_at`](Self::open_default_at), at the address from
+    /// which the kernel would send to `peer`.
+    ///
+    /// A peer on this host may itself have the port of RoCE v2 there. Then, and always on loopback, a software device is at the
+    /// first free address from 127.0.0.254 down to 127.0.0.2, or, of a peer by IPv6, at `::1`. That is one address only: a
+    /// software device at `::1` has no clients on IPv6, so let its service listen in 127.0.0.0/8 instead.
+    ///
+    /// The device is not for this peer alone: it reaches, and hears, others as well, as a client does that is told of further
+    /// servers by its first. What [`open_default_at`](Self::open_default_at) says of security holds for it.
+    ///
+    /// Nothing is sent, and nothing is waited for but what is said there.
+    ///
+    /// # Errors
+    ///
+    /// As [`open_default_at`](Self::open_default_at); besides [`OpenError::Udp`] with
+    ///
+    /// - [`NoRoute`](crate::software::UdpError::NoRoute): nothing leads from this host to the peer. That is so of all link-local
+    ///   addresses of IPv6 (`fe80::/10`), which mean nothing without their interface;
+    /// - [`AllTaken`](crate::software::UdpError::AllTaken): other programs have the port at all the addresses of loopback;
+    /// - [`NotOneHost`](crate::software::UdpError::NotOneHost): `peer` is `0.0.0.0`, `::`, or the address of a group.
+    pub fn open_default_to(peer: IpAddr) -> Result<Self, OpenError> {
+        let (peer, named) = (peer.to_canonical(), named());
+        if let Some(name) = named.as_ref().filter(|name| *name != Self::SOFTWARE) {
+            return Self::open(name);
+        }
+        UdpError::check_host(peer)?;
+        let errno = |error: io::Error| VerbError::new("connect", error.raw_os_error().unwrap_or(VerbError::EIO));
+        let by_route = source_to(peer).map_err(|error| UdpError::NoRoute { peer, error: errno(error) })?;
+        let software = || Self::over_udp(&sources_to(peer, by_route));
+        if named.is_some() { software() } else { Self::real_at(by_route).or_else(|()| software()) }
     }
 
     /// Limits and identity.
@@ -252,7 +340,7 @@ impl Device {
 
     /// What tells that something has arrived which the device has not seen to; `None` if the device sees to it without
     /// anybody's help, or somebody else has it: each is woken by all that arrives, and one is enough.
-    pub(crate) fn inlet(&self) -> std::io::Result<Option<Inlet>> {
+    pub(crate) fn inlet(&self) -> io::Result<Option<Inlet>> {
         let Some(fd) = self.inner.context.inlet() else { return Ok(None) };
         if self.inner.watched.swap(true, Ordering::AcqRel) {
             return Ok(None);
@@ -271,6 +359,39 @@ impl Device {
     /// Whoever called [`serve`](Self::serve) goes to sleep, and has no [`Inlet`] that wakes it.
     pub(crate) fn leave(&self) {
         self.inner.context.leave();
+    }
+
+    /// The first real device that opens and is `usable`, or why there is none.
+    fn first_real(usable: impl Fn(&Self) -> bool) -> Result<Self, &'static str> {
+        let names = real_devices()?;
+        for name in &names {
+            match Self::open(name) {
+                Ok(device) if usable(&device) => return Ok(device),
+                Ok(_) => {}
+                Err(error) => tracing::warn!(device = name, %error, "not used: it does not open"),
+            }
+        }
+        Err(if names.is_empty() { "libibverbs finds no device" } else { "no real device can be used" })
+    }
+
+    /// The first real device at this address.
+    fn real_at(address: IpAddr) -> Result<Self, ()> {
+        let ports = |device: &Self| (1..=device.attr().ports).map(PortNum);
+        let is_here =
+            |device: &Self| ports(device).any(|number| device.port(number).is_ok_and(|port| is_at(&port, address)));
+        Self::first_real(is_here).map_err(|reason| {
+            if address.is_loopback() {
+                tracing::debug!(%address, reason, "using a software device over UDP");
+            } else {
+                tracing::warn!(%address, reason, "using a software device over UDP");
+            }
+        })
+    }
+
+    /// A software device that speaks over UDP, at the first of these addresses that is free.
+    fn over_udp(addresses: &[IpAddr]) -> Result<Self, OpenError> {
+        let (network, address) = soft::Network::at_first_free(soft::UdpConfig::PORT, addresses)?;
+        Self::software_in(&network, &address.to_string())
     }
 
     fn new(context: Context) -> Self {
@@ -317,6 +438,11 @@ impl fmt::Debug for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Device").field("name", &self.name()).finish_non_exhaustive()
     }
+}
+
+/// What `TOKIO_RDMA_DEVICE` says.
+fn named() -> Option<String> {
+    std::env::var("TOKIO_RDMA_DEVICE").ok()
 }
 
 /// Names of the devices that libibverbs finds, or why it finds none.

@@ -2,6 +2,8 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::fs;
+use std::io;
+use std::iter;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::path::Path;
 
@@ -17,7 +19,7 @@ pub(crate) fn rank_gids(port: &PortAttr, peer: Option<Gid>) -> Vec<RankedGid> {
     let of_interfaces = port.gids.iter().any(|entry| entry.interface.is_some());
     let asks = port.link_layer == LinkLayer::Ethernet && (of_interfaces || port.gids.len() > 1);
     let interfaces = if asks { interfaces_of(&port.gids) } else { Vec::new() };
-    let peer = peer.map(|gid| Peer { gid, from: if asks { source_to(gid.to_ip()) } else { None } });
+    let peer = peer.map(|gid| Peer { gid, from: if asks { source_to(gid.to_ip()).ok() } else { None } });
     rank(&port.gids, &interfaces, peer)
 }
 
@@ -29,6 +31,16 @@ pub(super) fn best_path(
     let active = ports.into_iter().filter(|port| port.state == PortState::Active);
     let firsts = active.filter_map(|port| rank(&port).into_iter().next().map(|first| (port, first)));
     firsts.min_by_key(|(port, first)| (first.merit(), port.port.0))
+}
+
+/// True if whoever sends to `address` of this host may reach the port. On InfiniBand that is not to be seen: addresses are
+/// those of IPoIB, and no GIDs.
+pub(super) fn is_at(port: &PortAttr, address: IpAddr) -> bool {
+    let known = match port.link_layer {
+        LinkLayer::Ethernet => port.gids.iter().any(|entry| entry.gid == Gid::from(address)),
+        LinkLayer::InfiniBand | LinkLayer::Other(_) => !address.is_loopback(),
+    };
+    port.state == PortState::Active && !port.gids.is_empty() && (known || address.is_unspecified())
 }
 
 /// Interfaces that these entries belong to. Where every entry names its own, only those are looked at, for a host of
@@ -95,11 +107,25 @@ fn interface(root: &Path, name: &str, addresses: &HashMap<String, Addresses>) ->
 }
 
 /// Our address from which the kernel would send to `peer`. Nothing is sent.
-fn source_to(peer: IpAddr) -> Option<IpAddr> {
+pub(super) fn source_to(peer: IpAddr) -> io::Result<IpAddr> {
     let any: IpAddr = if peer.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
-    let socket = UdpSocket::bind(SocketAddr::new(any, 0)).ok()?;
-    socket.connect(SocketAddr::new(peer, ROCE)).ok()?;
-    Some(socket.local_addr().ok()?.ip())
+    let socket = UdpSocket::bind(SocketAddr::new(any, 0))?;
+    socket.connect(SocketAddr::new(peer, ROCE))?;
+    Ok(socket.local_addr()?.ip())
+}
+
+/// Our addresses to send to `peer` from, best first, given the one that the kernel would take. A peer on this host may have
+/// that itself, so that those of loopback are left, which need no setup: the high ones first, as who names one by hand names
+/// a low one.
+pub(super) fn sources_to(peer: IpAddr, by_route: IpAddr) -> Vec<IpAddr> {
+    // 127.0.0.1 is for whoever says so.
+    let loopback = || (2..=254).rev().map(|host| IpAddr::from([127, 0, 0, host])).filter(|&address| address != peer);
+    match by_route {
+        IpAddr::V4(v4) if v4.is_loopback() => loopback().collect(),
+        IpAddr::V4(_) if by_route == peer => iter::once(by_route).chain(loopback()).collect(),
+        IpAddr::V6(v6) if by_route == peer && !v6.is_loopback() => vec![by_route, Ipv6Addr::LOCALHOST.into()],
+        IpAddr::V4(_) | IpAddr::V6(_) => vec![by_route],
+    }
 }
 
 #[cfg(test)]
@@ -114,7 +140,25 @@ mod tests {
         let loopback = interfaces.iter().find(|interface| interface.name == "lo").unwrap();
         assert!(loopback.up && !loopback.vlan && loopback.mtu.is_some());
         assert!(loopback.addresses.iter().any(|address| address.contains(local)), "{loopback:?}");
-        assert_eq!(source_to(local), Some(local));
+        assert_eq!(source_to(local).unwrap(), local);
+    }
+
+    #[test]
+    fn peers_on_this_host_are_reached_from_loopback_as_well() {
+        let sources = |peer: &str, by_route: &str| -> Vec<String> {
+            let sources = sources_to(peer.parse().unwrap(), by_route.parse().unwrap());
+            sources.iter().map(ToString::to_string).collect()
+        };
+        let loopback = sources("127.0.0.1", "127.0.0.1");
+        assert_eq!((loopback.len(), &*loopback[0], &*loopback[252]), (253, "127.0.0.254", "127.0.0.2"));
+        let own = sources("192.0.2.1", "192.0.2.1");
+        assert_eq!((&*own[0], &own[1..]), ("192.0.2.1", &loopback[..]), "whoever others reach, too, if it is free");
+        let beside = sources("127.0.0.254", "127.0.0.1");
+        assert_eq!((beside.len(), &*beside[0]), (252, "127.0.0.253"), "not the peer's own");
+        assert_eq!(sources("::1", "::1"), ["::1"]);
+        assert_eq!(sources("fd00::1", "fd00::1"), ["fd00::1", "::1"]);
+        assert_eq!(sources("192.0.2.1", "192.0.2.2"), ["192.0.2.2"]);
+        assert_eq!(sources("fd00::1", "fd00::2"), ["fd00::2"]);
     }
 
     fn entry(index: u8, address: &str) -> GidEntry {
@@ -130,6 +174,19 @@ mod tests {
         // One that is not known by its number may be known by its address.
         assert_eq!(interfaces_of(&[named, entry(1, "127.0.0.2")]), all);
         assert_eq!(interfaces_of(&[named, entry(1, "127.0.0.2").on_interface(u32::MAX)]), all);
+    }
+
+    #[test]
+    fn ports_are_at_the_addresses_of_their_gids() {
+        let port = PortAttr::ethernet(PortNum(1), vec![entry(0, "fe80::1"), entry(1, "10.1.0.1")]);
+        let at = |port: &PortAttr, address: &str| is_at(port, address.parse().unwrap());
+        assert!(at(&port, "10.1.0.1") && at(&port, "fe80::1") && at(&port, "0.0.0.0") && at(&port, "::"));
+        assert!(!at(&port, "10.1.0.2") && !at(&port, "127.0.0.1") && !at(&port, "::1"));
+        let down = PortAttr { state: PortState::Down, ..port.clone() };
+        assert!(!at(&down, "10.1.0.1") && !at(&down, "0.0.0.0"));
+        assert!(!at(&PortAttr::ethernet(PortNum(1), Vec::new()), "0.0.0.0"));
+        let infiniband = PortAttr { link_layer: LinkLayer::InfiniBand, ..port };
+        assert!(at(&infiniband, "10.9.0.1") && !at(&infiniband, "127.0.0.1"));
     }
 
     #[test]

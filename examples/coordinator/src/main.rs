@@ -6,8 +6,8 @@
 //! coordinator demo                                                all of it
 //! ```
 //!
-//! `TOKIO_RDMA_DEVICE` names the device. Nodes in processes of their own need one that both can reach: with feature
-//! `ibverbs` a real one, or the kernel's SoftRoCE.
+//! The device is a real one (feature `ibverbs`) that `TOKIO_RDMA_DEVICE` names or that has the address from which the service
+//! is reached, or else a software device: within the process, or, of a node of its own, over UDP from that address.
 
 use std::error::Error;
 use std::net::SocketAddr;
@@ -43,12 +43,19 @@ async fn main() -> Result<(), Failure> {
             let stop = async { tokio::signal::ctrl_c().await.expect("no signals on this system") };
             Ok(axum::serve(listener, service::router()).with_graceful_shutdown(stop).await?)
         }
-        (["node", name], Some(peer)) => meet(name, &peer, &url).await,
+        (["node", name], Some(peer)) => {
+            // Whence the service is reached, the peer is.
+            let service: reqwest::Url = url.parse()?;
+            let found = tokio::task::spawn_blocking(move || service.socket_addrs(|| None)).await??;
+            let service = found.first().ok_or("the service has no address")?;
+            meet(&Device::open_default_to(service.ip())?, name, &peer, &url).await
+        }
         (["demo"], None) => {
             let listener = TcpListener::bind("127.0.0.1:0").await?;
             let url = url_of(listener.local_addr()?);
             tokio::spawn(async move { axum::serve(listener, service::router()).await });
-            tokio::try_join!(meet("a", "b", &url), meet("b", "a", &url))?;
+            let (a, b) = (Device::open_default()?, Device::open_default()?);
+            tokio::try_join!(meet(&a, "a", "b", &url), meet(&b, "b", "a", &url))?;
             Ok(())
         }
         _ => Err("usage: coordinator serve [--listen ADDRESS] | node NAME --peer NAME [--service URL] | demo".into()),
@@ -59,9 +66,9 @@ fn url_of(address: SocketAddr) -> String {
     format!("http://{address}")
 }
 
-async fn meet(name: &str, peer: &str, service: &str) -> Result<(), Failure> {
+async fn meet(device: &Device, name: &str, peer: &str, service: &str) -> Result<(), Failure> {
     let node = Node { name: name.to_owned(), peer: peer.to_owned(), service: service.to_owned() };
-    let found = node.run(&Device::open_default()?).await?;
+    let found = node.run(device).await?;
     println!("{name}: found {found:?} in our memory");
     Ok(())
 }

@@ -1,5 +1,6 @@
 //! The service and its nodes, in one process.
 
+use std::net::Ipv4Addr;
 use std::time::Duration;
 
 use coordinator::Announcement;
@@ -25,6 +26,17 @@ async fn two_nodes_find_each_other_and_write_into_each_other() {
     let device = Device::open_default().unwrap();
     let (a, b) = (node("a", "b", &url), node("b", "a", &url));
     let (of_a, of_b) = tokio::join!(a.run(&device), b.run(&device));
+    assert_eq!(of_a.unwrap(), "b was here");
+    assert_eq!(of_b.unwrap(), "a was here");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn nodes_with_devices_for_other_processes_meet() {
+    let url = serve().await;
+    let device = || Device::open_default_to(Ipv4Addr::LOCALHOST.into()).unwrap();
+    let devices = [device(), device()];
+    let (a, b) = (node("a", "b", &url), node("b", "a", &url));
+    let (of_a, of_b) = tokio::join!(a.run(&devices[0]), b.run(&devices[1]));
     assert_eq!(of_a.unwrap(), "b was here");
     assert_eq!(of_b.unwrap(), "a was here");
 }

@@ -1,5 +1,8 @@
 //! What is asked for on the command line.
 
+#[path = "../../common/seconds.rs"]
+mod seconds;
+
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
@@ -95,7 +98,8 @@ pub(crate) struct Place {
     /// Address of the clients' software device over UDP; unless given, one that reaches the server
     #[arg(long, value_name = "ADDRESS", requires = "connect")]
     pub(crate) from: Option<IpAddr>,
-    /// Server and clients each on a software device of their own, which speak over UDP on loopback
+    /// Server and clients each on a software device of their own, which speak over UDP on loopback, unless TOKIO_RDMA_DEVICE
+    /// names a real one
     #[arg(long, conflicts_with = "connect")]
     pub(crate) udp: bool,
     #[command(flatten)]
@@ -126,7 +130,7 @@ pub(crate) struct LoadOptions {
     #[arg(long, value_enum, default_value = "both")]
     pub(crate) get: GetBy,
     /// Seconds
-    #[arg(long, default_value = "3", value_parser = seconds)]
+    #[arg(long, default_value = "3", value_parser = seconds::parse)]
     pub(crate) duration: Duration,
     /// Of the choice of keys and calls
     #[arg(long, default_value_t = 1)]
@@ -166,7 +170,7 @@ pub(crate) struct CheckOptions {
     #[arg(long, value_parser = clap::value_parser!(u32).range(16..))]
     pub(crate) value: Option<u32>,
     /// Seconds; all calls are kept in memory until they are checked
-    #[arg(long, default_value = "3", value_parser = seconds)]
+    #[arg(long, default_value = "3", value_parser = seconds::parse)]
     pub(crate) duration: Duration,
     /// Of the choice of keys and calls
     #[arg(long, default_value_t = 1)]
@@ -174,14 +178,6 @@ pub(crate) struct CheckOptions {
     /// Take what is read without looking at its checksum: this check must fail then
     #[arg(long)]
     pub(crate) accept_torn: bool,
-}
-
-fn seconds(text: &str) -> Result<Duration, String> {
-    let seconds: f64 = text.parse().map_err(|_| format!("{text:?} is no number of seconds"))?;
-    if !(0.0..=3600.0).contains(&seconds) {
-        return Err(format!("{text} seconds; 0 to 3600 are allowed"));
-    }
-    Ok(Duration::from_secs_f64(seconds))
 }
 
 #[cfg(test)]
@@ -198,10 +194,25 @@ mod tests {
             ("check --value 15", "--value"),
             ("get key", "--connect"),
             ("load --duration never", "--duration"),
+            ("load --duration -1", "-1"),
+            ("load --duration=-1", "--duration"),
+            ("load --duration NaN", "--duration"),
+            ("load --duration 3600.1", "--duration"),
         ] {
             let arguments = std::iter::once("kv").chain(line.split(' '));
             let error = Arguments::try_parse_from(arguments).expect_err(line).to_string();
             assert!(error.contains(option), "{line}: {error}");
+        }
+    }
+
+    #[test]
+    fn durations_are_seconds_and_parts_of_them() {
+        let duration = |text| match Arguments::try_parse_from(["kv", "load", "--duration", text]).expect(text).command {
+            Command::Load { load, .. } => load.duration,
+            other => panic!("{other:?}"),
+        };
+        for (text, milliseconds) in [("0", 0), ("0.2", 200), ("3", 3000), ("1e1", 10_000), ("3600", 3_600_000)] {
+            assert_eq!(duration(text), Duration::from_millis(milliseconds), "{text}");
         }
     }
 }

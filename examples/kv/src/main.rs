@@ -10,8 +10,8 @@
 //! kv check --udp                                    devices that speak over UDP
 //! ```
 //!
-//! `kv COMMAND --help` has all options; docs/kv.md tells how it works. The device is the one that `TOKIO_RDMA_DEVICE` names, or
-//! else a software device: within the process, or, of two processes, over UDP.
+//! `kv COMMAND --help` has all options; docs/kv.md tells how it works. The device is the one that `TOKIO_RDMA_DEVICE` names, or a
+//! real one that there is, or else a software device: within the process, or, of two processes, over UDP.
 //!
 //! | File | What |
 //! |---|---|
@@ -36,6 +36,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use kv::{KvClient, Layout, Server};
+use tokio_rdma::Device;
 
 use crate::args::{Arguments, Client, Command, Table};
 
@@ -57,7 +58,7 @@ async fn main() -> ExitCode {
 async fn run(command: Command) -> Result<()> {
     match command {
         Command::Serve { listen, table } => {
-            let device = device::listening(listen.ip())?;
+            let device = Device::open_default_at(listen.ip())?;
             let server = Server::bind(&device, listen, table.layout()?).await?;
             // Scripts wait for this line.
             println!("listening on {} with {}", server.local_addr(), device.name());

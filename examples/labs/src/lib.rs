@@ -15,6 +15,7 @@ use std::time::Duration;
 
 use nix::sys::resource::{UsageWho, getrusage};
 use nix::sys::time::TimeVal;
+use tokio_rdma::Device;
 
 pub use peer::{End, Peer, patient};
 use place::{Arguments, Place};
@@ -62,7 +63,7 @@ where
     let quick = arguments.quick;
     match arguments.place {
         Place::Listen(address) => runtime()?.block_on(async {
-            let device = place::device_of([address.ip()])?;
+            let device = Device::open_default_at(address.ip())?;
             let listener = tokio::net::TcpListener::bind(address).await?;
             // Scripts wait for this line.
             println!("listening on {} with {}", listener.local_addr()?, device.name());
@@ -70,7 +71,7 @@ where
             server(Peer::new(name, quick, device, stream, false).await?).await
         }),
         Place::Connect(address) => runtime()?.block_on(async {
-            let device = place::device_of(place::sources(address)?)?;
+            let device = Device::open_default_to(address.ip())?;
             client(Peer::new(name, quick, device, place::call(address).await?, false).await?).await
         }),
         Place::Here { udp } => {

@@ -12,7 +12,6 @@ use tokio_rdma::{
     QueuePair, QueuePairEndpoint, RemoteRegion,
 };
 
-use crate::place::is_real;
 use crate::{Result, check, in_time, processor_time};
 
 /// Most bytes of one thing told.
@@ -60,10 +59,10 @@ impl Peer {
         })
     }
 
-    /// The host to choose a GID for: of a real device, another one. A software device has one GID.
+    /// The host to choose a GID for: another one.
     fn host(&self) -> Result<Option<IpAddr>> {
         let host = self.stream.peer_addr()?.ip();
-        Ok((is_real() && !host.is_loopback()).then_some(host))
+        Ok((!host.is_loopback()).then_some(host))
     }
 
     /// What queue pairs and memory are made of.

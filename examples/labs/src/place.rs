@@ -1,10 +1,10 @@
 //! Where the two ends are, and with which devices.
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
 use tokio::net::{TcpListener, TcpStream};
 use tokio_rdma::Device;
-use tokio_rdma::software::{Network, UdpConfig, UdpError};
+use tokio_rdma::software::{Network, UdpConfig};
 
 use crate::{Result, in_time};
 
@@ -62,40 +62,6 @@ pub(crate) fn device_here(udp: bool, index: u8) -> Result<Device> {
     let address = IpAddr::V4(Ipv4Addr::new(127, 0, 73, index + 1));
     let network = Network::udp(&UdpConfig::new().address(address))?;
     Ok(Device::software_in(&network, &address.to_string())?)
-}
-
-/// Of an end whose peer is another process: the real device that is named, or a software device that speaks RoCE v2 over UDP
-/// from the first of these addresses that is free.
-pub(crate) fn device_of(addresses: impl IntoIterator<Item = IpAddr>) -> Result<Device> {
-    if is_real() {
-        return Ok(Device::open_default()?);
-    }
-    let mut last = "no address".into();
-    for address in addresses {
-        // Whoever names an address wants it to be reached.
-        match Network::udp(&UdpConfig::new().address(address).expose()) {
-            Ok(network) => return Ok(Device::software_in(&network, &address.to_string())?),
-            Err(error @ UdpError::PortTaken { soft_roce: false, .. }) => last = error.into(),
-            Err(error) => return Err(error.into()),
-        }
-    }
-    Err(last)
-}
-
-/// True if a real device is named.
-pub(crate) fn is_real() -> bool {
-    std::env::var("TOKIO_RDMA_DEVICE").is_ok_and(|name| name != Device::SOFTWARE)
-}
-
-/// Addresses from which to reach `peer`, best first. Port 4791 has room for one program at each address, so that two of them
-/// on loopback need two of its addresses.
-pub(crate) fn sources(peer: SocketAddr) -> Result<Vec<IpAddr>> {
-    let socket = UdpSocket::bind(if peer.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" })?;
-    socket.connect(peer)?;
-    Ok(match socket.local_addr()?.ip() {
-        IpAddr::V4(ip) if ip.is_loopback() => (2..=254).map(|host| Ipv4Addr::new(127, 0, 0, host).into()).collect(),
-        ip => vec![ip],
-    })
 }
 
 /// Where a client in this process finds the server.

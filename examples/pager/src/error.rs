@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-use tokio_rdma::software::UdpError;
 use tokio_rdma::{CloseReason, EstablishError, OpErrorKind, OpenError, OutOfBounds, PoolError, SetupError, VerbError};
 
 use crate::DirectoryError;
@@ -100,9 +99,6 @@ pub enum StartError {
     /// The device does not open.
     #[error(transparent)]
     Open(#[from] OpenError),
-    /// The software device has no address.
-    #[error(transparent)]
-    Network(UdpError),
     /// The device refuses.
     #[error(transparent)]
     Setup(#[from] SetupError),

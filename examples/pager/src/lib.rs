@@ -15,7 +15,6 @@
 //! | `page.rs` | pages, and contents that can be computed |
 //! | `map.rs` | who has which pages |
 //! | `service.rs`, `directory.rs` | the coordinator that keeps the map, and how it is asked |
-//! | `device.rs` | which device |
 //! | `owner.rs` | the end that lends |
 //! | `node.rs` | the client's connection to an owner |
 //! | `replicas.rs` | all of them: reads go to one, writes to all |
@@ -34,7 +33,8 @@
 //! use tokio_rdma::Device;
 //!
 //! let directory = Directory::new("http://127.0.0.1:7490");
-//! let pager = Pager::connect(&Device::open_default()?, &directory, &Config::default()).await?;
+//! let device = Device::open_default_at("127.0.0.3".parse()?)?;
+//! let pager = Pager::connect(&device, &directory, &Config::default()).await?;
 //! let mut bytes = [0; 100];
 //! pager.read(17, 0, &mut bytes).await?;
 //! pager.write(17, 100, b"new").await?;
@@ -45,7 +45,6 @@
 //! ```
 
 mod cache;
-pub mod device;
 mod directory;
 mod error;
 mod ledger;

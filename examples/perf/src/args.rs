@@ -1,5 +1,8 @@
 //! What is asked for on the command line.
 
+#[path = "../../common/seconds.rs"]
+mod seconds;
+
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -52,13 +55,13 @@ struct Arguments {
     #[arg(long, value_enum, default_value = "event")]
     mode: Mode,
     /// Seconds that a round measures
-    #[arg(long, default_value = "1", value_parser = seconds)]
+    #[arg(long, default_value = "1", value_parser = seconds::parse)]
     duration: Duration,
     /// Rounds; the one in the middle counts for rates, all of them for percentiles
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     rounds: u32,
     /// Seconds of work before each round, which are not measured
-    #[arg(long, default_value = "0.1", value_parser = seconds)]
+    #[arg(long, default_value = "0.1", value_parser = seconds::parse)]
     warm_up: Duration,
     /// Do the same over TCP, round by round in turn, and compare
     #[arg(long, value_enum)]
@@ -195,14 +198,6 @@ fn bytes(text: &str) -> Result<usize, String> {
         Some(size) if (1..=MOST_IN_FLIGHT).contains(&size) => Ok(size),
         _ => Err(format!("{text} bytes; 1 to {MOST_IN_FLIGHT} are allowed")),
     }
-}
-
-fn seconds(text: &str) -> Result<Duration, String> {
-    let seconds: f64 = text.parse().map_err(|_| format!("{text:?} is no number of seconds"))?;
-    if !(0.0..=3600.0).contains(&seconds) {
-        return Err(format!("{text} seconds; 0 to 3600 are allowed"));
-    }
-    Ok(Duration::from_secs_f64(seconds))
 }
 
 #[cfg(test)]

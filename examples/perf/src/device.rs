@@ -1,38 +1,30 @@
 //! Which device.
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
+use std::net::IpAddr;
 
-use tokio_rdma::software::{Network, UdpConfig, UdpError};
 use tokio_rdma::{CompletionMode, CompletionQueue, Device, SetupError};
 
 use crate::Result;
 use crate::case::{Case, Mode};
 
-/// How far a software device reaches.
+/// Whom a software device reaches.
 #[derive(Debug)]
 pub(crate) enum Reach {
     /// Other devices of this process.
     Process,
-    /// Other processes and hosts, by RoCE v2 over UDP from the first of these addresses that is free.
-    From(Vec<IpAddr>),
+    /// Other processes and hosts, from this address.
+    From(IpAddr),
+    /// The same, from an address that leads to this one.
+    To(IpAddr),
 }
 
-/// The real device that is named, or a software device.
+/// The real device that there is, or is named, or a software device.
 pub(crate) fn open(reach: &Reach) -> Result<Device> {
-    let addresses = match reach {
-        Reach::From(addresses) if !is_real() => addresses,
-        _ => return Ok(Device::open_default()?),
-    };
-    let mut last = "no address".into();
-    for &address in addresses {
-        // Whoever names an address wants it to be reached.
-        match Network::udp(&UdpConfig::new().address(address).expose()) {
-            Ok(network) => return Ok(Device::software_in(&network, &address.to_string())?),
-            Err(error @ UdpError::PortTaken { soft_roce: false, .. }) => last = error.into(),
-            Err(error) => return Err(error.into()),
-        }
-    }
-    Err(last)
+    Ok(match *reach {
+        Reach::Process => Device::open_default()?,
+        Reach::From(address) => Device::open_default_at(address)?,
+        Reach::To(peer) => Device::open_default_to(peer)?,
+    })
 }
 
 /// Its name, with what it is.
@@ -41,24 +33,9 @@ pub(crate) fn describe(device: &Device) -> String {
     if device.attr().vendor_id == 0 { format!("software device {}", device.name()) } else { device.name().to_owned() }
 }
 
-fn is_real() -> bool {
-    std::env::var("TOKIO_RDMA_DEVICE").is_ok_and(|name| name != Device::SOFTWARE)
-}
-
-/// The peer to choose a GID for: of a real device, another host. A software device has one GID.
+/// The peer to choose a GID for: another host.
 pub(crate) fn peer_of(address: IpAddr) -> Option<IpAddr> {
-    (is_real() && !address.is_loopback()).then_some(address)
-}
-
-/// Addresses from which to reach `peer`, best first. Port 4791 has room for one program at each address, so that two of them
-/// on loopback need two of its addresses.
-pub(crate) fn sources(peer: SocketAddr) -> Result<Vec<IpAddr>> {
-    let socket = UdpSocket::bind(if peer.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" })?;
-    socket.connect(peer)?;
-    Ok(match socket.local_addr()?.ip() {
-        IpAddr::V4(ip) if ip.is_loopback() => (2..=254).map(|host| Ipv4Addr::new(127, 0, 0, host).into()).collect(),
-        ip => vec![ip],
-    })
+    (!address.is_loopback()).then_some(address)
 }
 
 /// Completion queues of a case, each with room for the lanes that use it.

@@ -7,9 +7,9 @@
 //! perf latency send --against tcp --plot send.svg      the same work over TCP, in rounds that take turns
 //! ```
 //!
-//! `perf --help` has all options, docs/perf.md says what is measured and how. The device is the one that
-//! `TOKIO_RDMA_DEVICE` names, or else a software device: within the process, or, of two processes, over UDP from the address
-//! that they meet at.
+//! `perf --help` has all options, docs/perf.md says what is measured and how. The device is a real one, which
+//! `TOKIO_RDMA_DEVICE` names or which has the address, or else a software device: within the process, or, of two processes,
+//! over UDP from the address that they meet at.
 //!
 //! | File | What |
 //! |---|---|
@@ -65,7 +65,7 @@ fn run(options: &Options) -> Result<()> {
     match &options.place {
         Place::Listen(address) => runtime(options.threads)?.block_on(server::listen(*address)),
         Place::Connect(address, from) => {
-            let reach = Reach::From(from.map_or_else(|| device::sources(*address), |from| Ok(vec![from]))?);
+            let reach = from.map_or_else(|| Reach::To(address.ip()), Reach::From);
             let report = runtime(options.threads)?.block_on(client::measure(options, *address, &reach, false))?;
             show(options, &report)
         }

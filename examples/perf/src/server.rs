@@ -20,7 +20,7 @@ const PATIENCE: Duration = Duration::from_secs(2 * 3600);
 
 /// Waits for one client, and serves it.
 pub(crate) async fn listen(address: SocketAddr) -> Result<()> {
-    let device = open(&Reach::From(vec![address.ip()]))?;
+    let device = open(&Reach::From(address.ip()))?;
     let listener = TcpListener::bind(address).await?;
     // Scripts wait for this line.
     println!("listening on {} with {}", listener.local_addr()?, device.name());

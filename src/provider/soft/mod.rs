@@ -66,12 +66,13 @@ pub(crate) use qp::Qp;
 pub use requester::SendCounters;
 pub use responder::ReceiveCounters;
 pub(crate) use srq::Srq;
-pub use udp::{UdpConfig, UdpError};
+pub use udp::UdpConfig;
 
 use super::contract;
 
 /// What a fuzzer feeds.
 #[cfg(fuzzing)]
+#[allow(unreachable_pub, reason = "reachable for a fuzzer only")]
 pub mod fuzzing {
     pub use super::cm::fuzzing::*;
     pub use super::hostile::*;

@@ -2,14 +2,14 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::{Mutex, RwLock};
 use std::time::Duration;
 
-use crate::error::{OpenError, VerbError};
+use crate::error::{OpenError, UdpError, VerbError};
 use crate::types::{AsyncEvent, Gid, Qkey, Qpn, Transport};
 
 use super::cm::{Manager, Ports};
@@ -20,7 +20,7 @@ use super::exchange::Half;
 use super::faults::{Faults, Link, LinkCounters};
 use super::qp::QpInner;
 use super::scheduler::{Job, Scheduler};
-use super::udp::{Endpoint, Outbox, Turn, UdpConfig, UdpError};
+use super::udp::{Endpoint, Outbox, Turn, UdpConfig};
 use super::wire::{self, Body, Packet, WireError};
 
 /// The queue pair of management on every port, and its queue key (IBTA 3.5.10 and 10.2.5).
@@ -111,12 +111,33 @@ impl Network {
     ///
     /// [`UdpError`]: the configuration cannot work, a port is taken, an address is not of this host.
     pub fn udp(config: &UdpConfig) -> Result<Self, UdpError> {
+        Self::of_sockets(config, true)
+    }
+
+    /// A network over UDP with one device, at the first of these addresses whose port nobody has. If others are left to try,
+    /// no port is waited for.
+    pub(crate) fn at_first_free(port: u16, addresses: &[IpAddr]) -> Result<(Self, IpAddr), UdpError> {
+        let (&[first, ..], &[.., last]) = (addresses, addresses) else { return Err(UdpError::NoDevice) };
+        for &address in addresses {
+            // Whoever names an address wants it to be reached.
+            let config = UdpConfig::new().address(address).port(port).expose();
+            match Self::of_sockets(&config, first == last) {
+                Ok(network) => return Ok((network, address)),
+                Err(UdpError::PortTaken { soft_roce: false, .. }) if first != last => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Err(UdpError::AllTaken { first, last, port })
+    }
+
+    /// `patient`: waits a little for ports that are taken.
+    fn of_sockets(config: &UdpConfig, patient: bool) -> Result<Self, UdpError> {
         config.check()?;
         let config = Arc::new(config.clone());
         let mut network = Self::inner(Scheduler::real(), None, 0, Faults::none(), true);
         for (name, address) in config.devices() {
             let gid = Gid::from(address);
-            match Endpoint::open(&config, address) {
+            match Endpoint::open(&config, address, patient) {
                 Ok(endpoint) => network.endpoints.insert(gid, endpoint),
                 // Those that are open close as the network is dropped.
                 Err(error) => return Err(error),

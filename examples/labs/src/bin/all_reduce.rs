@@ -96,7 +96,7 @@ fn sum_around_the_ring(inputs: &[Vec<f32>]) -> Vec<f32> {
 
 /// Numbers of different size and sign, whose sum depends on the order.
 fn vector(rank: usize, length: usize) -> Vec<f32> {
-    let mut state = rank as u32 * 2_654_435_761 + 1;
+    let mut state = (rank as u32).wrapping_mul(2_654_435_761).wrapping_add(1);
     let mut next = || {
         state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
         (state >> 8) as f32 / 65536.0 - 128.0

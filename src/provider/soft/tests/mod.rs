@@ -6,6 +6,7 @@ mod dc;
 mod dc_campaign;
 mod dc_machines;
 mod errors;
+mod first_free;
 mod keys;
 mod machines;
 mod pace;
@@ -19,6 +20,7 @@ mod windows;
 use std::ptr::NonNull;
 use std::time::{Duration, Instant};
 
+use crate::error::UdpError;
 use crate::provider::contract::{Context as _, Cq as _, Mr as _, Pd as _, PostError, Qp as _, QpInit};
 use crate::types::{
     Access, AckTimeout, AddressVector, AsyncEvent, Data, Lkey, Mtu, PortNum, Psn, Qkey, QpAttr, QpCaps, QpState, Qpn,

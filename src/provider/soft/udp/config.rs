@@ -1,10 +1,8 @@
-//! What a network over UDP is made of, and why it cannot be.
+//! What a network over UDP is made of.
 
-use std::error::Error;
-use std::fmt;
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::IpAddr;
 
-use crate::error::VerbError;
+use crate::error::UdpError;
 
 /// Devices and rules of a [`Network`](super::super::Network) that speaks RoCE v2 over UDP.
 ///
@@ -88,10 +86,7 @@ impl UdpConfig {
             if self.devices[..at].iter().any(|(other, taken)| other == name || *taken == address) {
                 return Err(UdpError::Repeated { name: name.clone(), address });
             }
-            let broadcast = [Ipv4Addr::BROADCAST, Ipv4Addr::new(127, 255, 255, 255)].map(IpAddr::V4);
-            if address.is_unspecified() || address.is_multicast() || broadcast.contains(&address) {
-                return Err(UdpError::NotOneHost { address });
-            }
+            UdpError::check_host(address)?;
             if !address.is_loopback() && !self.exposed {
                 return Err(UdpError::NotLoopback { address });
             }
@@ -127,103 +122,6 @@ fn begins_with(address: IpAddr, of: IpAddr, prefix: u8) -> bool {
     let differing = number(address) ^ number(of);
     address.is_ipv4() == of.is_ipv4() && differing.checked_shr(128 - u32::from(prefix)).unwrap_or(0) == 0
 }
-
-/// Why a network over UDP could not be made.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum UdpError {
-    /// The configuration has no device.
-    NoDevice,
-    /// Port 0, which peers could not know.
-    NoPort,
-    /// A name or an address that an earlier device has.
-    Repeated {
-        /// Name of the later one.
-        name: String,
-        /// Its address.
-        address: IpAddr,
-    },
-    /// An address that is not one host's: unspecified, of a group, or of all.
-    NotOneHost {
-        /// As given.
-        address: IpAddr,
-    },
-    /// An address that others reach, without [`UdpConfig::expose`].
-    NotLoopback {
-        /// As given.
-        address: IpAddr,
-    },
-    /// More bits than the address has.
-    Prefix {
-        /// Address of the peers.
-        address: IpAddr,
-        /// Bits asked for.
-        prefix: u8,
-        /// Bits there are.
-        longest: u8,
-    },
-    /// Somebody has the port.
-    PortTaken {
-        /// Of the device.
-        address: IpAddr,
-        /// Of the configuration.
-        port: u16,
-        /// It is the kernel: module `rdma_rxe` takes the port of RoCE v2 on all addresses of its network namespace, even
-        /// while it has no device.
-        soft_roce: bool,
-    },
-    /// This host does not have the address.
-    NotLocal {
-        /// As given.
-        address: IpAddr,
-    },
-    /// This is not Linux, whose sockets alone tell what the check of RoCE v2 must cover.
-    NotLinux,
-    /// The system refused.
-    System {
-        /// Of the device.
-        address: IpAddr,
-        /// The call and its error.
-        error: VerbError,
-    },
-}
-
-impl fmt::Display for UdpError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::NoDevice => f.write_str("a network over UDP needs a device, none is configured"),
-            Self::NoPort => f.write_str("port 0 cannot be known to peers; 1 to 65535 are allowed"),
-            Self::Repeated { name, address } => {
-                write!(f, "device {name:?} at {address}: an earlier device has this name or this address")
-            }
-            Self::NotOneHost { address } => write!(f, "{address} is not the address of one host"),
-            Self::NotLoopback { address } => {
-                write!(
-                    f,
-                    "{address} can be reached by other hosts: only loopback addresses are taken unless `expose` is called"
-                )
-            }
-            Self::Prefix { address, prefix, longest } => {
-                write!(f, "prefix of {prefix} bits of {address}; at most {longest} are allowed")
-            }
-            Self::PortTaken { address, port, soft_roce: true } => {
-                write!(
-                    f,
-                    "port {port} of {address} is taken by the kernel's SoftRoCE: unload module rdma_rxe, or use another \
-                     network namespace, or another port between software devices"
-                )
-            }
-            Self::PortTaken { address, port, soft_roce: false } => {
-                write!(f, "port {port} of {address} is taken by another program")
-            }
-            Self::NotLocal { address } => write!(f, "{address} is not an address of this host"),
-            Self::NotLinux => f.write_str("RoCE v2 over UDP needs Linux"),
-            Self::System { address, error } => write!(f, "{address}: {error}"),
-        }
-    }
-}
-
-impl Error for UdpError {}
 
 #[cfg(test)]
 mod tests {

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use parking_lot::{Mutex, RwLock};
 
-use crate::error::VerbError;
+use crate::error::{UdpError, VerbError};
 use crate::provider::soft::dc::DctInner;
 use crate::provider::soft::device::DeviceInner;
 use crate::provider::soft::exchange::Half;
@@ -24,7 +24,7 @@ use crate::provider::soft::wire::Packet;
 use crate::types::{Gid, Mtu};
 
 use super::batch::Batch;
-use super::config::{UdpConfig, UdpError};
+use super::config::UdpConfig;
 use super::duty::Duty;
 use super::icrc::{CHECK, Header};
 use super::pace::Pace;
@@ -87,14 +87,19 @@ impl fmt::Debug for Endpoint {
 }
 
 impl Endpoint {
-    /// Binds the socket of `address` and begins to receive.
-    pub(in crate::provider::soft) fn open(config: &Arc<UdpConfig>, address: IpAddr) -> Result<Arc<Self>, UdpError> {
+    /// Binds the socket of `address` and begins to receive; `patient`: after waiting a little for the port, if it is taken.
+    pub(in crate::provider::soft) fn open(
+        config: &Arc<UdpConfig>,
+        address: IpAddr,
+        patient: bool,
+    ) -> Result<Arc<Self>, UdpError> {
         let system = |verb, error: &io::Error| UdpError::System {
             address,
             error: VerbError::new(verb, error.raw_os_error().unwrap_or(VerbError::EIO)),
         };
         let port = config.port;
-        let bound = bind(SocketAddr::new(address, port));
+        let local = SocketAddr::new(address, port);
+        let bound = if patient { bind(local) } else { Socket::bind(local) };
         let socket = bound.map_err(|error| match error.kind() {
             io::ErrorKind::AddrInUse => UdpError::PortTaken { address, port, soft_roce: soft_roce_has(port) },
             io::ErrorKind::Unsupported => UdpError::NotLinux,
@@ -165,19 +170,14 @@ impl Endpoint {
         let peer = SocketAddr::new(peer.to_ip(), self.config.port);
         let route = self.socket.route_mtu(peer);
         let errno = |error: io::Error| VerbError::new("connect", error.raw_os_error().unwrap_or(VerbError::EIO));
-        route.map(fitting).map_err(errno)
+        // A peer on this host is reached over the loopback interface, and takes what its own takes.
+        let own = interface_mtu(peer.ip()).unwrap_or(usize::MAX);
+        route.map(|route| fitting(route.min(own))).map_err(errno)
     }
 
     /// The MTU of packets that pass everywhere that the address of this device leads: its own interface's.
     pub(in crate::provider::soft) fn own_mtu(&self) -> Mtu {
-        let ip = self.socket.local().ip();
-        let all = if_addrs::get_if_addrs().unwrap_or_default();
-        let name = all.iter().find(|interface| interface.ip() == ip).map(|interface| interface.name.as_str());
-        // Of 127.0.0.0/8 the interface has one and takes all.
-        let name = if ip.is_loopback() { Some("lo") } else { name };
-        let mtu =
-            name.and_then(|name| std::fs::read_to_string(Path::new("/sys/class/net").join(name).join("mtu")).ok());
-        fitting(mtu.and_then(|mtu| mtu.trim().parse().ok()).unwrap_or(SMALLEST_ROUTE))
+        fitting(interface_mtu(self.socket.local().ip()).unwrap_or(SMALLEST_ROUTE))
     }
 
     /// Room for packets to be sent together.
@@ -439,6 +439,17 @@ fn bind(local: SocketAddr) -> io::Result<Socket> {
     Socket::bind(local)
 }
 
+/// MTU of the interface of this host that has the address; `None` if none has.
+fn interface_mtu(ip: IpAddr) -> Option<usize> {
+    let name = if ip.is_loopback() {
+        // Of 127.0.0.0/8 the interface has one and takes all.
+        "lo".to_owned()
+    } else {
+        if_addrs::get_if_addrs().ok()?.into_iter().find(|interface| interface.ip() == ip)?.name
+    };
+    std::fs::read_to_string(Path::new("/sys/class/net").join(name).join("mtu")).ok()?.trim().parse().ok()
+}
+
 /// The largest MTU whose packets fit.
 fn fitting(bytes: usize) -> Mtu {
     let fits = |mtu: &&Mtu| mtu.bytes() + OVERHEAD <= bytes;
@@ -453,6 +464,15 @@ fn soft_roce_has(port: u16) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn interfaces_of_this_host_have_an_mtu_and_strangers_none() {
+        let mtu = |address: &str| interface_mtu(address.parse().unwrap());
+        assert!(mtu("127.0.0.1").is_some_and(|mtu| mtu >= 1280));
+        assert_eq!(mtu("127.0.0.1"), mtu("127.3.2.1"));
+        // Reserved for documentation.
+        assert_eq!(mtu("198.51.100.1"), None);
+    }
 
     #[test]
     fn mtu_leaves_room_for_headers() {

@@ -22,7 +22,7 @@ mod socket;
 #[cfg(test)]
 mod tests;
 
-pub use config::{UdpConfig, UdpError};
+pub use config::UdpConfig;
 pub(super) use endpoint::{Endpoint, Turn};
 pub(super) use outbox::Outbox;
 pub(super) use pace::Pace;

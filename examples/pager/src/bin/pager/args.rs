@@ -9,8 +9,9 @@ const COORDINATOR: &str = "127.0.0.1:7490";
 
 /// Remote memory in pages of 4 KiB.
 ///
-/// The device is the one that TOKIO_RDMA_DEVICE names (feature ibverbs), or else a software device over UDP, RoCE v2, at the
-/// address of the owner or client; on loopback each needs an address of its own, 127.0.0.1 to 127.255.255.254.
+/// The device is a real one (feature ibverbs), which TOKIO_RDMA_DEVICE names or which has the address of the owner or client,
+/// or else a software device over UDP, RoCE v2, at that address; on loopback each needs an address of its own, 127.0.0.1 to
+/// 127.255.255.254.
 #[derive(Debug, Parser)]
 #[command(version)]
 pub(crate) struct Options {

@@ -7,8 +7,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use indicatif::{ProgressBar, ProgressStyle};
-use pager::{Config, Content, Directory, Ledger, Pager, Verdict, Wanted, device};
+use pager::{Config, Content, Directory, Ledger, Pager, Verdict, Wanted};
 use tokio::task::JoinSet;
+use tokio_rdma::Device;
 
 use crate::args::{Client, Work};
 use crate::{PATIENCE, Result};
@@ -20,14 +21,14 @@ const OFTEN: u64 = 10_000;
 pub(crate) async fn run(options: &Client) -> Result<()> {
     let directory = Directory::new(&options.common.coordinator);
     let wanted = Wanted { pages: options.pages, copies: options.copies.into() };
-    let addresses = match options.address {
-        Some(address) => vec![address],
-        None => near_owners(&directory, wanted).await?,
+    let device = match options.address {
+        Some(address) => Device::open_default_at(address)?,
+        None => Device::open_default_to(an_owner(&directory, wanted).await?)?,
     };
     let work = &options.work;
     let config =
         Config { cache: work.cache, in_flight: work.in_flight, readahead: work.readahead, wanted, patience: PATIENCE };
-    let pager = Pager::connect(&device::open(&addresses)?, &directory, &config).await?;
+    let pager = Pager::connect(&device, &directory, &config).await?;
     println!("{} pages are there", pager.pages());
     let ledger = Arc::new(Ledger::new(Content { seed: options.common.seed }, pager.pages()));
     let verified = Arc::new(AtomicU64::new(0));
@@ -44,11 +45,10 @@ pub(crate) async fn run(options: &Client) -> Result<()> {
     Ok(ledger.restore(&pager).await?)
 }
 
-/// Addresses of this host from which owners are reached.
-async fn near_owners(directory: &Directory, wanted: Wanted) -> Result<Vec<IpAddr>> {
+/// Where one of the owners is.
+async fn an_owner(directory: &Directory, wanted: Wanted) -> Result<IpAddr> {
     let map = directory.map(wanted, PATIENCE).await?;
-    let owner = map.shares.values().next().ok_or("the map has no nodes")?;
-    Ok(device::sources(owner.address)?)
+    Ok(map.shares.values().next().ok_or("the map has no nodes")?.address.ip())
 }
 
 /// `Ok` if all were right.

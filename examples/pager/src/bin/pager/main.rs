@@ -17,8 +17,9 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Parser;
-use pager::{Content, Directory, OwnerConfig, PAGE, device, service};
+use pager::{Content, Directory, OwnerConfig, PAGE, service};
 use tokio::net::TcpListener;
+use tokio_rdma::Device;
 
 use crate::args::{Options, Role};
 
@@ -76,7 +77,7 @@ async fn own(options: &args::Owner) -> Result<()> {
         replica,
         content: Content { seed: options.common.seed },
     };
-    let owner = pager::Owner::start(&device::open(&[options.address])?, &directory, &config).await?;
+    let owner = pager::Owner::start(&Device::open_default_at(options.address)?, &directory, &config).await?;
     println!("{} lends pages {first} to {} at {}", options.name, first + pages - 1, owner.share().address);
     tokio::signal::ctrl_c().await?;
     Ok(owner.leave(&directory).await?)

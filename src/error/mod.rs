@@ -6,6 +6,10 @@ use std::ops::{Bound, RangeBounds};
 
 use crate::types::{Access, Qpn, TransitionError, WcStatus};
 
+mod udp;
+
+pub use udp::UdpError;
+
 /// A verb that the provider refused: its name and the `errno` it gave.
 ///
 /// The four return conventions of libibverbs and librdmacm are already undone: `errno` is positive
@@ -151,6 +155,8 @@ pub enum OpenError {
     },
     /// The device is there and refused.
     Verb(VerbError),
+    /// A software device cannot speak over UDP here.
+    Udp(UdpError),
 }
 
 impl fmt::Display for OpenError {
@@ -161,6 +167,7 @@ impl fmt::Display for OpenError {
                 reason.map_or(Ok(()), |reason| write!(f, " ({reason})"))
             }
             Self::Verb(error) => error.fmt(f),
+            Self::Udp(error) => error.fmt(f),
         }
     }
 }
@@ -260,7 +267,7 @@ macro_rules! wraps {
     };
 }
 
-wraps!(OpenError: Verb(VerbError));
+wraps!(OpenError: Verb(VerbError), Udp(UdpError));
 wraps!(SetupError: Verb(VerbError), Limit(LimitError), Transition(TransitionError));
 
 impl From<OpenError> for io::Error {
@@ -268,6 +275,7 @@ impl From<OpenError> for io::Error {
         let kind = match &error {
             OpenError::NotFound { .. } => io::ErrorKind::NotFound,
             OpenError::Verb(verb) => Self::from(*verb).kind(),
+            OpenError::Udp(udp) => Self::from(udp.clone()).kind(),
         };
         Self::new(kind, error)
     }

@@ -1,0 +1,51 @@
+//! Which of several addresses a device over UDP gets.
+
+use std::net::{IpAddr, Ipv4Addr, UdpSocket};
+
+use super::*;
+
+/// Addresses in a row, and a port, that nobody has.
+fn free() -> (u16, [IpAddr; 3]) {
+    for _ in 0..100 {
+        let random = getrandom::u64().unwrap();
+        let port = 10_000 + (random >> 50) as u16;
+        let first = u32::from_be_bytes([127, 40, 0, 1]) + (random as u32 & 0x0007_fff0);
+        let addresses = [0, 1, 2].map(|at| Ipv4Addr::from(first + at).into());
+        if addresses.iter().all(|&address| UdpSocket::bind((address, port)).is_ok()) {
+            return (port, addresses);
+        }
+    }
+    panic!("no addresses of 100 are free");
+}
+
+#[test]
+fn first_free_address_is_taken_until_there_is_none() {
+    let (port, addresses) = free();
+    let [a, b, c] = addresses;
+    let other = UdpSocket::bind((b, port)).unwrap();
+    let (first, at) = Network::at_first_free(port, &addresses).unwrap();
+    assert_eq!(at, a);
+    let (_third, at) = Network::at_first_free(port, &addresses).unwrap();
+    assert_eq!(at, c, "another program has {b}");
+    let none = UdpError::AllTaken { first: a, last: c, port };
+    assert_eq!(Network::at_first_free(port, &addresses).unwrap_err(), none);
+    assert_eq!(
+        none.to_string(),
+        format!("port {port} is taken by other programs at all addresses tried, first {a}, last {c}")
+    );
+    drop(other);
+    assert_eq!(Network::at_first_free(port, &addresses).unwrap().1, b);
+    drop(first);
+    assert_eq!(Network::at_first_free(port, &addresses).unwrap().1, a);
+}
+
+#[test]
+fn only_address_says_who_has_it_and_nothing_else_is_tried_where_all_fail() {
+    let (port, [a, b, _]) = free();
+    let _other = UdpSocket::bind((a, port)).unwrap();
+    let taken = UdpError::PortTaken { address: a, port, soft_roce: false };
+    assert_eq!(Network::at_first_free(port, &[a]).unwrap_err(), taken);
+    let nobody: IpAddr = "198.51.100.1".parse().unwrap();
+    assert_eq!(Network::at_first_free(port, &[a, nobody, b]).unwrap_err(), UdpError::NotLocal { address: nobody });
+    assert_eq!(Network::at_first_free(port, &[]).unwrap_err(), UdpError::NoDevice);
+}

@@ -1,0 +1,152 @@
+//! The device of a service and that of its clients: what is opened, at which address, and why it is not.
+//!
+//! Software devices over UDP on loopback, at the port of RoCE v2. Where SoftRoCE has that, or `TOKIO_RDMA_DEVICE` names a real
+//! device, the tests that need one are skipped, and say so.
+
+#[path = "common/udp.rs"]
+#[allow(dead_code, reason = "networks are not made here")]
+mod udp;
+
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::time::Duration;
+
+use tokio_rdma::software::{UdpConfig, UdpError};
+use tokio_rdma::{Connection, Device, Listener, OpenError};
+
+/// Only a hang takes this long.
+const HANG: Duration = Duration::from_secs(60);
+
+/// False, with a word, where there is no software device over UDP.
+fn runs() -> bool {
+    if let Some(name) = std::env::var("TOKIO_RDMA_DEVICE").ok().filter(|name| name != Device::SOFTWARE) {
+        eprintln!("SKIPPED: TOKIO_RDMA_DEVICE names {name}");
+        return false;
+    }
+    match Device::open_default_at(udp::address()) {
+        Err(OpenError::Udp(error @ UdpError::PortTaken { soft_roce: true, .. })) => {
+            eprintln!("SKIPPED: {error}");
+            false
+        }
+        _ => true,
+    }
+}
+
+/// A device at an address that nobody has, and the address.
+fn somewhere() -> (Device, IpAddr) {
+    for _ in 0..100 {
+        let address = udp::address();
+        match Device::open_default_at(address) {
+            Ok(device) => return (device, address),
+            Err(OpenError::Udp(UdpError::PortTaken { .. })) => {}
+            Err(error) => panic!("{error}"),
+        }
+    }
+    panic!("no address of 100 is free");
+}
+
+fn address_of(device: &Device) -> IpAddr {
+    device.default_path().unwrap().1.gid.to_ip()
+}
+
+#[track_caller]
+fn refused(opened: Result<Device, OpenError>) -> UdpError {
+    match opened {
+        Err(OpenError::Udp(error)) => error,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn device_is_at_its_address_alone_until_it_is_gone() {
+    if !runs() {
+        return;
+    }
+    let (device, address) = somewhere();
+    assert_eq!((address_of(&device), device.name()), (address, &*address.to_string()));
+    let taken = UdpError::PortTaken { address, port: UdpConfig::PORT, soft_roce: false };
+    assert_eq!(refused(Device::open_default_at(address)), taken);
+    assert_eq!(io::Error::from(taken).kind(), io::ErrorKind::AddrInUse);
+    let pd = device.protection_domain().unwrap();
+    drop(device);
+    refused(Device::open_default_at(address));
+    drop(pd);
+    let IpAddr::V4(v4) = address else { panic!("{address}") };
+    let again = Device::open_default_at(v4.to_ipv6_mapped().into()).unwrap();
+    assert_eq!(address_of(&again), address, "the same address in another form");
+}
+
+#[test]
+fn clients_of_a_service_have_an_address_each_and_reach_it() {
+    if !runs() {
+        return;
+    }
+    let (server, at) = somewhere();
+    let clients = [(); 2].map(|()| Device::open_default_to(at).unwrap());
+    let [one, two] = clients.each_ref().map(address_of);
+    assert_ne!(one, two);
+    for client in [one, two] {
+        let IpAddr::V4(v4) = client else { panic!("{client}") };
+        assert!(matches!(v4.octets(), [127, 0, 0, 2..=254]), "{client}");
+    }
+    let scenario = async {
+        let listener = Listener::bind(&server, (at, 0)).await.unwrap();
+        let address = listener.local_addr();
+        for (client, from) in clients.iter().zip([one, two]) {
+            let (theirs, ours) = tokio::join!(Connection::connect(client, address), listener.accept());
+            let (theirs, ours) = (theirs.unwrap(), ours.unwrap());
+            theirs.send(from.to_string().into_bytes()).await.unwrap();
+            assert_eq!(&ours.recv().await.unwrap().unwrap()[..], from.to_string().as_bytes());
+        }
+    };
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    runtime.block_on(async { tokio::time::timeout(HANG, scenario).await.expect("hangs") });
+}
+
+#[test]
+fn peer_that_has_one_of_the_addresses_keeps_it() {
+    if !runs() {
+        return;
+    }
+    // A client that comes before its server.
+    let peer: IpAddr = Ipv4Addr::new(127, 0, 0, 254).into();
+    assert_ne!(address_of(&Device::open_default_to(peer).unwrap()), peer);
+}
+
+#[test]
+fn ipv6_has_one_loopback_address_for_both_ends() {
+    if !runs() {
+        return;
+    }
+    let loopback = IpAddr::V6(Ipv6Addr::LOCALHOST);
+    // Another program may have it, for a while.
+    let device = (0..100).find_map(|_| Device::open_default_at(loopback).ok());
+    let device = device.expect("port 4791 of ::1, and IPv6");
+    let error = refused(Device::open_default_to(loopback));
+    assert_eq!(error, UdpError::PortTaken { address: loopback, port: UdpConfig::PORT, soft_roce: false });
+    assert!(error.to_string().contains("IPv6 has no other loopback address"), "{error}");
+    drop(device);
+    let device = (0..100).find_map(|_| Device::open_default_to(loopback).ok());
+    assert_eq!(address_of(&device.expect("it is free again")), loopback);
+}
+
+#[test]
+fn addresses_that_cannot_work_are_refused() {
+    if !runs() {
+        return;
+    }
+    for address in ["0.0.0.0", "::", "224.0.0.1", "ff02::1", "255.255.255.255"] {
+        let address: IpAddr = address.parse().unwrap();
+        let error = UdpError::NotOneHost { address };
+        assert_eq!(refused(Device::open_default_at(address)), error);
+        assert_eq!(refused(Device::open_default_to(address)), error);
+    }
+    // Reserved for documentation: nobody has it.
+    let nobody: IpAddr = "198.51.100.1".parse().unwrap();
+    assert_eq!(refused(Device::open_default_at(nobody)), UdpError::NotLocal { address: nobody });
+    // Without its interface.
+    let link_local: IpAddr = "fe80::1".parse().unwrap();
+    let error = refused(Device::open_default_to(link_local));
+    assert!(matches!(error, UdpError::NoRoute { peer, error } if peer == link_local && error.errno != 0), "{error:?}");
+    assert_eq!(io::Error::from(OpenError::from(error)).kind(), io::ErrorKind::NetworkUnreachable);
+}
