@@ -280,7 +280,10 @@ fn operation_that_fails_ends_the_connection_with_its_reason() {
         let region = b.expose(vec![0; 64], Access::REMOTE_READ).unwrap();
         let refused = a.write(a.copy_from(b"no").unwrap(), region.grant()).await.unwrap_err();
         assert_eq!(refused.status(), Some(WcStatus::REM_ACCESS_ERR));
-        assert!(matches!(closed(soon("ends", a.recv()).await), CloseReason::Operation(_)));
+        // That, and not the flush of the receives.
+        let reason = closed(soon("ends", a.recv()).await);
+        assert_eq!(reason, CloseReason::Operation(refused.kind()));
+        assert_eq!(a.close_reason(), Some(reason));
         assert!(matches!(closed(soon("ends", b.recv()).await), CloseReason::Operation(_)));
     });
 }

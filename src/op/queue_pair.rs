@@ -286,6 +286,11 @@ impl QueuePair {
         self.inner.core.shut_down(OpErrorKind::Closed);
     }
 
+    /// The failure that has put it in the error state, if it was that of a send of whomever and its completion was taken.
+    pub(crate) fn cause(&self) -> Option<OpErrorKind> {
+        self.send_queue().cause()
+    }
+
     /// What its send queue has done so far.
     #[must_use]
     pub fn send_counters(&self) -> WorkQueueCounters {

@@ -29,6 +29,12 @@ impl Core {
             return Err(CloseReason::Clean);
         }
         let mut reason = self.flushed.unwrap_or(kind);
+        if is_flush(reason) {
+            // What has failed may be the service's. Its completion comes before those of what is flushed because of it, but
+            // perhaps nobody has looked.
+            self.qp.take_completions();
+            reason = self.qp.cause().unwrap_or(reason);
+        }
         let mut pending = false;
         for sent in &mut self.sends {
             match sent.poll(context) {

@@ -33,7 +33,8 @@ pub enum CloseReason {
     Dropped,
     /// The connection manager says that the peer has disconnected, without having finished.
     Disconnected,
-    /// An operation failed: of this crate, or another on the same connection.
+    /// An operation failed: of this crate, or another on the same connection. If work of this end has failed at the peer, this is
+    /// that, and not the flush of all else which follows it.
     Operation(OpErrorKind),
     /// The peer did what no peer does.
     Violation(Violation),
