@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use connected::{assert_ready, config, pair, pair_in, pattern, recv};
+use connected::{assert_ready, config, modes, pair, pair_in, pattern, recv};
 use futures::{FutureExt, Sink, SinkExt, Stream, StreamExt};
 use tokio::time::timeout;
 use tokio_rdma::software::{Faults, Network};
@@ -27,16 +27,6 @@ fn everywhere<F: Future<Output = ()>>(what: &'static str, test: impl Fn(Mode) ->
         for mode in Mode::ALL {
             bounded(what, LONG, move || flavour.runtime().block_on(test(mode)));
         }
-    }
-}
-
-/// Runs `test` in every completion mode, on the runtime that services use.
-fn modes<F: Future<Output = ()>>(what: &'static str, test: impl Fn() -> F + Send + Copy + 'static) {
-    for mode in Mode::ALL {
-        bounded(what, LONG, move || {
-            connected::use_mode(mode);
-            Flavour::MultiThread.runtime().block_on(test());
-        });
     }
 }
 

@@ -21,11 +21,9 @@ use super::hello::{Hello, HelloError};
 use crate::cm::{self, Link};
 use crate::completion::CompletionQueue;
 use crate::error::{OpErrorKind, SetupError};
-use crate::mem::{HostMemory, RemoteRegion, Storage};
-use crate::op::{Atomic, QueuePair, QueuePairBuilder, QueuePairEndpoint, Read, Write};
+use crate::op::{QueuePair, QueuePairBuilder, QueuePairEndpoint};
 use crate::provider::dispatch::{ReceiveCounters, SendCounters};
-use crate::types::Access;
-use crate::verbs::{BufMut, Device, ExposedRegion, Pool, PoolError, ProtectionDomain, Source, Target};
+use crate::verbs::{Device, Pool, ProtectionDomain};
 
 /// A reliable connection that carries messages both ways, and reads and writes memory that the peer has exposed.
 ///
@@ -45,8 +43,9 @@ use crate::verbs::{BufMut, Device, ExposedRegion, Pool, PoolError, ProtectionDom
 ///
 /// # Operations of the service
 ///
-/// [`read`](Self::read), [`write`](Self::write) and the atomics use the queue pair of the messages, and wait in line with
-/// them for room. One that fails at the peer ends the connection, as it ends the queue pair.
+/// [`read`](Self::read), [`write`](Self::write), the atomics and [batches](Self::post_batch) use the queue pair of the messages,
+/// and wait in line with them for room: a service that lets thousands line up holds up its own messages, and the answers that
+/// its peer waits for. One that fails at the peer ends the connection, as it ends the queue pair.
 pub struct Connection {
     send: SendHalf,
     recv: RecvHalf,
@@ -56,13 +55,13 @@ pub struct Connection {
 pub(super) struct Handle {
     pub(super) shared: Arc<Shared>,
     close_timeout: Duration,
-    buffer_size: usize,
+    pub(super) buffer_size: usize,
     peer: Hello,
     user_data: Bytes,
     /// Ours and the peer's.
     addresses: Option<(SocketAddr, SocketAddr)>,
     /// Of [`Connection::alloc`]; made when first needed.
-    buffers: OnceLock<Pool>,
+    pub(super) buffers: OnceLock<Pool>,
 }
 
 impl Drop for Handle {
@@ -290,85 +289,12 @@ impl Connection {
         self.qp().software_counters()
     }
 
-    // One-sided operations.
-
-    /// Its protection domain: what is exposed there, the peer reaches.
-    #[must_use]
-    pub fn protection_domain(&self) -> &ProtectionDomain {
-        self.qp().protection_domain()
-    }
-
-    /// Exposes memory to the peer; send it the [`grant`](ExposedRegion::grant).
-    ///
-    /// # Errors
-    ///
-    /// As [`ExposedRegion::new`].
-    pub fn expose<S: Storage>(&self, memory: S, access: Access) -> Result<ExposedRegion, SetupError> {
-        ExposedRegion::new(self.protection_domain(), memory, access)
-    }
-
-    /// A buffer of `len` bytes for operations: from a pool up to `receive_buffer_size`, beyond that registered for this.
-    ///
-    /// # Errors
-    ///
-    /// [`SetupError`] if it is longer than a buffer can be, or cannot be registered.
-    pub fn alloc(&self, len: usize) -> Result<BufMut, SetupError> {
-        let handle = self.handle();
-        if len > handle.buffer_size {
-            return self.protection_domain().register(HostMemory::zeroed(len)?);
-        }
-        let pool = match handle.buffers.get() {
-            Some(pool) => pool,
-            None => {
-                let pool = Pool::builder(self.protection_domain()).buffer_size(handle.buffer_size).buffers(16);
-                let pool = pool.growing(true).build()?;
-                handle.buffers.get_or_init(|| pool)
-            }
-        };
-        pool.try_alloc(len).map_err(|error| match error {
-            PoolError::Register(error) => error,
-            PoolError::TooLong(limit) => limit.into(),
-            PoolError::Empty => unreachable!("it grows"),
-        })
-    }
-
-    /// A buffer for operations that holds a copy of `bytes`.
-    ///
-    /// # Errors
-    ///
-    /// As [`alloc`](Self::alloc).
-    pub fn copy_from(&self, bytes: &[u8]) -> Result<BufMut, SetupError> {
-        let mut buffer = self.alloc(bytes.len())?;
-        buffer.copy_from_slice(bytes);
-        Ok(buffer)
-    }
-
-    /// Writes to memory of the peer: [`QueuePair::write`]. A message sent afterwards tells the peer, and makes it visible.
-    pub fn write<B: Source>(&self, buffer: B, remote: RemoteRegion) -> Write<B> {
-        self.qp().write(buffer, remote)
-    }
-
-    /// Reads memory of the peer: [`QueuePair::read`].
-    pub fn read<B: Target>(&self, buffer: B, remote: RemoteRegion) -> Read<B> {
-        self.qp().read(buffer, remote)
-    }
-
-    /// Compares and swaps a word of the peer's memory: [`QueuePair::compare_swap`].
-    pub fn compare_swap(&self, remote: RemoteRegion, compare: u64, swap: u64) -> Atomic {
-        self.qp().compare_swap(remote, compare, swap)
-    }
-
-    /// Adds to a word of the peer's memory: [`QueuePair::fetch_add`].
-    pub fn fetch_add(&self, remote: RemoteRegion, add: u64) -> Atomic {
-        self.qp().fetch_add(remote, add)
-    }
-
-    fn handle(&self) -> &Handle {
+    pub(super) fn handle(&self) -> &Handle {
         &self.send.handle
     }
 
     /// Not for users: what they sent or received on it would be taken for messages.
-    fn qp(&self) -> &QueuePair {
+    pub(super) fn qp(&self) -> &QueuePair {
         &self.handle().shared.qp
     }
 }
