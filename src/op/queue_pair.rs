@@ -434,7 +434,7 @@ pub struct QueuePairBuilder {
 
 /// How the port and its GID are chosen.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Path {
+pub(crate) enum Path {
     Any,
     To(Gid),
     From(PortNum, u8),
@@ -531,6 +531,12 @@ impl QueuePairBuilder {
     #[must_use]
     pub fn source(mut self, port: PortNum, gid_index: u8) -> Self {
         self.path = Path::From(port, gid_index);
+        self
+    }
+
+    /// As [`peer`](Self::peer) or [`source`](Self::source), whichever it is.
+    pub(crate) fn path(mut self, path: Path) -> Self {
+        self.path = path;
         self
     }
 

@@ -94,7 +94,9 @@ impl Connection {
     ///
     /// [`EstablishError::Connect`] if the two sides do not meet, also within
     /// [`connect_timeout`](ConnectionConfig::connect_timeout), [`EstablishError::Setup`] for settings that the device does
-    /// not allow, [`EstablishError::Hello`] if the other side is no listener of this kind.
+    /// not allow, [`EstablishError::Hello`] if the other side is no listener of this kind. An address that leads elsewhere than
+    /// [`peer`](ConnectionConfig::peer) or [`source`](ConnectionConfig::source) of the settings say is passed over; if there is no
+    /// other, that is [`ConnectError::Setup`](cm::ConnectError::Setup) with [`SetupError::Mismatch`].
     ///
     /// # Cancel safety
     ///
@@ -112,6 +114,7 @@ impl Connection {
         let pd = config.domain(device)?;
         let mut prepared = None;
         let (_, link) = cm::connect(device, address, &options, |route| {
+            config.check_path((route.port(), route.gid_index()), route.destination())?;
             let made = Prepared::new(&pd, config, |builder| route.prepare(builder))?;
             Ok(prepared.insert(made).qp.clone())
         })
@@ -123,14 +126,15 @@ impl Connection {
     }
 
     /// Makes what is needed to connect: a queue pair in INIT with its receives posted. For services with a control plane of
-    /// their own; exchange [`Prepared::endpoint`] and [`Prepared::hello`] with the peer over that.
+    /// their own; exchange [`Prepared::endpoint`] and [`Prepared::hello`] with the peer over that. On a port with several GIDs, say
+    /// whom it is for by [`ConnectionConfig::peer`], or where it sends from by [`ConnectionConfig::source`].
     ///
     /// # Errors
     ///
     /// [`SetupError::Limit`] and [`SetupError::TooSmall`] with the setting that the device or the protocol does not allow,
-    /// else as [`QueuePairBuilder::build`].
+    /// [`SetupError::NoGid`] without an active port or the entry asked for, else as [`QueuePairBuilder::build`].
     pub fn prepare(pd: &ProtectionDomain, config: &ConnectionConfig) -> Result<Prepared, SetupError> {
-        Prepared::new(pd, config, |builder| builder)
+        Prepared::new(pd, config, |builder| builder.path(config.path))
     }
 
     /// Sends a message: up to the peer's `receive_buffer_size` it is copied, a longer one is read by the peer from where it
