@@ -485,7 +485,7 @@ impl WorkQueue {
 
     /// Stops posting. What is posted stays with the device, and what is in line stays there: it may be the end of a
     /// batch of which a part is posted, and a batch gives its buffers back when its last work request ends.
-    pub(super) fn close(&self) -> Option<Poster> {
+    pub(crate) fn close(&self) -> Option<Poster> {
         let mut posting = lock(&self.posting);
         posting.until = posting.posted;
         posting.poster.take()

@@ -286,6 +286,14 @@ impl QueuePair {
         self.inner.core.shut_down(OpErrorKind::Closed);
     }
 
+    /// Posts no more sends, of whomever: those in line stay there until it is closed, and fail then. What the device has goes
+    /// on. True if it has all of them.
+    pub(crate) fn stop_sending(&self) -> bool {
+        // Dropped without the lock.
+        drop(self.send_queue().close());
+        self.send_counters().waiting == 0
+    }
+
     /// The failure that has put it in the error state, if it was that of a send of whomever and its completion was taken.
     pub(crate) fn cause(&self) -> Option<OpErrorKind> {
         self.send_queue().cause()

@@ -35,6 +35,7 @@ use crate::verbs::{Device, Pool, ProtectionDomain};
 /// [`finish`](Self::finish) says that no more messages come: the peer's [`recv`](Self::recv) gives `None` after the last one.
 /// [`close`](Self::close) finishes, and waits until the peer has, too. When both have, and all messages have arrived, the
 /// connection ends cleanly, by itself. Any other end is an error with its [`CloseReason`], at both ends.
+/// [`abort`](Self::abort) ends it at once.
 ///
 /// Dropping it is a clean end only if `recv` has given `None`: then it finishes as `close` does, and nobody is told whether
 /// the last messages have arrived. Otherwise the peer is told, as well as that is possible, that this end was dropped
@@ -221,11 +222,28 @@ impl Connection {
         let reason = match tokio::time::timeout(handle.close_timeout, gone()).await {
             Ok(reason) => reason,
             Err(_) => {
-                handle.shared.give_up();
+                handle.shared.leave(CloseReason::CloseTimeout);
                 gone().await
             }
         };
         if reason == CloseReason::Clean { Ok(()) } else { Err(reason.into()) }
+    }
+
+    /// Ends it now, without having finished: for a service that is wrong about its peer, or must not write any more. If it has
+    /// ended already, nothing changes.
+    ///
+    /// When this returns, messages that wait to be sent or received fail with [`CloseReason::Aborted`], messages that have arrived
+    /// are thrown away, and operations that are called fail as [`OpErrorKind::Closed`](crate::OpErrorKind::Closed), as do those that
+    /// stand in line. Those that are in flight are flushed once the peer's device has taken the word that this end is gone, and
+    /// within a second if it does not: until then they may be carried out, and their buffers belong to the device.
+    /// [`close`](Self::close), called after this, waits until all of that is over.
+    ///
+    /// The peer finds [`CloseReason::Dropped`], or [`CloseReason::Disconnected`] if the connection manager is faster; the reason is
+    /// not for it to know, and a service that wants to tell it sends a message before. Out of band and with a full send queue
+    /// there is no room for the word: then the peer finds out when it asks for an answer
+    /// ([`keepalive`](ConnectionConfig::keepalive)), or by an operation that fails.
+    pub fn abort(&self) {
+        self.handle().shared.leave(CloseReason::Aborted);
     }
 
     /// Why it has ended, if it has.
