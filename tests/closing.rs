@@ -10,9 +10,12 @@ use connected::{config, pair, pair_in, pattern, recv, two};
 use futures::{FutureExt, StreamExt};
 use tokio::time::timeout;
 use tokio_rdma::software::Network;
-use tokio_rdma::types::WcStatus;
-use tokio_rdma::{Access, CloseReason, Connection, ConnectionConfig, Device, Listener, MessageError, OpErrorKind};
-use torture::{Flavour, LONG, Mode, Seed, bounded, device, eventually, scaled, soon, yields};
+use tokio_rdma::types::{AckTimeout, WcStatus};
+use tokio_rdma::{
+    Access, Batch, CloseReason, ConnectOptions, Connection, ConnectionConfig, Device, Listener, MessageError, OpError,
+    OpErrorKind, Pool,
+};
+use torture::{Flavour, LONG, Mode, Seed, bounded, device, eventually, hardware, scaled, slow_network, soon, yields};
 
 /// Runs `test` in every completion mode, and the usual one on each runtime.
 fn run<F: Future<Output = ()>>(what: &'static str, test: impl Fn() -> F + Send + Copy + 'static) {
@@ -280,8 +283,223 @@ fn operation_that_fails_ends_the_connection_with_its_reason() {
         let region = b.expose(vec![0; 64], Access::REMOTE_READ).unwrap();
         let refused = a.write(a.copy_from(b"no").unwrap(), region.grant()).await.unwrap_err();
         assert_eq!(refused.status(), Some(WcStatus::REM_ACCESS_ERR));
-        assert!(matches!(closed(soon("ends", a.recv()).await), CloseReason::Operation(_)));
+        // That, and not the flush of the receives.
+        let reason = closed(soon("ends", a.recv()).await);
+        assert_eq!(reason, CloseReason::Operation(refused.kind()));
+        assert_eq!(a.close_reason(), Some(reason));
         assert!(matches!(closed(soon("ends", b.recv()).await), CloseReason::Operation(_)));
+    });
+}
+
+#[test]
+fn operation_that_nobody_waits_for_is_the_reason_if_it_fails() {
+    run("abandoned", || async {
+        let (a, b) = pair(&config());
+        let region = b.expose(vec![0; 64], Access::REMOTE_READ).unwrap();
+        let mut batch = Batch::new();
+        for _ in 0..4 {
+            batch.write(a.copy_from(b"no").unwrap(), region.grant());
+        }
+        drop(a.post_batch(batch));
+        // It may find that out.
+        drop(a.send("behind").await);
+        let reason = closed(soon("ends", a.recv()).await);
+        assert_eq!(status(reason), Some(WcStatus::REM_ACCESS_ERR), "{reason:?}");
+    });
+}
+
+#[test]
+fn operation_that_a_dead_peer_does_not_answer_is_the_reason() {
+    run("dead", || async {
+        let network = Network::new();
+        let [(_, a_pd), (_two, b_pd)] = two(&network);
+        let config = config().keepalive(None);
+        let (a, b) = pair_in(&a_pd, &b_pd, &config, &config);
+        let remote = grant_of(&b);
+        network.control("two").unwrap().set_port(false);
+        let waiting = a.read(a.alloc(8).unwrap(), remote);
+        drop(a.write(a.copy_from(b"lost").unwrap(), remote));
+        let reason = closed(soon("notices", a.recv()).await);
+        assert_eq!(status(reason), Some(WcStatus::RETRY_EXC_ERR), "{reason:?}");
+        assert_eq!(soon("read", waiting).await.unwrap_err().status(), Some(WcStatus::RETRY_EXC_ERR));
+    });
+}
+
+/// Status of the operation that has ended a connection.
+fn status(reason: CloseReason) -> Option<WcStatus> {
+    match reason {
+        CloseReason::Operation(kind) => kind.status(),
+        _ => None,
+    }
+}
+
+/// True if that may have become of an operation that was in flight, or in line, when its connection was aborted.
+fn may_be_aborted<T, B>(result: &Result<T, OpError<B>>) -> bool {
+    match result {
+        Ok(_) => true,
+        Err(error) => error.kind() == OpErrorKind::Closed || error.status() == Some(WcStatus::WR_FLUSH_ERR),
+    }
+}
+
+/// Receives until that fails.
+async fn last(connection: &Connection) -> CloseReason {
+    loop {
+        match connection.recv().await {
+            Ok(Some(_)) => {}
+            refused => return closed(refused),
+        }
+    }
+}
+
+#[test]
+fn abort_ends_both_ends_with_messages_and_operations_in_flight() {
+    let seed = Seed::new("--test closing abort_ends_both_ends");
+    let value = seed.value;
+    run("abort", move || async move {
+        let (_, pd) = device(&slow_network(value));
+        let config = config().max_send_wr(8);
+        let config = match hardware() {
+            Some(_) => config,
+            // The network is late, and this machine may be: no peer that lives is to be taken for dead.
+            None => config.options(ConnectOptions {
+                timeout: AckTimeout::from_code(18),
+                retry_count: 1,
+                ..Default::default()
+            }),
+        };
+        let (a, b) = pair_in(&pd, &pd, &config, &config);
+        let [ours, theirs] = [&a, &b].map(|end| end.expose(vec![0; 4096], Access::REMOTE_ALL).unwrap());
+        let pools = [&a, &b].map(|end| Pool::new(end.protection_domain(), 512, 48).unwrap());
+        let (a, b) = (std::sync::Arc::new(a), std::sync::Arc::new(b));
+        let waiting = [&a, &b].map(|end| {
+            let end = end.clone();
+            tokio::spawn(async move { last(&end).await })
+        });
+        for len in [10, 1000, 3 << 20] {
+            a.send(pattern(len, 1)).await.unwrap();
+            b.send(pattern(len, 2)).await.unwrap();
+        }
+        // More than the queues hold.
+        let buffer = |end: usize| pools[end].try_alloc(512).unwrap();
+        let writes: Vec<_> = (0..32).map(|_| a.write(buffer(0), theirs.grant())).collect();
+        let adds: Vec<_> = (0..8).map(|_| a.fetch_add(theirs.grant().slice(..8).unwrap(), 1)).collect();
+        let mut batch = Batch::new();
+        for _ in 0..8 {
+            batch.read(buffer(0), theirs.grant());
+        }
+        let batch = a.post_batch(batch);
+        let reads: Vec<_> = (0..32).map(|_| b.read(buffer(1), ours.grant())).collect();
+        drop(a.write(buffer(0), theirs.grant()));
+
+        a.abort();
+        assert_eq!(a.close_reason(), Some(CloseReason::Aborted));
+        assert_eq!(closed(a.send("x").await), CloseReason::Aborted);
+        assert_eq!(closed(a.recv().await), CloseReason::Aborted);
+        assert_eq!(closed(a.flush().await), CloseReason::Aborted);
+        let late = a.write(buffer(0), theirs.grant()).await.unwrap_err();
+        assert_eq!(late.kind(), OpErrorKind::Closed);
+        drop(late);
+        // Again, it is no harm.
+        a.abort();
+
+        // The peer is told, or finds out.
+        let reason = soon("peer", until_closed(&b)).await;
+        let flushed = [WcStatus::RETRY_EXC_ERR, WcStatus::WR_FLUSH_ERR].map(Some);
+        assert!(reason == CloseReason::Dropped || flushed.contains(&status(reason)), "{reason:?}");
+        let [our_wait, their_wait] = waiting;
+        assert_eq!(soon("waits", our_wait).await.unwrap(), CloseReason::Aborted);
+        assert_eq!(soon("waits", their_wait).await.unwrap(), reason);
+
+        for write in writes {
+            let result = soon("write", write).await;
+            assert!(may_be_aborted(&result), "{result:?}");
+        }
+        for add in adds {
+            let result = soon("add", add).await;
+            assert!(may_be_aborted(&result), "{result:?}");
+        }
+        for result in soon("batch", batch).await.results() {
+            let flushed = |kind: OpErrorKind| kind.status() == Some(WcStatus::WR_FLUSH_ERR);
+            assert!(result.is_ok() || result.is_err_and(|kind| kind == OpErrorKind::Closed || flushed(kind)));
+        }
+        for read in reads {
+            drop(soon("read", read).await);
+        }
+        assert_eq!(closed(soon("close", a.close()).await), CloseReason::Aborted);
+        assert!(soon("close", b.close()).await.is_err());
+        eventually("all buffers", || pools.iter().all(|pool| pool.available() == 48)).await;
+    });
+    drop(seed);
+}
+
+#[test]
+fn abort_tells_the_peer_behind_what_was_sent() {
+    run("word", || async {
+        let (a, b) = pair(&config());
+        a.send("before").await.unwrap();
+        b.send("not received").await.unwrap();
+        a.abort();
+        assert_eq!(recv(&b).await, "before");
+        assert_eq!(closed(soon("told", b.recv()).await), CloseReason::Dropped);
+        assert_eq!(closed(a.recv().await), CloseReason::Aborted);
+        assert_eq!(closed(soon("close", a.close()).await), CloseReason::Aborted);
+        let (_, mut receiving) = a.into_split();
+        assert!(receiving.next().await.unwrap().is_err() && receiving.next().await.is_none());
+
+        // By address, the connection manager says so besides.
+        let (device, _) = device(&Network::new());
+        let (a, b) = by_address(&device, &config()).await;
+        a.abort();
+        let reason = closed(soon("told", b.recv()).await);
+        assert!(matches!(reason, CloseReason::Dropped | CloseReason::Disconnected), "{reason:?}");
+        assert_eq!(a.close_reason(), Some(CloseReason::Aborted));
+    });
+}
+
+#[test]
+fn abort_ends_what_the_peer_would_never_answer() {
+    run("silence", || async {
+        let network = Network::new();
+        let [(_, a_pd), (_two, b_pd)] = two(&network);
+        // No timeout: nothing but an abort ends it.
+        let options = ConnectOptions { timeout: AckTimeout::from_code(0), ..Default::default() };
+        let config = config().keepalive(None).options(options);
+        let (a, b) = pair_in(&a_pd, &b_pd, &config, &config);
+        let remote = grant_of(&b);
+        network.control("two").unwrap().set_port(false);
+        let pool = Pool::new(a.protection_domain(), 64, 4).unwrap();
+        a.send("never arrives").await.unwrap();
+        let write = a.write(pool.try_alloc(64).unwrap(), remote);
+        let read = a.read(pool.try_alloc(64).unwrap(), remote);
+        let mut batch = Batch::new();
+        for _ in 0..2 {
+            batch.read(pool.try_alloc(64).unwrap(), remote);
+        }
+        let batch = a.post_batch(batch);
+        let a = std::sync::Arc::new(a);
+        let closing = tokio::spawn({
+            let a = a.clone();
+            async move { a.close().await }
+        });
+        tokio::task::yield_now().await;
+        assert_eq!((a.close_reason(), pool.available()), (None, 0));
+        a.abort();
+        assert!(soon("write", write).await.is_err() && soon("read", read).await.is_err());
+        assert!(soon("batch", batch).await.results().iter().all(Result::is_err));
+        assert_eq!(closed(soon("close", closing).await.unwrap()), CloseReason::Aborted);
+        eventually("all buffers", || pool.available() == 4).await;
+    });
+}
+
+#[test]
+fn abort_changes_nothing_once_it_is_over() {
+    run("over", || async {
+        let (a, b) = pair(&config());
+        let (first, second) = soon("close", async { tokio::join!(a.close(), b.close()) }).await;
+        assert_eq!((first, second), (Ok(()), Ok(())));
+        a.abort();
+        assert_eq!(a.close_reason(), Some(CloseReason::Clean));
+        assert_eq!(soon("again", a.close()).await, Ok(()));
     });
 }
 

@@ -5,19 +5,20 @@ mod connected;
 mod torture;
 
 use std::collections::VecDeque;
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use connected::{assert_ready, config, pair, pair_in, pattern, recv};
+use connected::{assert_ready, config, modes, pair, pair_in, pattern, recv};
 use futures::{FutureExt, Sink, SinkExt, Stream, StreamExt};
 use tokio::time::timeout;
 use tokio_rdma::software::{Faults, Network};
-use tokio_rdma::types::AckTimeout;
+use tokio_rdma::types::{AckTimeout, Gid};
 use tokio_rdma::{
-    Access, Buf, CompletionMode, CompletionQueue, ConnectOptions, Connection, ConnectionConfig, Hello, Listener,
-    MessageError, RemoteRegion, SetupError, cm,
+    Access, Buf, CompletionMode, CompletionQueue, ConnectOptions, Connection, ConnectionConfig, EstablishError, Hello,
+    Listener, MessageError, RemoteRegion, SetupError, cm,
 };
 use torture::{Flavour, LONG, Mode, Seed, bounded, device, eventually, scaled, soon, yields};
 
@@ -27,16 +28,6 @@ fn everywhere<F: Future<Output = ()>>(what: &'static str, test: impl Fn(Mode) ->
         for mode in Mode::ALL {
             bounded(what, LONG, move || flavour.runtime().block_on(test(mode)));
         }
-    }
-}
-
-/// Runs `test` in every completion mode, on the runtime that services use.
-fn modes<F: Future<Output = ()>>(what: &'static str, test: impl Fn() -> F + Send + Copy + 'static) {
-    for mode in Mode::ALL {
-        bounded(what, LONG, move || {
-            connected::use_mode(mode);
-            Flavour::MultiThread.runtime().block_on(test());
-        });
     }
 }
 
@@ -494,6 +485,56 @@ fn settings_that_cannot_be_are_refused_by_name() {
         let queue = CompletionQueue::builder(&device).capacity(100).mode(CompletionMode::Event).build().unwrap();
         let full = Connection::prepare(&pd, &config().completion_queue(&queue));
         assert!(matches!(full, Err(SetupError::CompletionQueueFull { .. })), "{full:?}");
+    });
+}
+
+#[test]
+fn gid_is_chosen_by_peer_or_by_number_and_an_address_must_lead_there() {
+    run("path", || async {
+        let (device, pd) = device(&Network::new());
+        let (port, entry) = device.default_path().unwrap();
+        let gid = |config: ConnectionConfig| Connection::prepare(&pd, &config).map(|made| made.endpoint().gid);
+        assert_eq!(gid(config().source(port.port, entry.index)), Ok(entry.gid));
+        assert_eq!(gid(config().peer(entry.gid)), Ok(device.path_to(entry.gid).unwrap().1.gid));
+        assert_eq!(gid(config().source(port.port, 255)), Err(SetupError::NoGid { port: port.port.0 }));
+        assert!(gid(config().source(port.port, 255).peer(entry.gid)).is_ok(), "the last one counts");
+
+        let listener = Listener::bind_with(&device, connected::address(&device), &config()).await.unwrap();
+        let address = listener.local_addr();
+        let route = cm::resolve(&device, address).await.unwrap();
+        let (peer, number, index) = (route.destination(), route.port(), route.gid_index());
+        drop(route);
+        let stranger: Gid = IpAddr::from([10, 9, 9, 9]).into();
+        for (asked, wrong) in [("peer", config().peer(stranger)), ("source", config().source(number, !index))] {
+            match soon("refuse", Connection::connect_with(&device, address, &wrong)).await {
+                Err(EstablishError::Connect(cm::ConnectError::Setup(SetupError::Mismatch { what, .. }))) => {
+                    assert_eq!(what, asked);
+                }
+                other => panic!("{asked}: {other:?}"),
+            }
+        }
+        for right in [config().peer(peer), config().source(number, index)] {
+            let connecting = Connection::connect_with(&device, address, &right);
+            let (a, b) = soon("connect", async { tokio::try_join!(connecting, listener.accept()) }).await.unwrap();
+            a.send("there").await.unwrap();
+            assert_eq!(recv(&b).await, "there");
+        }
+
+        // A listener for somebody else rejects this peer, and goes on.
+        let picky = Listener::bind_with(&device, connected::address(&device), &config().peer(stranger)).await.unwrap();
+        let address = picky.local_addr();
+        let asking = async {
+            for _ in 0..2 {
+                match soon("reject", Connection::connect_with(&device, address, &config())).await {
+                    Err(EstablishError::Connect(cm::ConnectError::Rejected { .. })) => {}
+                    other => panic!("{other:?}"),
+                }
+            }
+        };
+        tokio::select! {
+            made = picky.accept() => panic!("{made:?}"),
+            () = asking => {}
+        }
     });
 }
 

@@ -15,7 +15,7 @@ use std::task::{Context, Wake, Waker};
 
 use connected::{config, pair_in, recv, two};
 use futures::FutureExt;
-use tokio_rdma::{Access, Connection, ConnectionConfig, ExposedRegion, RemoteRegion, Storage};
+use tokio_rdma::{Access, CloseReason, Connection, ConnectionConfig, ExposedRegion, RemoteRegion, Storage};
 use torture::{Flavour, LONG, Mode, Seed, bounded, slow_network};
 
 /// Two ends on a network that answers late, and memory of the second.
@@ -157,6 +157,36 @@ fn waker_of_a_wait_may_use_the_connection_when_it_is_dropped() {
         // And of the third when it leaves the line.
         drop(waiting);
         assert_eq!(nosy.called.load(Ordering::SeqCst), 3);
+    });
+}
+
+/// A waker that ends the connection when it is woken.
+struct Aborts(Nosy);
+
+impl Wake for Aborts {
+    fn wake(self: Arc<Self>) {
+        self.0.connection.abort();
+        self.0.called.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+#[test]
+fn waker_of_an_operation_may_abort_the_connection() {
+    everywhere("abort", |setup| {
+        let nosy = Nosy::new(&setup.ours);
+        let waker = Waker::from(Arc::new(Aborts(nosy.clone())));
+        while nosy.called.load(Ordering::SeqCst) == 0 {
+            let mut write = pin!(setup.ours.write(setup.ours.alloc(64).unwrap(), setup.remote));
+            if write.as_mut().poll(&mut Context::from_waker(&waker)).is_pending() {
+                // It is this end that finds what is done, under its lock.
+                while nosy.called.load(Ordering::SeqCst) == 0 {
+                    drop(setup.ours.recv().now_or_never());
+                    std::thread::yield_now();
+                }
+            }
+        }
+        assert_eq!(setup.ours.close_reason(), Some(CloseReason::Aborted));
+        assert!(setup.ours.recv().now_or_never().is_some_and(|refused| refused.is_err()));
     });
 }
 

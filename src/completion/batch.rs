@@ -158,6 +158,7 @@ impl WorkQueue {
     ) -> bool {
         let Some(Poster::Send(qp)) = &posting.poster else { return false };
         tracing::warn!(qpn = %qp.qpn(), %error, "batch refused part-way, ending the queue pair");
+        self.note_cause(OpErrorKind::Post(error));
         // Then the device has forgotten all of it, and whoever resets it ends what was in flight, as soon as we let go of
         // the lock.
         let is_reset = || qp.query().is_ok_and(|(state, _)| state == QpState::Reset);

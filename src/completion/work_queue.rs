@@ -15,7 +15,7 @@ use super::slot::{Claim, Finished, OWNER_BITS, Outcome, PLACE_BITS, Slot};
 use super::slots::{Cursor, INDEX_BITS, Slots};
 use super::wake::WakeList;
 use super::watch::Watch;
-use crate::error::{LimitError, OpErrorKind, VerbError};
+use crate::error::{CompletionError, LimitError, OpErrorKind, VerbError};
 use crate::sync::{AtomicU32, Mutex, MutexGuard, Ordering, lock};
 use crate::types::{Data, RecvWr, SendFlags, SendOp, SendWr, Sge, WcStatus, WindowBind, WorkCompletion, WrId};
 use crate::verbs::{PdKey, PostError, Qp, SgeList, Source, Srq};
@@ -49,6 +49,8 @@ pub(crate) struct WorkQueue {
     /// Completions that were errors; of those, flushed ones.
     pub(super) failed: AtomicU32,
     flushed: AtomicU32,
+    /// The first failure since it was made that is no flush.
+    cause: Mutex<Option<OpErrorKind>>,
     pub(super) posting: Mutex<Posting>,
     cq: Arc<CqShared>,
 }
@@ -111,6 +113,7 @@ impl WorkQueue {
             room: Room::new(limits.depth, matches!(poster, Poster::Shared(_))),
             failed: AtomicU32::new(0),
             flushed: AtomicU32::new(0),
+            cause: Mutex::new(None),
             posting: Mutex::new(Posting {
                 poster: Some(poster),
                 cursor: Cursor::default(),
@@ -440,7 +443,19 @@ impl WorkQueue {
             tracing::debug!(qpn = %wc.qpn, wr_id = %wc.wr_id, "flushed");
         } else {
             tracing::warn!(qpn = %wc.qpn, wr_id = %wc.wr_id, status = %wc.status, vendor = wc.vendor_error, "work request failed");
+            let (status, vendor_error, qpn) = (wc.status, wc.vendor_error, wc.qpn);
+            self.note_cause(OpErrorKind::Completion(CompletionError { status, vendor_error, qpn }));
         }
+    }
+
+    /// Work has failed that others are flushed behind.
+    pub(super) fn note_cause(&self, kind: OpErrorKind) {
+        lock(&self.cause).get_or_insert(kind);
+    }
+
+    /// Why work is flushed: the first failure since the queue was made that is no flush, whoever has posted what failed.
+    pub(crate) fn cause(&self) -> Option<OpErrorKind> {
+        *lock(&self.cause)
     }
 
     /// Hands the outcome to the operation; what that leaves to do is added to `woken`.
@@ -470,7 +485,7 @@ impl WorkQueue {
 
     /// Stops posting. What is posted stays with the device, and what is in line stays there: it may be the end of a
     /// batch of which a part is posted, and a batch gives its buffers back when its last work request ends.
-    pub(super) fn close(&self) -> Option<Poster> {
+    pub(crate) fn close(&self) -> Option<Poster> {
         let mut posting = lock(&self.posting);
         posting.until = posting.posted;
         posting.poster.take()

@@ -338,6 +338,14 @@ pub enum OpErrorKind {
         /// Which one.
         what: &'static str,
     },
+    /// It would consume a receive of the peer, and those are for the messages of its [`Connection`](crate::Connection);
+    /// nothing of its batch was sent.
+    NotOneSided {
+        /// Its place in the batch.
+        index: usize,
+        /// What it is.
+        what: &'static str,
+    },
     /// An atomic's target is not 8 bytes on an 8-byte boundary; nothing was sent.
     Misaligned {
         /// Address of the target.
@@ -376,9 +384,11 @@ impl OpErrorKind {
                 _ => ErrorKind::Other,
             },
             Self::Post(verb) | Self::CompletionQueue(verb) => io::Error::from(*verb).kind(),
-            Self::Limit(_) | Self::Foreign { .. } | Self::Rights { .. } | Self::Misaligned { .. } => {
-                ErrorKind::InvalidInput
-            }
+            Self::Limit(_)
+            | Self::Foreign { .. }
+            | Self::Rights { .. }
+            | Self::NotOneSided { .. }
+            | Self::Misaligned { .. } => ErrorKind::InvalidInput,
             Self::Unsupported { .. } => ErrorKind::Unsupported,
             Self::Closed => ErrorKind::NotConnected,
         }
@@ -394,6 +404,9 @@ impl fmt::Display for OpErrorKind {
             Self::Foreign { what } => write!(f, "{what} belongs to another protection domain"),
             Self::Rights { missing } => write!(f, "the region lacks the access rights {missing:?}"),
             Self::Unsupported { what } => write!(f, "{what} does not exist on this transport"),
+            Self::NotOneSided { index, what } => {
+                write!(f, "work request {index} of the batch is a {what}, which takes a receive of the peer's messages")
+            }
             Self::Misaligned { addr, len } => {
                 write!(f, "an atomic needs 8 bytes on an 8-byte boundary, not {len} at {addr:#x}")
             }

@@ -154,26 +154,46 @@ impl QueuePair {
         self.submit_batch(batch, Patience::Try).map_err(TryError::Full)
     }
 
+    /// As [`post_batch`](Self::post_batch), for a queue pair whose receives at the peer are somebody else's: work that would
+    /// consume one is refused, and the batch with it.
+    pub(crate) fn post_one_sided<B: Source>(&self, batch: Batch<B>) -> BatchOp<B> {
+        let posted = submit_batch(self.send_queue(), self.flags, None, batch, Patience::Queue, |index, op| {
+            let what = match op {
+                SendOp::Write(_) | SendOp::Read(_) => return None,
+                SendOp::Send => "SEND",
+                SendOp::SendWithImm(_) => "SEND with immediate data",
+                SendOp::WriteWithImm(..) => "WRITE with immediate data",
+                _ => "work request of another kind",
+            };
+            Some(OpErrorKind::NotOneSided { index, what })
+        });
+        match posted {
+            Ok(operation) => operation,
+            Err(_) => unreachable!("patience waits for room"),
+        }
+    }
+
     fn submit_batch<B: Source>(&self, batch: Batch<B>, patience: Patience) -> Result<BatchOp<B>, Batch<B>> {
-        submit_batch(self.send_queue(), self.flags, None, batch, patience, |op| match op {
+        submit_batch(self.send_queue(), self.flags, None, batch, patience, |_, op| match op {
             SendOp::Read(_) => self.unsupported("READ", &[Transport::Rc]),
             _ => self.unsupported("a batch", &[Transport::Rc, Transport::Uc]),
         })
     }
 }
 
-/// Posts all of a batch, to `to` if it is not connected; nothing of it, if `refusal` has something against one of its work requests.
+/// Posts all of a batch, to `to` if it is not connected; nothing of it, if `refusal` has something against one of its work
+/// requests, of which it is told the place.
 pub(super) fn submit_batch<B: Source>(
     queue: &Arc<WorkQueue>,
     common: SendFlags,
     to: Option<To<'_>>,
     batch: Batch<B>,
     patience: Patience,
-    refusal: impl Fn(&SendOp) -> Option<OpErrorKind>,
+    refusal: impl Fn(usize, &SendOp) -> Option<OpErrorKind>,
 ) -> Result<BatchOp<B>, Batch<B>> {
     let Batch { entries, buffers, mut results, signal_every, flags } = batch;
     results.clear();
-    let (in_flight, buffers) = match entries.iter().find_map(|entry| refusal(&entry.op)) {
+    let (in_flight, buffers) = match entries.iter().enumerate().find_map(|(index, entry)| refusal(index, &entry.op)) {
         _ if entries.is_empty() => (None, buffers),
         Some(kind) => {
             results.resize(entries.len(), Err(kind));

@@ -29,7 +29,7 @@ pub use dc::{
 pub use endpoint::{ConnectOptions, EndpointError, QueuePairEndpoint};
 pub use future::Operation;
 pub use lease::{Invalidate, Lease, Leasing};
-pub(crate) use queue_pair::WeakQueuePair;
+pub(crate) use queue_pair::{Path, WeakQueuePair};
 pub use queue_pair::{QueuePair, QueuePairBuilder};
 pub use read::Read;
 pub use recv::{Received, Recv};

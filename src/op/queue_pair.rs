@@ -286,6 +286,19 @@ impl QueuePair {
         self.inner.core.shut_down(OpErrorKind::Closed);
     }
 
+    /// Posts no more sends, of whomever: those in line stay there until it is closed, and fail then. What the device has goes
+    /// on. True if it has all of them.
+    pub(crate) fn stop_sending(&self) -> bool {
+        // Dropped without the lock.
+        drop(self.send_queue().close());
+        self.send_counters().waiting == 0
+    }
+
+    /// The failure that has put it in the error state, if it was that of a send of whomever and its completion was taken.
+    pub(crate) fn cause(&self) -> Option<OpErrorKind> {
+        self.send_queue().cause()
+    }
+
     /// What its send queue has done so far.
     #[must_use]
     pub fn send_counters(&self) -> WorkQueueCounters {
@@ -429,7 +442,7 @@ pub struct QueuePairBuilder {
 
 /// How the port and its GID are chosen.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Path {
+pub(crate) enum Path {
     Any,
     To(Gid),
     From(PortNum, u8),
@@ -526,6 +539,12 @@ impl QueuePairBuilder {
     #[must_use]
     pub fn source(mut self, port: PortNum, gid_index: u8) -> Self {
         self.path = Path::From(port, gid_index);
+        self
+    }
+
+    /// As [`peer`](Self::peer) or [`source`](Self::source), whichever it is.
+    pub(crate) fn path(mut self, path: Path) -> Self {
+        self.path = path;
         self
     }
 

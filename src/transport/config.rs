@@ -10,8 +10,8 @@ use super::hello::{Hello, HelloError};
 use crate::cm;
 use crate::completion::{CompletionMode, CompletionQueue};
 use crate::error::{LimitError, SetupError};
-use crate::op::ConnectOptions;
-use crate::types::DeviceAttr;
+use crate::op::{ConnectOptions, Path};
+use crate::types::{DeviceAttr, Gid, PortNum};
 use crate::verbs::{Device, ProtectionDomain};
 
 /// Settings of a [`Connection`](super::Connection). The two ends need not agree: each tells the other what it can receive.
@@ -40,6 +40,7 @@ pub struct ConnectionConfig {
     pub(super) handshakes: u32,
     pub(super) user_data: Bytes,
     pub(super) protection_domain: Option<ProtectionDomain>,
+    pub(super) path: Path,
 }
 
 /// Where completions arrive.
@@ -72,6 +73,7 @@ impl Default for ConnectionConfig {
             handshakes: 32,
             user_data: Bytes::new(),
             protection_domain: None,
+            path: Path::Any,
         }
     }
 }
@@ -208,6 +210,40 @@ impl ConnectionConfig {
     pub fn protection_domain(mut self, pd: &ProtectionDomain) -> Self {
         self.protection_domain = Some(pd.clone());
         self
+    }
+
+    /// Chooses port and GID to reach this peer, for [`Connection::prepare`](super::Connection::prepare): as
+    /// [`QueuePairBuilder::peer`](crate::QueuePairBuilder::peer) does. Unless this or [`source`](Self::source) is set they are those
+    /// of [`Device::default_path`]. The last one set counts.
+    ///
+    /// By address, the connection manager chooses them. There, this is the only peer to connect to, or to accept: any other is
+    /// [`SetupError::Mismatch`], and a listener rejects it.
+    pub fn peer(mut self, peer: impl Into<Gid>) -> Self {
+        self.path = Path::To(peer.into());
+        self
+    }
+
+    /// Sends from this entry of this port's GID table, for [`Connection::prepare`](super::Connection::prepare): as
+    /// [`QueuePairBuilder::source`](crate::QueuePairBuilder::source) does. The last of this and [`peer`](Self::peer) counts.
+    ///
+    /// By address, the connection manager chooses them. There, any other choice is [`SetupError::Mismatch`], and a listener
+    /// rejects the peer.
+    pub fn source(mut self, port: PortNum, gid_index: u8) -> Self {
+        self.path = Path::From(port, gid_index);
+        self
+    }
+
+    /// Checks that port and GID index, by which the connection manager reaches `peer`, are what was asked for.
+    pub(super) fn check_path(&self, (port, gid_index): (PortNum, u8), peer: Gid) -> Result<(), SetupError> {
+        let (what, ours, theirs) = match self.path {
+            Path::To(asked) if asked != peer => ("peer", asked.to_string(), peer.to_string()),
+            Path::From(asked, index) if (asked, index) != (port, gid_index) => {
+                let name = |port, index| format!("port {port}, GID index {index}");
+                ("source", name(asked, index), name(port, gid_index))
+            }
+            Path::Any | Path::To(_) | Path::From(..) => return Ok(()),
+        };
+        Err(SetupError::Mismatch { what, ours, theirs })
     }
 
     /// Where to make the queue pair.

@@ -21,11 +21,9 @@ use super::hello::{Hello, HelloError};
 use crate::cm::{self, Link};
 use crate::completion::CompletionQueue;
 use crate::error::{OpErrorKind, SetupError};
-use crate::mem::{HostMemory, RemoteRegion, Storage};
-use crate::op::{Atomic, QueuePair, QueuePairBuilder, QueuePairEndpoint, Read, Write};
+use crate::op::{QueuePair, QueuePairBuilder, QueuePairEndpoint};
 use crate::provider::dispatch::{ReceiveCounters, SendCounters};
-use crate::types::Access;
-use crate::verbs::{BufMut, Device, ExposedRegion, Pool, PoolError, ProtectionDomain, Source, Target};
+use crate::verbs::{Device, Pool, ProtectionDomain};
 
 /// A reliable connection that carries messages both ways, and reads and writes memory that the peer has exposed.
 ///
@@ -37,6 +35,7 @@ use crate::verbs::{BufMut, Device, ExposedRegion, Pool, PoolError, ProtectionDom
 /// [`finish`](Self::finish) says that no more messages come: the peer's [`recv`](Self::recv) gives `None` after the last one.
 /// [`close`](Self::close) finishes, and waits until the peer has, too. When both have, and all messages have arrived, the
 /// connection ends cleanly, by itself. Any other end is an error with its [`CloseReason`], at both ends.
+/// [`abort`](Self::abort) ends it at once.
 ///
 /// Dropping it is a clean end only if `recv` has given `None`: then it finishes as `close` does, and nobody is told whether
 /// the last messages have arrived. Otherwise the peer is told, as well as that is possible, that this end was dropped
@@ -45,8 +44,9 @@ use crate::verbs::{BufMut, Device, ExposedRegion, Pool, PoolError, ProtectionDom
 ///
 /// # Operations of the service
 ///
-/// [`read`](Self::read), [`write`](Self::write) and the atomics use the queue pair of the messages, and wait in line with
-/// them for room. One that fails at the peer ends the connection, as it ends the queue pair.
+/// [`read`](Self::read), [`write`](Self::write), the atomics and [batches](Self::post_batch) use the queue pair of the messages,
+/// and wait in line with them for room: a service that lets thousands line up holds up its own messages, and the answers that
+/// its peer waits for. One that fails at the peer ends the connection, as it ends the queue pair.
 pub struct Connection {
     send: SendHalf,
     recv: RecvHalf,
@@ -56,13 +56,13 @@ pub struct Connection {
 pub(super) struct Handle {
     pub(super) shared: Arc<Shared>,
     close_timeout: Duration,
-    buffer_size: usize,
+    pub(super) buffer_size: usize,
     peer: Hello,
     user_data: Bytes,
     /// Ours and the peer's.
     addresses: Option<(SocketAddr, SocketAddr)>,
     /// Of [`Connection::alloc`]; made when first needed.
-    buffers: OnceLock<Pool>,
+    pub(super) buffers: OnceLock<Pool>,
 }
 
 impl Drop for Handle {
@@ -95,7 +95,9 @@ impl Connection {
     ///
     /// [`EstablishError::Connect`] if the two sides do not meet, also within
     /// [`connect_timeout`](ConnectionConfig::connect_timeout), [`EstablishError::Setup`] for settings that the device does
-    /// not allow, [`EstablishError::Hello`] if the other side is no listener of this kind.
+    /// not allow, [`EstablishError::Hello`] if the other side is no listener of this kind. An address that leads elsewhere than
+    /// [`peer`](ConnectionConfig::peer) or [`source`](ConnectionConfig::source) of the settings say is passed over; if there is no
+    /// other, that is [`ConnectError::Setup`](cm::ConnectError::Setup) with [`SetupError::Mismatch`].
     ///
     /// # Cancel safety
     ///
@@ -113,6 +115,7 @@ impl Connection {
         let pd = config.domain(device)?;
         let mut prepared = None;
         let (_, link) = cm::connect(device, address, &options, |route| {
+            config.check_path((route.port(), route.gid_index()), route.destination())?;
             let made = Prepared::new(&pd, config, |builder| route.prepare(builder))?;
             Ok(prepared.insert(made).qp.clone())
         })
@@ -124,14 +127,15 @@ impl Connection {
     }
 
     /// Makes what is needed to connect: a queue pair in INIT with its receives posted. For services with a control plane of
-    /// their own; exchange [`Prepared::endpoint`] and [`Prepared::hello`] with the peer over that.
+    /// their own; exchange [`Prepared::endpoint`] and [`Prepared::hello`] with the peer over that. On a port with several GIDs, say
+    /// whom it is for by [`ConnectionConfig::peer`], or where it sends from by [`ConnectionConfig::source`].
     ///
     /// # Errors
     ///
     /// [`SetupError::Limit`] and [`SetupError::TooSmall`] with the setting that the device or the protocol does not allow,
-    /// else as [`QueuePairBuilder::build`].
+    /// [`SetupError::NoGid`] without an active port or the entry asked for, else as [`QueuePairBuilder::build`].
     pub fn prepare(pd: &ProtectionDomain, config: &ConnectionConfig) -> Result<Prepared, SetupError> {
-        Prepared::new(pd, config, |builder| builder)
+        Prepared::new(pd, config, |builder| builder.path(config.path))
     }
 
     /// Sends a message: up to the peer's `receive_buffer_size` it is copied, a longer one is read by the peer from where it
@@ -218,11 +222,28 @@ impl Connection {
         let reason = match tokio::time::timeout(handle.close_timeout, gone()).await {
             Ok(reason) => reason,
             Err(_) => {
-                handle.shared.give_up();
+                handle.shared.leave(CloseReason::CloseTimeout);
                 gone().await
             }
         };
         if reason == CloseReason::Clean { Ok(()) } else { Err(reason.into()) }
+    }
+
+    /// Ends it now, without having finished: for a service that is wrong about its peer, or must not write any more. If it has
+    /// ended already, nothing changes.
+    ///
+    /// When this returns, messages that wait to be sent or received fail with [`CloseReason::Aborted`], messages that have arrived
+    /// are thrown away, and operations that are called fail as [`OpErrorKind::Closed`](crate::OpErrorKind::Closed), as do those that
+    /// stand in line. Those that are in flight are flushed once the peer's device has taken the word that this end is gone, and
+    /// within a second if it does not: until then they may be carried out, and their buffers belong to the device.
+    /// [`close`](Self::close), called after this, waits until all of that is over.
+    ///
+    /// The peer finds [`CloseReason::Dropped`], or [`CloseReason::Disconnected`] if the connection manager is faster; the reason is
+    /// not for it to know, and a service that wants to tell it sends a message before. Out of band and with a full send queue
+    /// there is no room for the word: then the peer finds out when it asks for an answer
+    /// ([`keepalive`](ConnectionConfig::keepalive)), or by an operation that fails.
+    pub fn abort(&self) {
+        self.handle().shared.leave(CloseReason::Aborted);
     }
 
     /// Why it has ended, if it has.
@@ -290,85 +311,12 @@ impl Connection {
         self.qp().software_counters()
     }
 
-    // One-sided operations.
-
-    /// Its protection domain: what is exposed there, the peer reaches.
-    #[must_use]
-    pub fn protection_domain(&self) -> &ProtectionDomain {
-        self.qp().protection_domain()
-    }
-
-    /// Exposes memory to the peer; send it the [`grant`](ExposedRegion::grant).
-    ///
-    /// # Errors
-    ///
-    /// As [`ExposedRegion::new`].
-    pub fn expose<S: Storage>(&self, memory: S, access: Access) -> Result<ExposedRegion, SetupError> {
-        ExposedRegion::new(self.protection_domain(), memory, access)
-    }
-
-    /// A buffer of `len` bytes for operations: from a pool up to `receive_buffer_size`, beyond that registered for this.
-    ///
-    /// # Errors
-    ///
-    /// [`SetupError`] if it is longer than a buffer can be, or cannot be registered.
-    pub fn alloc(&self, len: usize) -> Result<BufMut, SetupError> {
-        let handle = self.handle();
-        if len > handle.buffer_size {
-            return self.protection_domain().register(HostMemory::zeroed(len)?);
-        }
-        let pool = match handle.buffers.get() {
-            Some(pool) => pool,
-            None => {
-                let pool = Pool::builder(self.protection_domain()).buffer_size(handle.buffer_size).buffers(16);
-                let pool = pool.growing(true).build()?;
-                handle.buffers.get_or_init(|| pool)
-            }
-        };
-        pool.try_alloc(len).map_err(|error| match error {
-            PoolError::Register(error) => error,
-            PoolError::TooLong(limit) => limit.into(),
-            PoolError::Empty => unreachable!("it grows"),
-        })
-    }
-
-    /// A buffer for operations that holds a copy of `bytes`.
-    ///
-    /// # Errors
-    ///
-    /// As [`alloc`](Self::alloc).
-    pub fn copy_from(&self, bytes: &[u8]) -> Result<BufMut, SetupError> {
-        let mut buffer = self.alloc(bytes.len())?;
-        buffer.copy_from_slice(bytes);
-        Ok(buffer)
-    }
-
-    /// Writes to memory of the peer: [`QueuePair::write`]. A message sent afterwards tells the peer, and makes it visible.
-    pub fn write<B: Source>(&self, buffer: B, remote: RemoteRegion) -> Write<B> {
-        self.qp().write(buffer, remote)
-    }
-
-    /// Reads memory of the peer: [`QueuePair::read`].
-    pub fn read<B: Target>(&self, buffer: B, remote: RemoteRegion) -> Read<B> {
-        self.qp().read(buffer, remote)
-    }
-
-    /// Compares and swaps a word of the peer's memory: [`QueuePair::compare_swap`].
-    pub fn compare_swap(&self, remote: RemoteRegion, compare: u64, swap: u64) -> Atomic {
-        self.qp().compare_swap(remote, compare, swap)
-    }
-
-    /// Adds to a word of the peer's memory: [`QueuePair::fetch_add`].
-    pub fn fetch_add(&self, remote: RemoteRegion, add: u64) -> Atomic {
-        self.qp().fetch_add(remote, add)
-    }
-
-    fn handle(&self) -> &Handle {
+    pub(super) fn handle(&self) -> &Handle {
         &self.send.handle
     }
 
     /// Not for users: what they sent or received on it would be taken for messages.
-    fn qp(&self) -> &QueuePair {
+    pub(super) fn qp(&self) -> &QueuePair {
         &self.handle().shared.qp
     }
 }

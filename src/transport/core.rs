@@ -80,6 +80,8 @@ pub(super) struct Core {
     pub(super) abandoned: bool,
     /// The peer was told that this end is gone.
     pub(super) parting: bool,
+    /// That word, if the connection has ended at once and it is on its way.
+    pub(super) goodbye: Option<Sent>,
     /// A flush was seen, and what had failed was not found yet.
     pub(super) flushed: Option<OpErrorKind>,
     pub(super) ended: Option<CloseReason>,
@@ -179,6 +181,7 @@ impl Core {
             end_seen: false,
             abandoned: false,
             parting: false,
+            goodbye: None,
             flushed: None,
             ended: None,
             gone: false,

@@ -24,7 +24,7 @@ use crate::cm::Link;
 use crate::completion::Deferral;
 use crate::op::QueuePair;
 
-/// Longest wait for a goodbye to be taken by the peer's device when the service has dropped the connection, and for the
+/// Longest wait for a goodbye to be taken by the peer's device when the service has dropped or aborted the connection, and for the
 /// queue pair to be flushed: on a network that works both take less than a millisecond.
 const LINGER: Duration = Duration::from_secs(1);
 
@@ -123,9 +123,9 @@ impl Shared {
         self.bell.ring();
     }
 
-    /// Ends the connection at once, for a peer that does not finish.
-    pub(super) fn give_up(&self) {
-        self.with(|core, _| core.give_up());
+    /// Ends the connection at once, without having finished.
+    pub(super) fn leave(&self, reason: CloseReason) {
+        self.with(|core, _| core.leave(reason));
         self.bell.ring();
     }
 }
@@ -172,6 +172,11 @@ pub(super) fn drive(shared: Arc<Shared>, config: Times, link: Option<Arc<Link>>)
             poll(&shared, &mut timers, disconnected.as_mut(), context)
         })
         .await;
+        if let Some(mut goodbye) = shared.with(|core, _| core.goodbye.take()) {
+            // In the error state it would not be sent.
+            let said = timeout(LINGER, poll_fn(|context| goodbye.poll(context))).await;
+            tracing::debug!(qpn = %shared.qp.qpn(), ?said, "goodbye");
+        }
         // In order: what is in flight ends first. A device that does not flush is not waited for: what it may still touch
         // is kept until the queue pair is destroyed.
         if timeout(LINGER, shared.qp.clone().close()).await.is_err() {

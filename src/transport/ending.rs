@@ -29,6 +29,12 @@ impl Core {
             return Err(CloseReason::Clean);
         }
         let mut reason = self.flushed.unwrap_or(kind);
+        if is_flush(reason) {
+            // What has failed may be the service's. Its completion comes before those of what is flushed because of it, but
+            // perhaps nobody has looked.
+            self.qp.take_completions();
+            reason = self.qp.cause().unwrap_or(reason);
+        }
         let mut pending = false;
         for sent in &mut self.sends {
             match sent.poll(context) {
@@ -76,7 +82,7 @@ impl Core {
         }
         self.ended = Some(reason);
         match reason {
-            CloseReason::Clean | CloseReason::Local => {
+            CloseReason::Clean | CloseReason::Local | CloseReason::Aborted => {
                 tracing::debug!(qpn = %self.qp.qpn(), %reason, "connection ended")
             }
             _ => tracing::warn!(qpn = %self.qp.qpn(), %reason, "connection ended"),
@@ -87,7 +93,10 @@ impl Core {
         self.inbox.lost = !lost.is_empty();
         let operations = (std::mem::take(&mut self.receives), std::mem::take(&mut self.sends), lost);
         self.after.operations.push(operations);
-        self.after.fetched.extend(self.offers.drain(..));
+        if !self.parting {
+            // Else with the queue pair: a peer that is refused what it fetches would take that for the reason.
+            self.after.fetched.extend(self.offers.drain(..));
+        }
         self.offered = 0;
         self.after.chores = std::mem::take(&mut self.chores);
         self.after.wakers.extend(self.receivers.all());
@@ -150,23 +159,30 @@ impl Core {
         if self.end_seen || self.flow.has_finished() && self.is_at_end() {
             return self.close(bell);
         }
-        self.abort();
+        self.say_gone();
     }
 
-    fn abort(&mut self) {
-        self.closing = true;
-        self.parting = true;
-        if self.flow.may_send(Kind::Abort) {
+    /// Tells the peer that this end is gone, unless it has no receive for that.
+    fn say_gone(&mut self) -> bool {
+        (self.closing, self.parting) = (true, true);
+        let may = self.flow.may_send(Kind::Abort);
+        if may {
             self.send_bare(Kind::Abort);
         }
+        may
     }
 
-    /// The peer did not finish in time.
-    pub(super) fn give_up(&mut self) {
-        if self.ended.is_none() {
-            self.abort();
-            self.end(CloseReason::CloseTimeout);
+    /// Ends the connection at once, without having finished. Nothing more is posted, of the service's neither; what is in line is
+    /// not waited for, nor is a goodbye behind that.
+    pub(super) fn leave(&mut self, reason: CloseReason) {
+        if self.ended.is_some() {
+            return;
         }
+        let said = self.say_gone();
+        if self.qp.stop_sending() && said {
+            self.goodbye = self.sends.pop_back();
+        }
+        self.end(reason);
     }
 
     /// True if the peer's device has taken a goodbye without an end.
@@ -182,6 +198,7 @@ impl Core {
     /// The queue pair is closed.
     pub(super) fn gone(&mut self) {
         self.gone = true;
+        self.after.fetched.extend(self.offers.drain(..));
         self.after.link = self.link.take();
         self.after.wakers.extend(self.flushers.all());
     }

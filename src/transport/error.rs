@@ -29,11 +29,14 @@ pub enum CloseReason {
     Clean,
     /// It was closed or dropped here.
     Local,
-    /// The peer dropped it without having finished.
+    /// It was [aborted](super::Connection::abort) here.
+    Aborted,
+    /// The peer dropped it without having finished, or aborted it.
     Dropped,
     /// The connection manager says that the peer has disconnected, without having finished.
     Disconnected,
-    /// An operation failed: of this crate, or another on the same connection.
+    /// An operation failed: of this crate, or another on the same connection. If work of this end has failed at the peer, this is
+    /// that, and not the flush of all else which follows it.
     Operation(OpErrorKind),
     /// The peer did what no peer does.
     Violation(Violation),
@@ -125,7 +128,8 @@ impl fmt::Display for CloseReason {
         match self {
             Self::Clean => f.write_str("both ends have finished"),
             Self::Local => f.write_str("it was closed here"),
-            Self::Dropped => f.write_str("the peer dropped it without having finished"),
+            Self::Aborted => f.write_str("it was aborted here"),
+            Self::Dropped => f.write_str("the peer dropped it without having finished, or aborted it"),
             Self::Disconnected => f.write_str("the peer has disconnected without having finished"),
             Self::Operation(kind) => kind.fmt(f),
             Self::Violation(violation) => write!(f, "the peer broke the protocol: {violation}"),
@@ -202,7 +206,7 @@ impl MessageError {
                 CloseReason::Violation(_) => ErrorKind::InvalidData,
                 CloseReason::Silent | CloseReason::Stalled | CloseReason::CloseTimeout => ErrorKind::TimedOut,
                 CloseReason::Memory => ErrorKind::OutOfMemory,
-                CloseReason::Runtime => ErrorKind::ConnectionAborted,
+                CloseReason::Aborted | CloseReason::Runtime => ErrorKind::ConnectionAborted,
             },
         }
     }

@@ -110,7 +110,8 @@ impl Core {
             return Some(Ok(None));
         }
         if self.closing {
-            return Some(Err(MessageError::Closed(CloseReason::Local)));
+            let reason = self.ended.filter(|&reason| reason == CloseReason::Aborted).unwrap_or(CloseReason::Local);
+            return Some(Err(MessageError::Closed(reason)));
         }
         self.ended.map(|reason| Err(MessageError::Closed(reason)))
     }

@@ -262,6 +262,9 @@ impl ConnectionRequest {
     pub async fn accept_with(self, config: &ConnectionConfig) -> Result<Connection, EstablishError> {
         let options = config.cm_options()?;
         let pd = config.domain(&self.device)?;
+        let path = (self.inner.port(), self.inner.gid_index());
+        // No fault of this end, so that a listener goes on.
+        config.check_path(path, self.inner.source()).map_err(cm::ConnectError::from)?;
         let prepared = Prepared::new(&pd, config, |builder| self.inner.prepare(builder))?;
         let link = self.inner.accept(&prepared.qp, &options).await?;
         prepared.start(self.hello, self.user_data, Some(link))

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   Connection ─ SendHalf, RecvHalf        connection.rs, halves.rs    what a service holds
+//!        │                                 one_sided.rs               the peer's memory
 //!        │ driver.rs: time, and progress when nobody asks for any
 //!        ▼
 //!      core.rs: one end at work            inbound.rs, fetching.rs, memory.rs, outbound.rs, ending.rs, waiters.rs
@@ -31,6 +32,7 @@ mod hello;
 mod inbound;
 mod listener;
 mod memory;
+mod one_sided;
 mod outbound;
 mod waiters;
 

@@ -10,7 +10,7 @@ use tokio_rdma::software::Network;
 use tokio_rdma::types::AckTimeout;
 use tokio_rdma::{ConnectOptions, Connection, ConnectionConfig, Device, ProtectionDomain};
 
-use crate::torture::{self, Mode, soon};
+use crate::torture::{self, Flavour, LONG, Mode, bounded, soon};
 
 thread_local! {
     static MODE: Cell<Mode> = const { Cell::new(Mode::Event) };
@@ -19,6 +19,16 @@ thread_local! {
 /// What [`config`] gives on this thread from now on has this mode.
 pub fn use_mode(mode: Mode) {
     MODE.set(mode);
+}
+
+/// Runs `test` in every completion mode, on the runtime that services use.
+pub fn modes<F: Future<Output = ()>>(what: &'static str, test: impl Fn() -> F + Send + Copy + 'static) {
+    for mode in Mode::ALL {
+        bounded(what, LONG, move || {
+            use_mode(mode);
+            Flavour::MultiThread.runtime().block_on(test());
+        });
+    }
 }
 
 /// Settings of tests: a peer that is gone is found out in some tens of milliseconds on the software device.

@@ -105,8 +105,10 @@ impl Client {
         let pd = self.device.protection_domain()?;
         let queues = queues(&self.device, case)?;
         let queues = queues.iter().cycle().take(case.lanes);
+        let peer = peer_of(self.channel.stream().peer_addr()?.ip());
         if case.verb == Verb::Messages {
-            let prepared = queues.map(|queue| messages::Prepared::new(&pd, queue, case)).collect::<Result<Vec<_>>>()?;
+            let prepare = |queue| messages::Prepared::new(&pd, queue, case, peer);
+            let prepared = queues.map(prepare).collect::<Result<Vec<_>>>()?;
             let ours = prepared.iter().map(messages::Prepared::end).collect::<Result<_>>()?;
             let theirs = self.exchange(case, ours).await?;
             let pairs = prepared.into_iter().zip(&theirs);
@@ -114,7 +116,6 @@ impl Client {
                 .map(|(prepared, end)| Ok(Lane::Messages(messages::Lane::connect(prepared, end, case)?)))
                 .collect();
         }
-        let peer = peer_of(self.channel.stream().peer_addr()?.ip());
         let takes = queue_pair::takes(case)[0];
         let prepare = |queue| queue_pair::Prepared::new(&pd, queue, case, peer, takes);
         let prepared = queues.map(prepare).collect::<Result<Vec<_>>>()?;

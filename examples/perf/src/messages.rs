@@ -1,5 +1,6 @@
 //! Messages of a `Connection`, at both ends.
 
+use std::net::IpAddr;
 use std::time::Instant;
 
 use bytes::Bytes;
@@ -20,7 +21,13 @@ pub(crate) const COMPLETIONS: usize = 512;
 pub(crate) struct Prepared(tokio_rdma::Prepared);
 
 impl Prepared {
-    pub(crate) fn new(pd: &ProtectionDomain, queue: &CompletionQueue, case: &Case) -> Result<Self> {
+    /// With a GID to reach `peer` from, if that is known.
+    pub(crate) fn new(
+        pd: &ProtectionDomain,
+        queue: &CompletionQueue,
+        case: &Case,
+        peer: Option<IpAddr>,
+    ) -> Result<Self> {
         // Long messages stay where they are until the peer has read them: room for several.
         let (size, memory) = (case.size as u64, (4 * case.size as u64).max(64 << 20));
         let config = ConnectionConfig::default()
@@ -29,6 +36,10 @@ impl Prepared {
             .max_message(size.max(64 << 20))
             .receive_memory(memory)
             .send_memory(memory);
+        let config = match peer {
+            Some(peer) => config.peer(peer),
+            None => config,
+        };
         Ok(Self(Connection::prepare(pd, &config)?))
     }
 

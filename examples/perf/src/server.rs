@@ -128,7 +128,7 @@ impl Session {
         let queues = queues(device, case)?;
         for (theirs, queue) in theirs.iter().zip(queues.iter().cycle()) {
             if case.verb == Verb::Messages {
-                let prepared = messages::Prepared::new(&pd, queue, case)?;
+                let prepared = messages::Prepared::new(&pd, queue, case, peer_of(peer))?;
                 ours.push(prepared.end()?);
                 let (lane, serving) = messages::Server::connect(prepared, theirs, case)?;
                 session.start(Lane::Messages(lane), serving);

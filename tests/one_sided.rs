@@ -1,0 +1,249 @@
+//! Operations of a service on its peer's memory, beside the messages of their connection: batches, what travels inline, what is
+//! refused. On the device that `TOKIO_RDMA_DEVICE` names, or the software device.
+
+mod connected;
+mod torture;
+
+use connected::{assert_ready, config, modes, pair, pair_in, pattern, recv, two};
+use tokio_rdma::software::Network;
+use tokio_rdma::{
+    Access, Batch, BufMut, CloseReason, CompletionQueue, Connection, ExposedRegion, Imm, LimitError, MessageError,
+    OpErrorKind, Pool, RemoteRegion,
+};
+use torture::{Mode, device, eventually, keeps_fences, scaled, soon};
+
+/// Bytes of each work request of the batches here.
+const BLOCK: usize = 512;
+
+/// Memory of `owner`, for `blocks`.
+fn exposed(owner: &Connection, blocks: usize) -> (ExposedRegion, RemoteRegion) {
+    let region = owner.expose(vec![0; blocks * BLOCK], Access::REMOTE_ALL).unwrap();
+    let remote = region.grant();
+    (region, remote)
+}
+
+/// Where `block` is.
+fn place(remote: RemoteRegion, block: usize) -> RemoteRegion {
+    let start = (block * BLOCK) as u64;
+    remote.slice(start..start + BLOCK as u64).unwrap()
+}
+
+/// A batch that writes `blocks` of `seed` to their places.
+fn writes(from: &Connection, remote: RemoteRegion, blocks: usize, seed: u64) -> Batch<BufMut> {
+    let mut batch = Batch::new();
+    for (block, bytes) in pattern(blocks * BLOCK, seed).chunks(BLOCK).enumerate() {
+        batch.write(from.copy_from(bytes).unwrap(), place(remote, block));
+    }
+    batch
+}
+
+fn bytes_of(region: &ExposedRegion) -> Vec<u8> {
+    let mut bytes = vec![0; region.len()];
+    region.read(0, &mut bytes).unwrap();
+    bytes
+}
+
+/// The connection is as good as before.
+async fn assert_open(a: &Connection, b: &Connection) {
+    for (from, to) in [(a, b), (b, a)] {
+        from.send("still there").await.unwrap();
+        assert_eq!(recv(to).await, "still there");
+    }
+    assert_ready([a, b]);
+}
+
+#[test]
+fn batch_is_one_completion_and_done_before_the_message_behind_it() {
+    modes("batch", || async {
+        let (device, pd) = device(&Network::new());
+        // No keepalive, whose completions would be counted.
+        let config = config().keepalive(None);
+        let queue = CompletionQueue::builder(&device).capacity(512).mode(Mode::Cooperative.make()).build().unwrap();
+        let (a, b) = pair_in(&pd, &pd, &config.clone().completion_queue(&queue), &config);
+        let (region, remote) = exposed(&b, 16);
+        let mut batch = Batch::new();
+        for round in 0..scaled(16) {
+            let bytes = pattern(16 * BLOCK, round);
+            for (block, bytes) in bytes.chunks(BLOCK).enumerate() {
+                batch.write(a.copy_from(bytes).unwrap(), place(remote, block));
+            }
+            let before = queue.counters().completions;
+            let written = soon("writes", a.post_batch(batch)).await;
+            assert!(written.is_ok(), "{:?}", written.results());
+            assert_eq!(queue.counters().completions, before + 1, "one for 16");
+            batch = written.into_batch();
+            for block in 0..16 {
+                batch.read(a.alloc(BLOCK).unwrap(), place(remote, block));
+            }
+            let mut read = soon("reads", a.post_batch(batch)).await;
+            let seen: Vec<_> = read.drain().flat_map(|buffer| buffer.to_vec()).collect();
+            assert!(read.is_ok() && seen == bytes, "{:?}", read.results());
+            batch = read.into_batch();
+            assert!(bytes_of(&region) == bytes);
+        }
+
+        // Nobody waits for it: the message behind it says that it is done.
+        drop(a.post_batch(writes(&a, remote, 16, 99)));
+        a.send("written").await.unwrap();
+        assert_eq!(recv(&b).await, "written");
+        assert!(bytes_of(&region) == pattern(16 * BLOCK, 99));
+        assert_open(&a, &b).await;
+    });
+}
+
+#[test]
+fn batch_that_would_take_a_receive_of_the_peer_is_refused_and_nothing_of_it_sent() {
+    modes("refused", || async {
+        let (a, b) = pair(&config());
+        let (region, remote) = exposed(&b, 4);
+        let mut batch = Batch::new();
+        for (kind, what) in ["SEND", "SEND with immediate data", "WRITE with immediate data"].into_iter().enumerate() {
+            for block in 0..2 {
+                batch.write(a.copy_from(&[7; BLOCK]).unwrap(), place(remote, block));
+            }
+            let buffer = a.copy_from(&[8; BLOCK]).unwrap();
+            match kind {
+                0 => batch.send(buffer),
+                1 => batch.send_with_imm(buffer, Imm(0)),
+                _ => batch.write_with_imm(buffer, place(remote, 2), Imm(0)),
+            };
+            batch.read(a.copy_from(&[9; BLOCK]).unwrap(), place(remote, 3));
+            let result = soon("refusal", a.post_batch(batch)).await;
+            let refusal = OpErrorKind::NotOneSided { index: 2, what };
+            assert_eq!(result.results(), [Err(refusal); 4]);
+            assert!(refusal.to_string().contains(&format!("work request 2 of the batch is a {what}")), "{refusal}");
+            let first: Vec<_> = result.buffers().iter().map(|buffer| buffer[0]).collect();
+            assert_eq!(first, [7, 7, 8, 9], "all of them come back, as they were");
+            batch = result.into_batch();
+            assert!(batch.is_empty());
+            assert_open(&a, &b).await;
+            assert!(bytes_of(&region).iter().all(|&byte| byte == 0));
+        }
+        batch.write(a.copy_from(&[7; BLOCK]).unwrap(), place(remote, 0));
+        assert!(soon("again", a.post_batch(batch)).await.is_ok());
+        // Nothing at all is no harm, either.
+        assert!(soon("empty", a.post_batch(Batch::<BufMut>::new())).await.is_ok());
+    });
+}
+
+#[test]
+fn batches_stand_in_line_with_messages_and_none_is_longer_than_the_send_queue() {
+    modes("line", || async {
+        let (a, b) = pair(&config().max_send_wr(8));
+        let (region, remote) = exposed(&b, 9);
+        let limit = LimitError { field: "work requests of a batch", asked: 9, allowed: 8 };
+        let result = soon("too long", a.post_batch(writes(&a, remote, 9, 1))).await;
+        assert_eq!(result.results(), [Err(OpErrorKind::Limit(limit)); 9]);
+        assert_eq!(result.buffers().len(), 9);
+        assert!(bytes_of(&region).iter().all(|&byte| byte == 0));
+
+        let count = scaled(64);
+        let batches: Vec<_> =
+            (0..count).map(|seed| a.post_batch(writes(&a, remote, [8, 3][seed as usize % 2], seed))).collect();
+        let sending = async {
+            for number in 0..count {
+                a.send(pattern(300, number)).await.unwrap();
+            }
+        };
+        let receiving = async {
+            for number in 0..count {
+                assert!(recv(&b).await == pattern(300, number));
+            }
+        };
+        let ending = async {
+            for batch in batches {
+                assert!(soon("batch", batch).await.is_ok());
+            }
+        };
+        soon("all", async { tokio::join!(sending, receiving, ending) }).await;
+        // Of the last two, the first writes all blocks and the second the first three again.
+        let (long, short) = (pattern(8 * BLOCK, count - 2), pattern(3 * BLOCK, count - 1));
+        assert!(bytes_of(&region)[..8 * BLOCK] == [&short[..], &long[3 * BLOCK..]].concat());
+        assert_open(&a, &b).await;
+    });
+}
+
+#[test]
+fn bytes_that_travel_inline_need_no_buffer() {
+    modes("inline", || async {
+        let (a, b) = pair(&config().max_inline(64));
+        let (region, remote) = exposed(&b, 1);
+        let mut bytes = [1; 64];
+        let write = a.write_inline(&bytes, remote);
+        // They are the caller's again.
+        bytes = [2; 64];
+        let second = a.write_inline(&bytes[..32], remote.slice(64..96).unwrap());
+        bytes.fill(3);
+        soon("write", async { tokio::try_join!(write, second) }).await.unwrap();
+        a.send("written").await.unwrap();
+        assert_eq!(recv(&b).await, "written");
+        assert_eq!(bytes_of(&region)[..97], [&[1; 64][..], &[2; 32], &[0]].concat());
+
+        let kind = |result: Result<(), tokio_rdma::OpError<()>>| result.unwrap_err().kind();
+        let refused = kind(soon("too long", a.write_inline(&[4; BLOCK + 1], remote)).await);
+        assert!(matches!(refused, OpErrorKind::Limit(LimitError { asked: 513, .. })), "{refused:?}");
+        let refused = kind(soon("no room", a.write_inline(&[4; 9], remote.slice(..8).unwrap())).await);
+        assert!(matches!(refused, OpErrorKind::Limit(LimitError { asked: 9, allowed: 8, .. })), "{refused:?}");
+        assert_eq!(bytes_of(&region)[0], 1);
+        assert_open(&a, &b).await;
+    });
+}
+
+#[test]
+fn write_behind_a_fence_waits_for_the_read_before_it() {
+    modes("fence", || async {
+        let (device, pd) = device(&Network::new());
+        if !keeps_fences(&device) {
+            return;
+        }
+        let (a, b) = pair_in(&pd, &pd, &config(), &config());
+        let (region, remote) = exposed(&b, 1);
+        for round in 0..scaled(64) {
+            let mut batch = Batch::new();
+            batch.read(a.alloc(BLOCK).unwrap(), remote);
+            batch.fence().write(a.copy_from(&pattern(BLOCK, round + 1)).unwrap(), remote);
+            let buffers = soon("both", a.post_batch(batch)).await.into_buffers().unwrap();
+            let before = if round == 0 { vec![0; BLOCK] } else { pattern(BLOCK, round).to_vec() };
+            assert!(buffers[0][..] == before[..], "what was there before the WRITE");
+            assert!(bytes_of(&region) == pattern(BLOCK, round + 1));
+        }
+    });
+}
+
+#[test]
+fn batch_that_is_dropped_goes_on_and_its_buffers_come_back() {
+    modes("dropped", || async {
+        let (a, b) = pair(&config().max_send_wr(8));
+        let (region, remote) = exposed(&b, 8);
+        let pool = Pool::new(a.protection_domain(), BLOCK, 24).unwrap();
+        for _ in 0..3 {
+            let mut batch = Batch::new();
+            for block in 0..8 {
+                batch.write(pool.copy_from(&[5; BLOCK]).unwrap(), place(remote, block));
+            }
+            drop(a.post_batch(batch));
+        }
+        eventually("buffers", || pool.available() == 24).await;
+        a.send("written").await.unwrap();
+        assert_eq!(recv(&b).await, "written");
+        assert!(bytes_of(&region).iter().all(|&byte| byte == 5));
+    });
+}
+
+#[test]
+fn batch_that_the_driver_refuses_part_way_is_why_the_connection_ends() {
+    modes("driver", || async {
+        let network = Network::new();
+        let [(_one, a_pd), (_two, b_pd)] = two(&network);
+        let (a, b) = pair_in(&a_pd, &b_pd, &config(), &config());
+        let (_region, remote) = exposed(&b, 5);
+        network.control("one").unwrap().refuse_send(2);
+        let result = soon("batch", a.post_batch(writes(&a, remote, 5, 1))).await;
+        assert!(result.results().iter().any(|result| matches!(result, Err(OpErrorKind::Post(_)))));
+        assert_eq!(result.buffers().len(), 5);
+        match soon("the end", a.recv()).await {
+            Err(MessageError::Closed(CloseReason::Operation(OpErrorKind::Post(_)))) => {}
+            other => panic!("{other:?}"),
+        }
+    });
+}
