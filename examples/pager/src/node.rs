@@ -3,14 +3,14 @@
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use tokio::sync::OnceCell;
 use tokio::time::timeout;
 use tokio_rdma::types::{AckTimeout, WcStatus};
 use tokio_rdma::{
     BufMut, ConnectOptions, Connection, ConnectionConfig, Device, OpError, ProtectionDomain, RemoteRegion,
 };
 
-use crate::{Directory, DirectoryError, NodeError, Share};
+use crate::strike::Strike;
+use crate::{Directory, DirectoryError, Instance, NodeError, Share};
 
 /// READs and WRITEs that a connection holds; more wait for room.
 const DEPTH: u32 = 128;
@@ -33,8 +33,7 @@ pub(crate) struct Node {
     pub(crate) name: String,
     pub(crate) share: Share,
     state: Mutex<State>,
-    /// The coordinator has taken it off the map.
-    off_the_map: OnceCell<()>,
+    strike: Strike,
 }
 
 #[derive(Debug)]
@@ -50,7 +49,7 @@ impl Node {
             Ok(connection) => State::Alive(connection),
             Err(error) => State::Lost(NodeError::Connect(error)),
         };
-        Self { name, share, state: Mutex::new(state), off_the_map: OnceCell::new() }
+        Self { name, share, state: Mutex::new(state), strike: Strike::default() }
     }
 
     /// Why it is lost, if it is.
@@ -72,8 +71,17 @@ impl Node {
     }
 
     /// Has the coordinator take it off the map, once.
-    pub(crate) async fn strike(&self, directory: &Directory) -> Result<(), DirectoryError> {
-        self.off_the_map.get_or_try_init(|| directory.leave(&self.name)).await.copied()
+    pub(crate) async fn strike(&self, directory: &Directory, instance: Instance) -> Result<(), DirectoryError> {
+        let ask = || {
+            let (directory, name) = (directory.clone(), self.name.clone());
+            async move { directory.leave(&name, instance).await }
+        };
+        self.strike.once(directory.patient_for(), ask).await
+    }
+
+    /// The coordinator does not answer whether it is off the map.
+    pub(crate) fn is_unsure(&self, directory: &Directory) -> bool {
+        self.strike.is_open(directory.patient_for())
     }
 
     /// Gives the buffer back in any case.
