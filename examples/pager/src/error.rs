@@ -129,7 +129,7 @@ pub enum NodeError {
     /// A READ or WRITE failed.
     #[error(transparent)]
     Operation(OpErrorKind),
-    /// A READ or WRITE was not done in time.
+    /// No READ or WRITE was done for so long, though some were under way.
     #[error("nothing is done for {0:?}")]
     Deadline(Duration),
 }

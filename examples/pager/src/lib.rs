@@ -18,6 +18,7 @@
 //! | `service.rs`, `directory.rs` | the coordinator, and how it is asked |
 //! | `owner.rs` | the end that lends |
 //! | `node.rs` | the client's connection to an owner |
+//! | `progress.rs` | whether anything is done there |
 //! | `strike.rs` | nodes that lack something are taken off the map |
 //! | `lease.rs` | one client writes at a time, and says when it has written all |
 //! | `replicas.rs` | all of them: reads go to one, writes to all |
@@ -61,6 +62,7 @@ mod node;
 mod owner;
 mod page;
 mod pager;
+mod progress;
 mod readahead;
 mod replicas;
 pub mod service;

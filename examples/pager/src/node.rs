@@ -1,22 +1,18 @@
 //! A client's connection to an owner.
 
-use std::time::Duration;
-
 use parking_lot::Mutex;
-use tokio::time::timeout;
+
 use tokio_rdma::types::{AckTimeout, WcStatus};
 use tokio_rdma::{
     BufMut, ConnectOptions, Connection, ConnectionConfig, Device, OpError, ProtectionDomain, RemoteRegion,
 };
 
+use crate::progress::{DEADLINE, Progress};
 use crate::strike::Strike;
 use crate::{Directory, DirectoryError, Instance, NodeError, Share};
 
 /// READs and WRITEs that a connection holds; more wait for room.
 const DEPTH: u32 = 128;
-
-/// Longest that a READ or WRITE takes: retries find out before that a peer is gone.
-const DEADLINE: Duration = Duration::from_secs(20);
 
 /// Settings of both ends. Pages need no messages, so there are buffers for hardly any.
 pub(crate) fn connection(pd: &ProtectionDomain) -> ConnectionConfig {
@@ -33,6 +29,7 @@ pub(crate) struct Node {
     pub(crate) name: String,
     pub(crate) share: Share,
     state: Mutex<State>,
+    progress: Progress,
     strike: Strike,
 }
 
@@ -49,7 +46,7 @@ impl Node {
             Ok(connection) => State::Alive(connection),
             Err(error) => State::Lost(NodeError::Connect(error)),
         };
-        Self { name, share, state: Mutex::new(state), strike: Strike::default() }
+        Self { name, share, state: Mutex::new(state), progress: Progress::default(), strike: Strike::default() }
     }
 
     /// Why it is lost, if it is.
@@ -97,9 +94,9 @@ impl Node {
             State::Alive(connection) => post(connection, buffer),
             State::Lost(cause) => return Err((cause.clone(), buffer)),
         };
-        let done = match timeout(DEADLINE, &mut operation).await {
-            Ok(done) => done,
-            Err(_) => {
+        let done = match self.progress.watch(&mut operation).await {
+            Some(done) => done,
+            None => {
                 // Its queue pair goes, which ends the operation: a buffer that a device may touch is never left behind.
                 self.lose(NodeError::Deadline(DEADLINE));
                 operation.await

@@ -168,12 +168,14 @@ async fn uses(pager: &Pager, more: u64) {
 /// Polls a future so many times, in as many turns of the runtime.
 async fn give_up<F: Future>(future: F, polls: u8) -> Option<F::Output> {
     let mut future = std::pin::pin!(future);
-    for _ in 0..polls {
+    for poll in 0..polls {
+        if poll > 0 {
+            tokio::task::yield_now().await;
+        }
         let once = poll_fn(|context| Poll::Ready(future.as_mut().poll(context)));
         if let Poll::Ready(output) = once.await {
             return Some(output);
         }
-        tokio::task::yield_now().await;
     }
     None
 }
@@ -656,7 +658,10 @@ fn a_write_that_is_given_up_has_changed_nothing() {
 #[test]
 fn a_flush_that_is_given_up_goes_on_and_is_done_by_the_next() {
     run(0, async {
-        let cluster = Cluster::start(software(), 2, 64).await;
+        // So that there is something to wait for.
+        let slow = Faults::none().delay(Duration::ZERO..Duration::from_micros(200));
+        let device = Device::software_in(&Network::with_faults(31, slow), "soft").unwrap();
+        let cluster = Cluster::start(device, 2, 64).await;
         let pager = cluster.pager(&Config { readahead: 0, ..small(32, 4) }).await;
         let other = cluster.pager(&small(4, 2)).await;
         let mut given_up = 0;
