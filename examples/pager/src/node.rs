@@ -1,6 +1,7 @@
 //! A client's connection to an owner.
 
 use parking_lot::Mutex;
+use tokio::sync::Semaphore;
 
 use tokio_rdma::types::{AckTimeout, WcStatus};
 use tokio_rdma::{
@@ -11,15 +12,16 @@ use crate::progress::{DEADLINE, Progress};
 use crate::strike::Strike;
 use crate::{Directory, DirectoryError, Instance, NodeError, Share};
 
-/// READs and WRITEs that a connection holds; more wait for room.
-const DEPTH: u32 = 128;
+/// READs and WRITEs that a connection holds at once, whatever the pager has on its way; more wait here for their turn. What the
+/// connection says for itself, that it is alive, stands in line behind them, and must not for so long that its peer takes it for dead.
+const DEPTH: u32 = 64;
 
 /// Settings of both ends. Pages need no messages, so there are buffers for hardly any.
 pub(crate) fn connection(pd: &ProtectionDomain) -> ConnectionConfig {
     // What is not acknowledged is repeated after half a second, six times: a peer that is gone is found out in some seconds, and one
     // that waits for a processor is not taken for it.
     let options = ConnectOptions { timeout: AckTimeout::from_code(17), ..ConnectOptions::default() };
-    let config = ConnectionConfig::default().protection_domain(pd).options(options).max_send_wr(DEPTH);
+    let config = ConnectionConfig::default().protection_domain(pd).options(options).max_send_wr(2 * DEPTH);
     config.receive_buffer_size(256).receive_buffers(4).spare_buffers(1).send_buffers(4).max_message(256)
 }
 
@@ -29,6 +31,8 @@ pub(crate) struct Node {
     pub(crate) name: String,
     pub(crate) share: Share,
     state: Mutex<State>,
+    /// Permits are places at the connection.
+    places: Semaphore,
     progress: Progress,
     strike: Strike,
 }
@@ -46,7 +50,8 @@ impl Node {
             Ok(connection) => State::Alive(connection),
             Err(error) => State::Lost(NodeError::Connect(error)),
         };
-        Self { name, share, state: Mutex::new(state), progress: Progress::default(), strike: Strike::default() }
+        let (state, places) = (Mutex::new(state), Semaphore::new(DEPTH as usize));
+        Self { name, share, state, places, progress: Progress::default(), strike: Strike::default() }
     }
 
     /// Why it is lost, if it is.
@@ -90,6 +95,8 @@ impl Node {
     where
         O: Future<Output = Result<BufMut, OpError<BufMut>>> + Unpin,
     {
+        // Each of those before comes to an end: see below. It is never closed.
+        let _place = self.places.acquire().await;
         let mut operation = match &*self.state.lock() {
             State::Alive(connection) => post(connection, buffer),
             State::Lost(cause) => return Err((cause.clone(), buffer)),

@@ -352,6 +352,33 @@ fn a_page_is_fetched_once_however_many_ask_for_it() {
 }
 
 #[test]
+fn far_more_pages_on_their_way_than_a_connection_holds_all_come() {
+    run(2, async {
+        let slow = Faults::none().delay(Duration::ZERO..Duration::from_millis(2));
+        let device = Device::software_in(&Network::with_faults(41, slow), "soft").unwrap();
+        let cluster = Cluster::start(device, 2, 1024).await;
+        let pager = cluster.pager(&Config { readahead: 0, ..small(2048, 1024) }).await;
+        let ledger = Arc::new(Ledger::new(CONTENT, 1024));
+        for write in [false, true] {
+            let mut crowd = JoinSet::new();
+            for page in 0..1024 {
+                let (pager, ledger) = (pager.clone(), ledger.clone());
+                crowd.spawn(async move {
+                    let used = if write { ledger.write(&pager, page).await } else { ledger.read(&pager, page).await };
+                    used.unwrap();
+                });
+            }
+            crowd.join_all().await;
+            pager.flush().await.unwrap();
+        }
+        verify_owners(&cluster.owners, &ledger, 1024);
+        let counters = pager.report().counters;
+        assert_eq!((counters.fetched, counters.written_back), (1024, 1024), "{counters:?}");
+        assert!(pager.lost().is_empty(), "{:?}", pager.lost());
+    });
+}
+
+#[test]
 fn a_reader_in_order_finds_pages_there() {
     run(2, async {
         let cluster = Cluster::start(software(), 1, 512).await;
