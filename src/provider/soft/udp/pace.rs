@@ -19,6 +19,9 @@ const SMALL: usize = 1 << 10;
 pub(in crate::provider::soft) struct Pace {
     /// Until when what was sent takes, in the network's nanoseconds.
     taken: AtomicU64,
+    /// How many times longer packets take, so that a test need not be as fast as they are.
+    #[cfg(test)]
+    slower: AtomicU64,
 }
 
 impl Pace {
@@ -38,7 +41,16 @@ impl Pace {
     pub(in crate::provider::soft) fn spend(&self, now: u64, bytes: usize) {
         // Another thread's count may be lost, which makes the rate less even and nothing wrong.
         let taken = self.taken.load(Ordering::Relaxed).max(now);
-        self.taken.store(taken + takes(bytes.max(SMALL)), Ordering::Relaxed);
+        let takes = takes(bytes.max(SMALL));
+        #[cfg(test)]
+        let takes = takes * self.slower.load(Ordering::Relaxed).max(1);
+        self.taken.store(taken + takes, Ordering::Relaxed);
+    }
+
+    /// Has packets take so many times longer.
+    #[cfg(test)]
+    pub(in crate::provider::soft) fn slow_down(&self, times: u64) {
+        self.slower.store(times, Ordering::Relaxed);
     }
 }
 
