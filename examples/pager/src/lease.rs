@@ -98,8 +98,9 @@ impl Lease {
         }
         // Who has it will flush, too.
         let Ok(mut state) = self.state.clone().try_write_owned() else { return Some(Ok(())) };
-        let id = match &*state {
-            State::Held(id, _) | State::Asked(id) => *id,
+        let (id, known) = match &*state {
+            State::Held(id, _) => (*id, true),
+            State::Asked(id) => (*id, false),
             State::Without => return Some(Ok(())),
         };
         if is_needed() {
@@ -112,7 +113,11 @@ impl Lease {
             let given = terms.directory.give_back(id, terms.instance).await;
             // Who asks for it next would be told that this one has it.
             drop(state);
-            given
+            match given {
+                // It has never heard that this one asked.
+                Err(DirectoryError::Conflict(Conflict::Lapsed)) if !known => Ok(()),
+                given => given,
+            }
         });
         giving.await.ok()
     }
