@@ -670,6 +670,10 @@ fn connections_come_about_where_packets_are_lost_repeated_and_delayed() {
                 }
             }
             assert_eq!(served, 60);
+            // Some four packets of each connection, of which one in ten meets each of these.
+            let counters = network.counters();
+            let each = [counters.lost, counters.duplicated, counters.reordered, counters.corrupted];
+            assert!(each.iter().all(|&count| count > 0), "{counters:?}");
         });
     });
 }

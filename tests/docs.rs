@@ -117,20 +117,55 @@ fn public_functions_tell_of_their_errors_and_of_cancelling() {
                 continue;
             }
             functions += 1;
-            let above = code[..line].lines().rev().map(str::trim);
-            let about = |line: &&str| line.starts_with("///") || line.starts_with("#[") || line.ends_with(")]");
-            let doc: Vec<_> = above.take_while(about).collect();
-            let says = |what| doc.iter().any(|line| line.contains(what));
+            let doc = doc_above(&code[..line]);
             let result = signature.split_once("->").map_or("", |(_, result)| result.trim_start());
             let fails = result.starts_with("Result<") || result.starts_with("io::Result<");
-            if fails && !says("# Errors") || words.contains("async") && !says("# Cancel safety") {
-                let name: String = signature.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect();
-                silent.push(format!("{}: {name}", file.display()));
+            // Named futures tell of it themselves: see the next test.
+            let waits = words.contains("async") || result.contains("impl Future") || result.contains("dyn Future");
+            if fails && !doc.contains("# Errors") || waits && !doc.contains("# Cancel safety") {
+                silent.push(format!("{}: {}", file.display(), name_of(signature)));
             }
         }
     }
     assert!(functions > 300, "only {functions} functions");
     assert!(silent.is_empty(), "\n{}\n", silent.join("\n"));
+}
+
+/// What functions give that are no `async fn`, and those that macros make.
+#[test]
+fn public_futures_streams_and_sinks_tell_of_cancelling() {
+    let texts: Vec<_> = sources(&["src"]).iter().map(|file| fs::read_to_string(file).expect("a source file")).collect();
+    let mut waiting = BTreeSet::new();
+    for line in texts.iter().flat_map(|text| text.lines()).filter(|line| line.starts_with("impl")) {
+        let Some((before, of)) = line.split_once(" for ") else { continue };
+        let what = name_of(before.rsplit(' ').next().unwrap_or_default());
+        if ["Future", "Stream", "Sink"].contains(&what.as_str()) {
+            waiting.insert(name_of(of));
+        }
+    }
+    let (mut silent, mut seen) = (Vec::new(), Vec::new());
+    for text in &texts {
+        for (at, _) in text.match_indices("\npub ") {
+            let Some((kind, rest)) = text[at + 5..].split_once(' ') else { continue };
+            let named = name_of(rest);
+            let another = rest.lines().next().and_then(|line| line.split_once(" = ")).map(|(_, of)| name_of(of));
+            let doc = doc_above(&text[..=at]);
+            // Another name for a future leads to it.
+            let told = match (kind, &another) {
+                ("struct", _) if waiting.contains(&named) => doc.contains("# Cancel safety"),
+                ("type", Some(of)) if waiting.contains(of) => {
+                    doc.contains("# Cancel safety") || doc.contains(&format!("[`{of}`]"))
+                }
+                _ => continue,
+            };
+            if !told {
+                silent.push(named.clone());
+            }
+            seen.push(named);
+        }
+    }
+    assert!(seen.len() > 12, "only {seen:?}");
+    assert!(silent.is_empty(), "no word on cancelling, nor a link to who has one: {silent:?}");
 }
 
 #[test]
@@ -149,6 +184,17 @@ fn tests_benches_and_examples_named_in_commands_exist() {
         }
     }
     assert!(missing.is_empty(), "\n{}\n", missing.join("\n"));
+}
+
+/// Documentation and attributes right above what follows.
+fn doc_above(text: &str) -> String {
+    let about = |line: &&str| line.starts_with("///") || line.starts_with("#[") || line.ends_with(")]");
+    text.lines().rev().map(str::trim).take_while(about).collect::<Vec<_>>().join("\n")
+}
+
+/// The name at the beginning.
+fn name_of(text: &str) -> String {
+    text.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect()
 }
 
 fn root() -> &'static Path {

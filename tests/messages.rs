@@ -14,7 +14,7 @@ use bytes::Bytes;
 use connected::{assert_ready, config, modes, pair, pair_in, pattern, recv};
 use futures::{FutureExt, Sink, SinkExt, Stream, StreamExt};
 use tokio::time::timeout;
-use tokio_rdma::software::{Faults, Network};
+use tokio_rdma::software::{Faults, LinkCounters, Network};
 use tokio_rdma::types::{AckTimeout, Gid};
 use tokio_rdma::{
     Access, Buf, CompletionMode, CompletionQueue, ConnectOptions, Connection, ConnectionConfig, EstablishError, Hello,
@@ -587,7 +587,12 @@ fn messages_arrive_once_and_in_order_on_a_network_that_loses_and_repeats() {
     let seed = Seed::new("--test messages messages_arrive_once");
     let faults = Faults::none().loss(0.02).duplicate(0.02).reorder(0.02).corrupt(0.01);
     let value = seed.value;
-    run("faults", move || talk_over(faults, value));
+    run("faults", move || async move {
+        let counters = talk_over(faults, value).await;
+        // Thousands of packets.
+        let each = [counters.lost, counters.duplicated, counters.reordered, counters.corrupted];
+        assert!(each.iter().all(|&count| count > 0), "{counters:?}");
+    });
     drop(seed);
 }
 
@@ -597,12 +602,16 @@ fn messages_arrive_once_and_in_order_on_a_network_that_repeats_late() {
     let seed = Seed::new("--test messages messages_arrive_once");
     let faults = Faults::none().duplicate(0.2).reorder(0.2).delay(Duration::ZERO..Duration::from_millis(3));
     let value = seed.value;
-    run("late copies", move || talk_over(faults, value));
+    run("late copies", move || async move {
+        let counters = talk_over(faults, value).await;
+        assert!(counters.duplicated > 0 && counters.reordered > 0, "{counters:?}");
+    });
     drop(seed);
 }
 
-/// Messages both ways, longer and shorter than a receive buffer, and a clean end.
-async fn talk_over(faults: Faults, seed: u64) {
+/// Messages both ways, longer and shorter than a receive buffer, and a clean end; what has become of packets in all rounds.
+async fn talk_over(faults: Faults, seed: u64) -> LinkCounters {
+    let mut all = LinkCounters::default();
     for round in 0..scaled(8) {
         let network = Network::with_faults(seed.wrapping_add(round), faults.clone());
         let (_, pd) = torture::software(&network);
@@ -628,7 +637,13 @@ async fn talk_over(faults: Faults, seed: u64) {
         tokio::join!(talk(&a), talk(&b));
         let closed = soon("close", async { tokio::join!(a.close(), b.close()) }).await;
         assert_eq!(closed, (Ok(()), Ok(())));
+        let counters = network.counters();
+        all.lost += counters.lost;
+        all.duplicated += counters.duplicated;
+        all.reordered += counters.reordered;
+        all.corrupted += counters.corrupted;
     }
+    all
 }
 
 /// What one end of a crowd does: sends `depth` at once, receives, and sees that all is as it should be.

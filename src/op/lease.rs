@@ -90,6 +90,10 @@ pub struct Leasing {
 }
 
 /// An invalidation in flight.
+///
+/// # Cancel safety
+///
+/// As [`Operation`]: dropped, it goes on, and the window goes back to the queue pair when it is done.
 pub type Invalidate = Operation<Ending>;
 
 impl QueuePair {

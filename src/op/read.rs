@@ -9,6 +9,10 @@ use crate::types::{SendOp, Transport};
 use crate::verbs::Target;
 
 /// A READ in flight; gives the buffer back, filled.
+///
+/// # Cancel safety
+///
+/// As [`Operation`]: dropped, it goes on, and the buffer stays with the queue pair until it is done.
 pub type Read<B> = Operation<Return<B>>;
 
 impl QueuePair {

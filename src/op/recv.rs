@@ -11,6 +11,10 @@ use crate::types::{Imm, Qpn, Rkey, SendFlags, WcFlags, WcOpcode, WorkCompletion}
 use crate::verbs::Target;
 
 /// A receive in flight; gives what was [`Received`].
+///
+/// # Cancel safety
+///
+/// As [`Operation`]: dropped, it still takes a message, which is lost then.
 pub type Recv<B> = Operation<Receipt<B>>;
 
 /// A message that arrived, or the news of a peer's WRITE_WITH_IMM.

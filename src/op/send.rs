@@ -9,9 +9,17 @@ use crate::types::{Imm, Qkey, Qpn, SendOp, Transport, WorkCompletion};
 use crate::verbs::{AddressHandle, PdKey, Sealed, Source};
 
 /// A SEND in flight; gives the buffer back.
+///
+/// # Cancel safety
+///
+/// As [`Operation`]: dropped, it goes on, and the buffer stays with the queue pair until it is done.
 pub type Send<B> = Operation<Return<B>>;
 
 /// A datagram in flight; gives the buffer back.
+///
+/// # Cancel safety
+///
+/// As [`Operation`]: dropped, it goes on, and buffer and address stay with the queue pair until it is done.
 pub type SendTo<B> = Operation<Addressed<B>>;
 
 const CONNECTED: &[Transport] = &[Transport::Rc, Transport::Uc];

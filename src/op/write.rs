@@ -9,6 +9,10 @@ use crate::types::{Imm, SendOp, Transport};
 use crate::verbs::Source;
 
 /// A WRITE in flight; gives the buffer back.
+///
+/// # Cancel safety
+///
+/// As [`Operation`]: dropped, it goes on, and the buffer stays with the queue pair until it is done.
 pub type Write<B> = Operation<Return<B>>;
 
 const CONNECTED: &[Transport] = &[Transport::Rc, Transport::Uc];

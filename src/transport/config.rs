@@ -129,6 +129,8 @@ impl ConnectionConfig {
 
     /// Memory for long messages that were not received by the service yet; 16 MiB unless set: some messages ahead, and what is
     /// used again and again stays in the processor's cache. One message is fetched in any case, others wait at their sender.
+    /// What the peer's [`keepalive`](Self::keepalive) asks for waits for what is being fetched: not more than the device fetches in
+    /// that time.
     pub fn receive_memory(mut self, bytes: u64) -> Self {
         self.receive_memory = bytes;
         self
@@ -145,6 +147,10 @@ impl ConnectionConfig {
     /// [`CloseReason::Silent`](super::CloseReason::Silent) if nothing is heard for `timeout` after that; 5 s and 10 s unless
     /// set. The peer's end answers by itself, so only a peer whose runtime makes no progress for so long is taken for dead;
     /// one whose device is gone is noticed by its retries, in seconds. `None`: never; neither can be less than 1 ms.
+    ///
+    /// Its answer stands in line behind the READs and WRITEs that the peer's service has in flight on the connection, and behind the
+    /// messages that it fetches. Whose device may take longer than `timeout` for all of these, and for
+    /// [`receive_memory`](Self::receive_memory), has fewer in flight, or its peer a longer `timeout`.
     pub fn keepalive(mut self, times: Option<(Duration, Duration)>) -> Self {
         self.keepalive = times;
         self

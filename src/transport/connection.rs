@@ -47,6 +47,10 @@ use crate::verbs::{Device, Pool, ProtectionDomain};
 /// [`read`](Self::read), [`write`](Self::write), the atomics and [batches](Self::post_batch) use the queue pair of the messages,
 /// and wait in line with them for room: a service that lets thousands line up holds up its own messages, and the answers that
 /// its peer waits for. One that fails at the peer ends the connection, as it ends the queue pair.
+///
+/// # Cancel safety
+///
+/// That of its methods, of its halves where it is used as a [`Stream`] or a [`Sink`].
 pub struct Connection {
     send: SendHalf,
     recv: RecvHalf,

@@ -55,6 +55,11 @@ impl Drop for Leaving<'_> {
 ///
 /// As a sink it holds one message that there was no room for, until it is polled as a sink again; [`send`](Self::send) does not
 /// wait for that one, and overtakes it. Closing the sink sends it, and finishes; dropping the half does not.
+///
+/// # Cancel safety
+///
+/// A `send` of the sink's adapter that is dropped has not sent its message, has sent it, or has left it with the sink, which sends
+/// it when it is polled next. A `flush` or `close` that is dropped may be called again.
 pub struct SendHalf {
     pub(super) handle: Arc<Handle>,
     /// Of the sink: a message that waits for room, and places in line.
@@ -181,6 +186,10 @@ impl fmt::Debug for SendHalf {
 
 /// The half of a [`Connection`](super::Connection) that receives; a [`Stream`] of messages, which ends when the peer has
 /// finished, or after an error.
+///
+/// # Cancel safety
+///
+/// No message is lost with a future of the stream's adapters, such as `next`, that is dropped before it was ready.
 pub struct RecvHalf {
     pub(super) handle: Arc<Handle>,
     /// Of the stream: place in line, and whether it has ended.

@@ -60,7 +60,8 @@ impl ClientConfig {
         self
     }
 
-    /// READs at once, each with a buffer for a bucket; 16 unless set, and at least 1. Further GETs wait for one.
+    /// READs at once, each with a buffer for a bucket; 16 unless set, and at least 1. Further GETs wait for one, within their
+    /// [`deadline`](Self::deadline): a slow device does not do more of them in that time for having more at once.
     pub fn reads(mut self, reads: usize) -> Self {
         self.reads = reads.max(1);
         self

@@ -95,6 +95,12 @@ fn serve(host: u8, options: &str) -> (Program, SocketAddr) {
     }
 }
 
+/// A client's, at 127.0.77.`host`.
+fn udp_device(host: u8) -> Device {
+    let ip = IpAddr::V4(Ipv4Addr::new(127, 0, 77, host));
+    Device::software_in(&Network::udp(&UdpConfig::new().address(ip)).unwrap(), &ip.to_string()).unwrap()
+}
+
 #[test]
 fn every_answer_is_right_in_one_process() {
     for wire in ["", " --udp"] {
@@ -152,21 +158,33 @@ fn two_processes_put_get_delete_measure_and_check() {
     drop(server);
 }
 
-#[test]
-fn program_whose_server_is_killed_says_so() {
+#[tokio::test(flavor = "multi_thread")]
+async fn program_whose_server_is_killed_says_so() {
     let (server, address) = serve(2, "");
-    let load = Program::start(&format!("load --connect {address} --duration 600"));
-    std::thread::sleep(Duration::from_millis(500));
+    let client = KvClient::connect(&udp_device(201), address).await.unwrap();
+    let load = Program::start(&format!("load --connect {address} --duration 600 --keys 100 --puts 50"));
+    // Each key is put once before anything is measured: one that is put again says that this has begun.
+    let key = 0_u64.to_be_bytes();
+    let version = async || client.get(&key).await.unwrap().map(|found| found.version);
+    let measuring = async {
+        let mut first = None;
+        while first.is_none() || version().await == first {
+            first = first.or(version().await);
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    timeout(LONG, measuring).await.expect("a key is put again");
     drop(server);
-    let said = load.fail();
-    assert!(said.starts_with("kv: "), "{said}");
+    let said = tokio::task::spawn_blocking(|| load.fail()).await.unwrap();
+    assert!(said.starts_with("kv: ") && !said.contains("filling the table"), "{said}");
+    let gone = ["the connection has ended", "READ: ", "the server has left", "no result within"];
+    assert!(gone.iter().any(|gone| said.contains(gone)), "{said}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn every_call_to_a_server_that_is_killed_ends_with_an_error() {
     let (server, address) = serve(3, "");
-    let ip = IpAddr::V4(Ipv4Addr::new(127, 0, 75, 200));
-    let device = Device::software_in(&Network::udp(&UdpConfig::new().address(ip)).unwrap(), &ip.to_string()).unwrap();
+    let device = udp_device(200);
     let config = ClientConfig::default().deadline(LONG / 6);
     let client = Arc::new(KvClient::connect_with(&device, address, config).await.unwrap());
     let done = Arc::new(AtomicU64::new(0));

@@ -41,7 +41,8 @@ pub(crate) struct Frame {
 #[derive(Debug)]
 enum Slot {
     Here(Frame),
-    Moving(Flight),
+    /// Its nodes may have an older one, as it is on its way out or may have to stay.
+    Moving(Flight, bool),
 }
 
 /// Where a page is.
@@ -85,7 +86,7 @@ impl Cache {
     pub(crate) fn find(&mut self, page: u64) -> Place<'_> {
         match self.slots.get_mut(&page) {
             Some(Slot::Here(frame)) => Place::Here(frame),
-            Some(Slot::Moving(flight)) => Place::Moving(flight.clone()),
+            Some(Slot::Moving(flight, _)) => Place::Moving(flight.clone()),
             None => Place::Absent,
         }
     }
@@ -98,7 +99,7 @@ impl Cache {
     pub(crate) fn depart(&mut self, page: u64) -> (Moving, Flight) {
         debug_assert!(self.is_absent(page));
         let (done, flight) = watch::channel(None);
-        self.slots.put(page, Slot::Moving(flight.clone()));
+        self.slots.put(page, Slot::Moving(flight.clone(), false));
         (Moving { page, done }, flight)
     }
 
@@ -120,7 +121,7 @@ impl Cache {
     pub(crate) fn evict(&mut self, dirty_too: bool) -> Option<Evicted> {
         let frame_of = |(&page, slot): (&u64, &Slot)| match slot {
             Slot::Here(frame) => (dirty_too || !frame.dirty).then_some((page, frame.dirty)),
-            Slot::Moving(_) => None,
+            Slot::Moving(..) => None,
         };
         let (page, dirty) = self.slots.iter().rev().find_map(frame_of)?;
         if dirty {
@@ -128,20 +129,29 @@ impl Cache {
         }
         match self.slots.pop(&page) {
             Some(Slot::Here(frame)) => Some(Evicted::Clean(frame.bytes)),
-            Some(Slot::Moving(_)) | None => None,
+            Some(Slot::Moving(..)) | None => None,
         }
     }
 
     /// Pages that may differ from what their nodes have.
     pub(crate) fn dirty(&self) -> Vec<u64> {
-        let may_be = |slot: &Slot| matches!(slot, Slot::Moving(_) | Slot::Here(Frame { dirty: true, .. }));
-        self.slots.iter().filter(|(_, slot)| may_be(slot)).map(|(&page, _)| page).collect()
+        self.may_differ().collect()
+    }
+
+    /// There is such a page.
+    pub(crate) fn is_dirty(&self) -> bool {
+        self.may_differ().next().is_some()
+    }
+
+    fn may_differ(&self) -> impl Iterator<Item = u64> {
+        let may_differ = |slot: &Slot| matches!(slot, Slot::Moving(_, true) | Slot::Here(Frame { dirty: true, .. }));
+        self.slots.iter().filter(move |(_, slot)| may_differ(slot)).map(|(&page, _)| page)
     }
 
     /// Takes a page that differs, to be written back and to land again.
     pub(crate) fn find_dirty(&mut self, page: u64) -> Dirty {
         match self.slots.peek(&page) {
-            Some(Slot::Moving(flight)) => Dirty::Moving(flight.clone()),
+            Some(Slot::Moving(flight, _)) => Dirty::Moving(flight.clone()),
             Some(Slot::Here(Frame { dirty: true, .. })) => {
                 self.take(page).map_or(Dirty::No, |(moving, frame)| Dirty::Here(moving, frame.bytes))
             }
@@ -151,11 +161,11 @@ impl Cache {
 
     fn take(&mut self, page: u64) -> Option<(Moving, Frame)> {
         let slot = self.slots.peek_mut(&page)?;
-        let Slot::Here(_) = slot else { return None };
-        let (done, flight) = watch::channel(None);
-        match std::mem::replace(slot, Slot::Moving(flight)) {
+        let Slot::Here(Frame { dirty, .. }) = slot else { return None };
+        let (dirty, (done, flight)) = (*dirty, watch::channel(None));
+        match std::mem::replace(slot, Slot::Moving(flight, dirty)) {
             Slot::Here(frame) => Some((Moving { page, done }, frame)),
-            Slot::Moving(_) => None,
+            Slot::Moving(..) => None,
         }
     }
 }

@@ -4,9 +4,10 @@ use std::time::Duration;
 
 use reqwest::{Method, RequestBuilder, Response, StatusCode};
 
-use crate::{Map, Share, ShareError, Wanted};
+use crate::service::{Before, Joined, Lent, Of, Writing};
+use crate::{Conflict, Instance, Map, Share, ShareError, Wanted, WriterId};
 
-/// Longest that a request takes besides what it is to wait.
+/// Longest that a request takes besides what it is to wait, unless set.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// The coordinator, as owners and clients see it; clones share its connections.
@@ -14,6 +15,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 pub struct Directory {
     url: String,
     http: reqwest::Client,
+    patience: Duration,
 }
 
 /// Why the coordinator did not do it.
@@ -36,6 +38,9 @@ pub enum DirectoryError {
         /// Its words.
         reason: String,
     },
+    /// It does not go with what the coordinator knows.
+    #[error("the coordinator: {0}")]
+    Conflict(Conflict),
     /// It has a share that cannot be.
     #[error("the coordinator says of node {node}: {error}")]
     Share {
@@ -50,26 +55,60 @@ impl Directory {
     /// Of the coordinator at `http://host:port`. Nothing is asked yet.
     #[must_use]
     pub fn new(url: &str) -> Self {
-        Self { url: url.trim_end_matches('/').to_owned(), http: reqwest::Client::new() }
+        Self { url: url.trim_end_matches('/').to_owned(), http: reqwest::Client::new(), patience: PATIENCE }
     }
 
-    /// Lends pages.
+    /// Longest that an answer takes, besides what a request is to wait; 5 s unless set. For as long after one that has failed
+    /// the coordinator is not asked again to take a node off the map.
+    #[must_use]
+    pub fn patience(mut self, patience: Duration) -> Self {
+        self.patience = patience;
+        self
+    }
+
+    /// How long that is.
+    pub(crate) fn patient_for(&self) -> Duration {
+        self.patience
+    }
+
+    /// Lends pages: new ones, or those that were lent `before`. The instance of the coordinator that has them on its map.
+    pub(crate) async fn join(
+        &self,
+        node: &str,
+        share: &Share,
+        before: Option<Instance>,
+    ) -> Result<Instance, DirectoryError> {
+        let request = self.request(Method::POST, &format!("nodes/{node}/pages"), Duration::ZERO);
+        let joined: Joined = self.json(request.query(&Before { before }).json(share)).await?;
+        Ok(joined.instance)
+    }
+
+    /// Takes a node off the map of that coordinator. One that is not there is no error.
     ///
     /// # Errors
     ///
-    /// [`DirectoryError::Refused`] with 409 if a client has the map already.
-    pub async fn join(&self, node: &str, share: &Share) -> Result<(), DirectoryError> {
-        let request = self.request(Method::POST, &format!("nodes/{node}/pages"), Duration::ZERO).json(share);
-        self.send(request).await.map(drop)
+    /// If the coordinator is not there, or is another one.
+    pub async fn leave(&self, node: &str, instance: Instance) -> Result<(), DirectoryError> {
+        let request = self.request(Method::DELETE, &format!("nodes/{node}/pages"), Duration::ZERO);
+        self.send(request.query(&Of { instance })).await.map(drop)
     }
 
-    /// Takes a node off the map. One that is not there is no error.
-    ///
-    /// # Errors
-    ///
-    /// If the coordinator is not there.
-    pub async fn leave(&self, node: &str) -> Result<(), DirectoryError> {
-        self.send(self.request(Method::DELETE, &format!("nodes/{node}/pages"), Duration::ZERO)).await.map(drop)
+    /// Begins to write, or goes on, for as long as the coordinator hears of it at least that often.
+    pub(crate) async fn write(
+        &self,
+        id: WriterId,
+        instance: Instance,
+        how: &Writing,
+    ) -> Result<Duration, DirectoryError> {
+        let request = self.request(Method::PUT, &format!("writers/{}", id.0), Duration::ZERO);
+        let lent: Lent = self.json(request.query(&Of { instance }).query(how)).await?;
+        Ok(Duration::from_millis(lent.lease_ms))
+    }
+
+    /// Ends to write.
+    pub(crate) async fn give_back(&self, id: WriterId, instance: Instance) -> Result<(), DirectoryError> {
+        let request = self.request(Method::DELETE, &format!("writers/{}", id.0), Duration::ZERO);
+        self.send(request.query(&Of { instance })).await.map(drop)
     }
 
     /// The pages that a node lends, waiting for it for up to 30 seconds.
@@ -101,7 +140,7 @@ impl Directory {
     }
 
     fn request(&self, method: Method, path: &str, wait: Duration) -> RequestBuilder {
-        let request = self.http.request(method, format!("{}/{path}", self.url)).timeout(wait + PATIENCE);
+        let request = self.http.request(method, format!("{}/{path}", self.url)).timeout(wait + self.patience);
         request.query(&[("wait", wait.as_secs())])
     }
 
@@ -114,6 +153,10 @@ impl Directory {
         let status = answer.status();
         if status.is_success() {
             return Ok(answer);
+        }
+        if status == StatusCode::CONFLICT {
+            let conflict = answer.json().await.map_err(|error| self.failed(&error))?;
+            return Err(DirectoryError::Conflict(conflict));
         }
         let reason = answer.text().await.map_err(|error| self.failed(&error))?;
         Err(DirectoryError::Refused { status, reason })

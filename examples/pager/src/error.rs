@@ -2,9 +2,51 @@
 
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
 use tokio_rdma::{CloseReason, EstablishError, OpErrorKind, OpenError, OutOfBounds, PoolError, SetupError, VerbError};
 
-use crate::DirectoryError;
+use crate::{DirectoryError, Instance};
+
+/// Why the coordinator does not do what may be right of itself: it does not go with what it knows.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Conflict {
+    /// Nobody joins any more.
+    #[error("clients have the map already; a node that joins would not have what they write")]
+    Sealed,
+    /// Memory that was lent before, and was not on the map all the time since.
+    #[error(
+        "this memory was lent by the map of coordinator {before} and is not on that of coordinator {now}: it may lack what was \
+         written since; start the owner anew"
+    )]
+    Stale {
+        /// When it joined.
+        before: Instance,
+        /// Who was asked.
+        now: Instance,
+    },
+    /// Somebody has a map that is no more.
+    #[error(
+        "the coordinator was started anew: asked for {asked}, it is {now} and knows nothing of the nodes of that map"
+    )]
+    Instance {
+        /// Of the map.
+        asked: Instance,
+        /// Who was asked.
+        now: Instance,
+    },
+    /// One client writes at a time.
+    #[error("another client writes")]
+    Writing,
+    /// A client that wrote was not heard of any more.
+    #[error(
+        "a client has not come to the end of writing: copies of a page may differ, or be half of one and half of another"
+    )]
+    Unclean,
+    /// Nothing was heard of this one for too long.
+    #[error("this client does not write, or was not heard of for so long that others were told that copies may differ")]
+    Lapsed,
+}
 
 /// Why a page could not be had, or kept.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -46,6 +88,18 @@ pub enum PagerError {
         /// Why the coordinator does not know.
         cause: DirectoryError,
     },
+    /// This client does not write, or no more: there is another one, or the coordinator was started anew, or it has not heard of
+    /// this one for too long. What was changed before is still in the cache.
+    #[error("page {page} is not written to: {cause}")]
+    NotWriter {
+        /// The page.
+        page: u64,
+        /// Why not.
+        cause: DirectoryError,
+    },
+    /// All is written back, and the coordinator could not be told: it will say of the map that copies may differ.
+    #[error("all pages are written back, which the coordinator does not know: {0}")]
+    Unended(DirectoryError),
     /// No buffer for the page.
     #[error("page {page}: {cause}")]
     NoBuffer {
@@ -75,7 +129,7 @@ pub enum NodeError {
     /// A READ or WRITE failed.
     #[error(transparent)]
     Operation(OpErrorKind),
-    /// A READ or WRITE was not done in time.
+    /// No READ or WRITE was done for so long, though some were under way.
     #[error("nothing is done for {0:?}")]
     Deadline(Duration),
 }
@@ -122,6 +176,13 @@ pub enum StartError {
     /// The coordinator says no.
     #[error(transparent)]
     Directory(#[from] DirectoryError),
+    /// A client has not come to the end of writing: copies of a page may differ. [`Config::unclean_too`](crate::Config) says that
+    /// this is fine.
+    #[error("coordinator {instance}: {}; owners and coordinator started anew are alike", Conflict::Unclean)]
+    Unclean {
+        /// Of the map.
+        instance: Instance,
+    },
     /// None of the nodes can be reached.
     #[error("no node can be reached; {node}: {cause}")]
     Alone {

@@ -14,9 +14,13 @@
 //! |---|---|
 //! | `page.rs` | pages, and contents that can be computed |
 //! | `map.rs` | who has which pages |
-//! | `service.rs`, `directory.rs` | the coordinator that keeps the map, and how it is asked |
+//! | `known.rs` | what the coordinator knows of them: a machine without I/O |
+//! | `service.rs`, `directory.rs` | the coordinator, and how it is asked |
 //! | `owner.rs` | the end that lends |
 //! | `node.rs` | the client's connection to an owner |
+//! | `progress.rs` | whether anything is done there |
+//! | `strike.rs` | nodes that lack something are taken off the map |
+//! | `lease.rs` | one client writes at a time, and says when it has written all |
 //! | `replicas.rs` | all of them: reads go to one, writes to all |
 //! | `cache.rs` | which pages are here, on their way here, or away: a machine without I/O |
 //! | `readahead.rs` | who reads in order, and what comes next: another |
@@ -47,6 +51,8 @@
 mod cache;
 mod directory;
 mod error;
+mod known;
+mod lease;
 mod ledger;
 mod map;
 #[cfg(feature = "userfaultfd")]
@@ -56,14 +62,17 @@ mod node;
 mod owner;
 mod page;
 mod pager;
+mod progress;
 mod readahead;
 mod replicas;
 pub mod service;
+mod strike;
 
 pub use directory::{Directory, DirectoryError};
-pub use error::{NodeError, PagerError, StartError};
+pub use error::{Conflict, NodeError, PagerError, StartError};
+pub use known::Settings;
 pub use ledger::{Ledger, Verdict};
-pub use map::{Map, Share, ShareError, Wanted};
+pub use map::{Instance, Map, Share, ShareError, Wanted, WriterId};
 #[cfg(feature = "userfaultfd")]
 pub use mapping::{Mapping, MappingError};
 pub use meter::{Counters, Latency, Report};

@@ -1,6 +1,7 @@
 //! Who has which pages.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::net::SocketAddr;
 use std::ops::Range;
 
@@ -68,10 +69,29 @@ impl Share {
     }
 }
 
-/// All shares, by the name of their node.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+/// Which coordinator it is: each that is started has a number of its own, as it knows nothing of what those before it knew.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
+pub struct Instance(pub u64);
+
+impl fmt::Display for Instance {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:016x}", self.0)
+    }
+}
+
+/// A client that writes, from when it begins until it has [flushed](crate::Pager::flush).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct WriterId(pub u64);
+
+/// All shares, by the name of their node.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Map {
+    /// Of which coordinator.
+    pub instance: Instance,
+    /// A client has begun to write and was not heard of any more: copies may differ.
+    pub unclean: bool,
     /// Each of them has been checked, by the coordinator and again by whoever gets them from there.
     pub shares: BTreeMap<String, Share>,
 }
@@ -137,7 +157,8 @@ mod tests {
 
     fn map(shares: &[(u64, u64)]) -> Map {
         let named = |(number, &(first, pages)): (usize, &(u64, u64))| (number.to_string(), share(first, pages));
-        Map { shares: shares.iter().enumerate().map(named).collect() }
+        let shares = shares.iter().enumerate().map(named).collect();
+        Map { instance: Instance(1), unclean: false, shares }
     }
 
     #[test]

@@ -1,29 +1,27 @@
 //! A client's connection to an owner.
 
-use std::time::Duration;
-
 use parking_lot::Mutex;
-use tokio::sync::OnceCell;
-use tokio::time::timeout;
+use tokio::sync::Semaphore;
+
 use tokio_rdma::types::{AckTimeout, WcStatus};
 use tokio_rdma::{
     BufMut, ConnectOptions, Connection, ConnectionConfig, Device, OpError, ProtectionDomain, RemoteRegion,
 };
 
-use crate::{Directory, DirectoryError, NodeError, Share};
+use crate::progress::{DEADLINE, Progress};
+use crate::strike::Strike;
+use crate::{Directory, DirectoryError, Instance, NodeError, Share};
 
-/// READs and WRITEs that a connection holds; more wait for room.
-const DEPTH: u32 = 128;
-
-/// Longest that a READ or WRITE takes: retries find out before that a peer is gone.
-const DEADLINE: Duration = Duration::from_secs(20);
+/// READs and WRITEs that a connection holds at once, whatever the pager has on its way; more wait here for their turn. What the
+/// connection says for itself, that it is alive, stands in line behind them, and must not for so long that its peer takes it for dead.
+const DEPTH: u32 = 64;
 
 /// Settings of both ends. Pages need no messages, so there are buffers for hardly any.
 pub(crate) fn connection(pd: &ProtectionDomain) -> ConnectionConfig {
     // What is not acknowledged is repeated after half a second, six times: a peer that is gone is found out in some seconds, and one
     // that waits for a processor is not taken for it.
     let options = ConnectOptions { timeout: AckTimeout::from_code(17), ..ConnectOptions::default() };
-    let config = ConnectionConfig::default().protection_domain(pd).options(options).max_send_wr(DEPTH);
+    let config = ConnectionConfig::default().protection_domain(pd).options(options).max_send_wr(2 * DEPTH);
     config.receive_buffer_size(256).receive_buffers(4).spare_buffers(1).send_buffers(4).max_message(256)
 }
 
@@ -33,8 +31,10 @@ pub(crate) struct Node {
     pub(crate) name: String,
     pub(crate) share: Share,
     state: Mutex<State>,
-    /// The coordinator has taken it off the map.
-    off_the_map: OnceCell<()>,
+    /// Permits are places at the connection.
+    places: Semaphore,
+    progress: Progress,
+    strike: Strike,
 }
 
 #[derive(Debug)]
@@ -50,7 +50,8 @@ impl Node {
             Ok(connection) => State::Alive(connection),
             Err(error) => State::Lost(NodeError::Connect(error)),
         };
-        Self { name, share, state: Mutex::new(state), off_the_map: OnceCell::new() }
+        let (state, places) = (Mutex::new(state), Semaphore::new(DEPTH as usize));
+        Self { name, share, state, places, progress: Progress::default(), strike: Strike::default() }
     }
 
     /// Why it is lost, if it is.
@@ -72,8 +73,17 @@ impl Node {
     }
 
     /// Has the coordinator take it off the map, once.
-    pub(crate) async fn strike(&self, directory: &Directory) -> Result<(), DirectoryError> {
-        self.off_the_map.get_or_try_init(|| directory.leave(&self.name)).await.copied()
+    pub(crate) async fn strike(&self, directory: &Directory, instance: Instance) -> Result<(), DirectoryError> {
+        let ask = || {
+            let (directory, name) = (directory.clone(), self.name.clone());
+            async move { directory.leave(&name, instance).await }
+        };
+        self.strike.once(directory.patient_for(), ask).await
+    }
+
+    /// The coordinator does not answer whether it is off the map.
+    pub(crate) fn is_unsure(&self, directory: &Directory) -> bool {
+        self.strike.is_open(directory.patient_for())
     }
 
     /// Gives the buffer back in any case.
@@ -85,13 +95,15 @@ impl Node {
     where
         O: Future<Output = Result<BufMut, OpError<BufMut>>> + Unpin,
     {
+        // Each of those before comes to an end: see below. It is never closed.
+        let _place = self.places.acquire().await;
         let mut operation = match &*self.state.lock() {
             State::Alive(connection) => post(connection, buffer),
             State::Lost(cause) => return Err((cause.clone(), buffer)),
         };
-        let done = match timeout(DEADLINE, &mut operation).await {
-            Ok(done) => done,
-            Err(_) => {
+        let done = match self.progress.watch(&mut operation).await {
+            Some(done) => done,
+            None => {
                 // Its queue pair goes, which ends the operation: a buffer that a device may touch is never left behind.
                 self.lose(NodeError::Deadline(DEADLINE));
                 operation.await

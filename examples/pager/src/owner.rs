@@ -3,11 +3,11 @@
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use tokio::task::{JoinHandle, JoinSet};
+use tokio::task::JoinSet;
 use tokio_rdma::{Access, Connection, Device, EstablishError, ExposedRegion, HostMemory, Listener, OutOfBounds};
 
 use crate::node::connection;
-use crate::{Content, Directory, PAGE, Share, StartError};
+use crate::{Conflict, Content, Directory, DirectoryError, Instance, PAGE, Share, StartError};
 
 /// Clients that are served at once; others wait for one of them to leave.
 const MOST_CLIENTS: usize = 64;
@@ -34,8 +34,12 @@ pub struct OwnerConfig {
 pub struct Owner {
     name: String,
     share: Share,
+    /// Of the coordinator that it has joined.
+    instance: Instance,
     region: Arc<ExposedRegion>,
-    serving: JoinHandle<()>,
+    /// Ends when it is dropped.
+    #[expect(dead_code, reason = "held")]
+    serving: JoinSet<()>,
 }
 
 impl Owner {
@@ -66,10 +70,21 @@ impl Owner {
         let (address, replica) = (listener.local_addr(), config.replica);
         let share = Share { address, first, region: region.grant(), replica };
         // Before anybody knows of us: who comes finds us listening.
-        let serving = tokio::spawn(serve(listener));
-        let owner = Self { name: config.name.clone(), share, region, serving };
-        directory.join(&owner.name, &owner.share).await?;
-        Ok(owner)
+        let mut serving = JoinSet::new();
+        serving.spawn(serve(listener));
+        let instance = directory.join(&config.name, &share, None).await?;
+        Ok(Self { name: config.name.clone(), share, instance, region, serving })
+    }
+
+    /// Asks the coordinator whether these pages are on its map. Once they are not, they never will be again: whoever has taken them
+    /// off may have written without them, and a coordinator that was started anew cannot know. Clients that have them may go on;
+    /// for others the owner is started anew.
+    ///
+    /// # Errors
+    ///
+    /// [`Conflict::Stale`](crate::Conflict::Stale) if not, others if the coordinator is not there.
+    pub async fn confirm(&self, directory: &Directory) -> Result<(), DirectoryError> {
+        directory.join(&self.name, &self.share, Some(self.instance)).await.map(drop)
     }
 
     /// What it lends.
@@ -95,14 +110,12 @@ impl Owner {
     /// # Errors
     ///
     /// If the coordinator is not there.
-    pub async fn leave(self, directory: &Directory) -> Result<(), StartError> {
-        Ok(directory.leave(&self.name).await?)
-    }
-}
-
-impl Drop for Owner {
-    fn drop(&mut self) {
-        self.serving.abort();
+    pub async fn leave(self, directory: &Directory) -> Result<(), DirectoryError> {
+        match directory.leave(&self.name, self.instance).await {
+            // Its map has never had these pages.
+            Err(DirectoryError::Conflict(Conflict::Instance { .. })) => Ok(()),
+            left => left,
+        }
     }
 }
 

@@ -10,6 +10,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_rdma::{BufMut, Device, OutOfBounds, Pool, PoolError};
 
 use crate::cache::{Cache, Dirty, Evicted, Flight, Frame, Moving, Place};
+use crate::lease::Lease;
 use crate::meter::Meter;
 use crate::readahead::Readahead;
 use crate::replicas::Replicas;
@@ -28,11 +29,14 @@ pub struct Config {
     pub wanted: Wanted,
     /// How long to wait for that, up to 30 seconds.
     pub patience: Duration,
+    /// A client that wrote and was not heard of any more may have left copies that differ, which is fine.
+    pub unclean_too: bool,
 }
 
 impl Default for Config {
     fn default() -> Self {
-        Self { cache: 4096, in_flight: 64, readahead: 32, wanted: Wanted::default(), patience: Duration::from_secs(30) }
+        let patience = Duration::from_secs(30);
+        Self { cache: 4096, in_flight: 64, readahead: 32, wanted: Wanted::default(), patience, unclean_too: false }
     }
 }
 
@@ -42,8 +46,10 @@ impl Default for Config {
 /// all nodes that have it when it is evicted or [flushed](Self::flush). When nodes die, pages come from the others that have
 /// them; [`PagerError::Lost`] if there are none. What was not flushed when the last clone is dropped is gone.
 ///
-/// **One client writes at a time**: caches of several are not kept alike, as those of processors are. Others may read what was
-/// flushed before they began.
+/// **One client writes at a time**, from its first [`write`](Self::write) to a [`flush`](Self::flush) after which nothing is left to
+/// be written back, and the coordinator refuses others: caches of several are not kept alike, as those of processors are. Others
+/// may read what was flushed before they began. Who writes and does not come to a flush leaves copies that may differ, and after
+/// 30 seconds the coordinator says so to those who come ([`StartError::Unclean`]).
 #[derive(Debug, Clone)]
 pub struct Pager {
     shared: Arc<Shared>,
@@ -52,6 +58,7 @@ pub struct Pager {
 #[derive(Debug)]
 struct Shared {
     replicas: Replicas,
+    lease: Lease,
     cache: Mutex<Cache>,
     pool: Pool,
     readahead: Mutex<Readahead>,
@@ -69,7 +76,8 @@ impl Pager {
     ///
     /// # Errors
     ///
-    /// [`StartError`]: settings that do not work, no memory for the cache, not enough pages, or no node that can be reached.
+    /// [`StartError`]: settings that do not work, no memory for the cache, not enough pages, no node that can be reached, or copies
+    /// that may differ.
     ///
     /// # Panics
     ///
@@ -84,7 +92,11 @@ impl Pager {
         let pd = device.protection_domain()?;
         let pool = Pool::new(&pd, PAGE, config.cache)?;
         let map = directory.map(config.wanted, config.patience).await?;
+        if map.unclean && !config.unclean_too {
+            return Err(StartError::Unclean { instance: map.instance });
+        }
         let shared = Shared {
+            lease: Lease::new(directory, map.instance, config.unclean_too),
             replicas: Replicas::connect(device, &pd, directory, map).await?,
             cache: Mutex::new(Cache::new()),
             pool,
@@ -121,13 +133,17 @@ impl Pager {
     ///
     /// # Errors
     ///
-    /// As [`read`](Self::read): a page is fetched before it is changed.
+    /// As [`read`](Self::read): a page is fetched before it is changed. [`PagerError::NotWriter`] if another client writes, or the
+    /// coordinator is not there to say so.
     ///
     /// # Cancel safety
     ///
-    /// If it is dropped before it was ready, nothing was changed.
+    /// If it is dropped before it was ready, nothing was changed; this client may be the one that writes, until it flushes.
     pub async fn write(&self, page: u64, offset: usize, bytes: &[u8]) -> Result<(), PagerError> {
         let range = self.range(page, offset, bytes.len())?;
+        // Held until the page is dirty, which a flush sees.
+        let held = self.shared.lease.hold().await.ok_or(PagerError::Runtime { page })?;
+        let _held = held.map_err(|cause| PagerError::NotWriter { page, cause })?;
         let change = |frame: &mut Frame| {
             frame.bytes[range].copy_from_slice(bytes);
             frame.dirty = true;
@@ -148,15 +164,17 @@ impl Pager {
         }
     }
 
-    /// Writes all that was changed before to the nodes. The pages stay in the cache.
+    /// Writes all that was changed before to the nodes. The pages stay in the cache. If nothing was changed meanwhile, other clients
+    /// may write from then on.
     ///
     /// # Errors
     ///
     /// The first of them; the others are written all the same, and what was not stays in the cache, dirty.
+    /// [`PagerError::Unended`] if all is written, and the coordinator cannot be told.
     ///
     /// # Cancel safety
     ///
-    /// If it is dropped, what was begun goes on.
+    /// If it is dropped, what was begun goes on. The coordinator may not have been told that all is written: flush again.
     pub async fn flush(&self) -> Result<(), PagerError> {
         let pages = self.shared.cache.lock().dirty();
         let cleaning: Vec<_> =
@@ -166,7 +184,10 @@ impl Pager {
             let cleaned = task.await.unwrap_or(Err(PagerError::Runtime { page }));
             result = result.and(cleaned);
         }
-        result
+        result?;
+        let given = self.shared.lease.give_back(|| self.shared.cache.lock().is_dirty()).await;
+        // A runtime that has shut down has ended the tasks above, and nobody is told.
+        given.unwrap_or(Ok(())).map_err(PagerError::Unended)
     }
 
     /// What was done so far, and what it took.
@@ -280,7 +301,9 @@ impl Shared {
     /// A buffer for `page`, from the pool or of a page that makes room.
     async fn buffer(&self, page: u64) -> Result<BufMut, PagerError> {
         let mut failed = PagerError::NoBuffer { page, cause: PoolError::Empty };
-        let mut dirty_too = true;
+        // A page that would have to wait for the coordinator does so only if there is no other.
+        let mut waiting = self.replicas.is_unsure();
+        let mut dirty_too = !waiting;
         // Once for each page there may be: those that cannot be written back are not tried again.
         for _ in 0..self.pool.total() {
             let evicted = {
@@ -297,7 +320,7 @@ impl Shared {
                     self.meter.count(|counters| counters.evicted += 1);
                     return Ok(bytes);
                 }
-                Some(Evicted::Dirty(moving, bytes)) => match self.replicas.write(moving.page, bytes).await {
+                Some(Evicted::Dirty(moving, bytes)) => match self.write_back(moving.page, bytes).await {
                     (bytes, Ok(())) => {
                         self.meter.count(|counters| {
                             counters.evicted += 1;
@@ -314,13 +337,22 @@ impl Shared {
                         let _ = cache.find(kept);
                         failed = error;
                         // Others have other nodes, but no other coordinator.
-                        dirty_too = !matches!(failed, PagerError::Unsure { .. });
+                        dirty_too = !matches!(failed, PagerError::Unsure { .. } | PagerError::NotWriter { .. });
                     }
                 },
+                None if waiting => (waiting, dirty_too) = (false, true),
                 None => break,
             }
         }
         Err(failed)
+    }
+
+    /// Gives the buffer back in any case.
+    async fn write_back(&self, page: u64, bytes: BufMut) -> (BufMut, Result<(), PagerError>) {
+        match self.lease.check() {
+            Ok(()) => self.replicas.write(page, bytes).await,
+            Err(cause) => (bytes, Err(PagerError::NotWriter { page, cause })),
+        }
     }
 
     /// Writes a page back, if it is dirty, and keeps it.
@@ -334,7 +366,7 @@ impl Shared {
             };
             match found {
                 Ok((moving, bytes)) => {
-                    let (bytes, result) = self.replicas.write(page, bytes).await;
+                    let (bytes, result) = self.write_back(page, bytes).await;
                     self.meter.count(|counters| counters.written_back += u64::from(result.is_ok()));
                     self.cache.lock().land(moving, Frame { bytes, dirty: result.is_err() });
                     return result;

@@ -4,13 +4,15 @@ use futures::future::join_all;
 use tokio_rdma::{BufMut, Device, ProtectionDomain, RemoteRegion};
 
 use crate::node::Node;
-use crate::{Directory, Map, PagerError, StartError};
+use crate::{Directory, Instance, Map, PagerError, StartError};
 
 #[derive(Debug)]
 pub(crate) struct Replicas {
     /// By replica, then by name.
     nodes: Vec<Node>,
     directory: Directory,
+    /// Of the coordinator whose map it is.
+    instance: Instance,
     pages: u64,
 }
 
@@ -22,7 +24,7 @@ impl Replicas {
         directory: &Directory,
         map: Map,
     ) -> Result<Self, StartError> {
-        let pages = map.pages(1);
+        let (pages, instance) = (map.pages(1), map.instance);
         let connecting = map.shares.into_iter().map(|(name, share)| Node::connect(device, pd, name, share));
         let mut nodes = join_all(connecting).await;
         nodes.sort_by_key(|node| node.share.replica);
@@ -31,7 +33,7 @@ impl Replicas {
         {
             return Err(StartError::Alone { node, cause });
         }
-        Ok(Self { nodes, directory: directory.clone(), pages })
+        Ok(Self { nodes, directory: directory.clone(), instance, pages })
     }
 
     /// Pages there are, from 0 on.
@@ -77,12 +79,16 @@ impl Replicas {
         if !written {
             return (buffer, Err(lost));
         }
-        for node in missed {
-            if let Err(cause) = node.strike(&self.directory).await {
-                return (buffer, Err(PagerError::Unsure { page, node: node.name.clone(), cause }));
-            }
-        }
-        (buffer, Ok(()))
+        let strikes = missed.into_iter().map(async |node| {
+            let struck = node.strike(&self.directory, self.instance).await;
+            struck.map_err(|cause| PagerError::Unsure { page, node: node.name.clone(), cause })
+        });
+        (buffer, join_all(strikes).await.into_iter().collect())
+    }
+
+    /// The coordinator does not answer: what is written now may have to wait for it, or fail.
+    pub(crate) fn is_unsure(&self) -> bool {
+        self.nodes.iter().any(|node| node.is_unsure(&self.directory))
     }
 
     fn copies(&self, page: u64) -> impl Iterator<Item = (&Node, RemoteRegion)> {

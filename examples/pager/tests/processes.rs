@@ -89,7 +89,11 @@ impl Drop for Process {
 }
 
 fn coordinator() -> (Process, String) {
-    let mut process = Process::start(&["coordinator", "--listen", "127.0.0.1:0"]);
+    coordinator_with(&[])
+}
+
+fn coordinator_with(more: &[&str]) -> (Process, String) {
+    let mut process = Process::start(&[&["coordinator", "--listen", "127.0.0.1:0"], more].concat());
     let said = process.wait_for("coordinator at ");
     (process, said.replace("coordinator at ", ""))
 }
@@ -150,6 +154,45 @@ fn an_owner_that_is_killed_without_a_replica_is_an_error_that_says_which_page_an
     assert_eq!(status.code(), Some(1), "{said}");
     assert!(said.contains("is lost: no node has it any more, and the last, a: "), "{said}");
     assert!(!said.contains("WRONG"), "{said}");
+}
+
+#[test]
+fn an_owner_says_so_when_a_coordinator_that_does_not_know_it_takes_the_place_of_its_own() {
+    let mut first = Process::start(&["coordinator", "--listen", "127.0.75.40:0"]);
+    let url = first.wait_for("coordinator at ").replace("coordinator at ", "");
+    let mut a = owner(&url, "a", 41, &["--memory", "4"]);
+    first.kill();
+    let mut second = Process::start(&["coordinator", "--listen", url.trim_start_matches("http://")]);
+    second.wait_for("coordinator at ");
+    a.wait_for("a is off the map: this memory was lent by the map of coordinator ");
+    // Its memory is on no map. One that is filled anew is.
+    let _b = owner(&url, "b", 42, &["--memory", "4"]);
+    let (status, said) = client(&url, 43, &["--reads", "1000", "--pages", "1024", "--writes", "10"]).end();
+    assert!(status.success(), "{said}");
+    a.interrupt();
+    let (status, said) = a.end();
+    assert!(status.success(), "{said}");
+}
+
+#[test]
+fn a_client_that_is_killed_while_it_writes_is_told_of_to_the_next() {
+    let (_coordinator, url) = coordinator_with(&["--lease", "5"]);
+    let _a = owner(&url, "a", 51, &["--memory", "4"]);
+    let mut writes = client(&url, 52, &["--reads", "1000000000", "--writes", "50"]);
+    writes.wait_for("pages verified, 0 nodes lost");
+    writes.kill();
+    // Its lease is over at some time, and until then others may come.
+    let deadline = Instant::now() + LONG;
+    let said = loop {
+        let (status, said) = client(&url, 53, &["--reads", "0"]).end();
+        if !status.success() {
+            break said;
+        }
+        assert!(Instant::now() < deadline, "nobody is told: {said}");
+    };
+    assert!(said.contains("a client has not come to the end of writing"), "{said}");
+    let (status, said) = client(&url, 53, &["--reads", "0", "--unclean-too"]).end();
+    assert!(status.success(), "{said}");
 }
 
 #[test]

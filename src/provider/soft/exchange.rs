@@ -73,7 +73,7 @@ impl QpInner {
             if more {
                 sender.continuing = true;
                 let now = network.scheduler.now();
-                let at = self.pace().map_or(now, |pace| pace.resumes().max(now));
+                let at = self.pace().map_or(now, |pace| pace.resumes(sender.passed_over).max(now));
                 network.scheduler.schedule(at, Job::Continue(Arc::downgrade(self)));
             }
         }
@@ -264,7 +264,9 @@ impl QpInner {
         let mut outbox = Outbox::new(here);
         let mut budget = Budget::slice();
         let mut gather = Gather::new();
+        sender.passed_over = true;
         while !pace.is_some_and(|(pace, now)| pace.is_spent(now)) {
+            sender.passed_over = false;
             let Some(outgoing) = sender.machine.next_packet(&here.keys, &mut gather, &mut out) else { return false };
             let payload = payload_of(&sender.machine, &outgoing, &gather);
             let to = if self.transport() == Transport::Ud { outgoing.to.gid } else { sender.peer_at.gid };

@@ -75,6 +75,8 @@ pub(super) struct Sender {
     pub(super) scheduled: SmallVec<[u64; 2]>,
     /// The scheduler goes on with it: posting only queues.
     pub(super) continuing: bool,
+    /// It could send nothing when it was its turn: others had sent all that may be ahead.
+    pub(super) passed_over: bool,
     notify_drained: bool,
     /// Failure was noticed and passed on to the other half.
     failed: bool,
@@ -265,6 +267,7 @@ pub(super) fn create(context: &Arc<ContextInner>, pd: u32, init: &QpInit<'_, Sof
                 peer_at: Destination::default(),
                 scheduled: SmallVec::new(),
                 continuing: false,
+                passed_over: false,
                 notify_drained: false,
                 failed: false,
                 link: None,

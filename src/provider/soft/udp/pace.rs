@@ -19,6 +19,9 @@ const SMALL: usize = 1 << 10;
 pub(in crate::provider::soft) struct Pace {
     /// Until when what was sent takes, in the network's nanoseconds.
     taken: AtomicU64,
+    /// How many times longer packets take, so that a test need not be as fast as they are.
+    #[cfg(test)]
+    slower: AtomicU64,
 }
 
 impl Pace {
@@ -27,16 +30,27 @@ impl Pace {
         self.taken.load(Ordering::Relaxed) > now + AHEAD
     }
 
-    /// When packets go on that had to wait: half of what may be ahead has left then, so that they go on in bursts.
-    pub(in crate::provider::soft) fn resumes(&self) -> u64 {
-        self.taken.load(Ordering::Relaxed).saturating_sub(AHEAD / 2)
+    /// When packets go on that had to wait: half of what may be ahead has left then, so that they go on in bursts. A queue pair that
+    /// was passed over, as others had sent all that may be ahead, comes before those: so all take turns, in the order in which
+    /// they came to wait.
+    pub(in crate::provider::soft) fn resumes(&self, passed_over: bool) -> u64 {
+        self.taken.load(Ordering::Relaxed).saturating_sub(AHEAD / 2 + u64::from(passed_over))
     }
 
     /// A packet of `bytes` was sent.
     pub(in crate::provider::soft) fn spend(&self, now: u64, bytes: usize) {
         // Another thread's count may be lost, which makes the rate less even and nothing wrong.
         let taken = self.taken.load(Ordering::Relaxed).max(now);
-        self.taken.store(taken + takes(bytes.max(SMALL)), Ordering::Relaxed);
+        let takes = takes(bytes.max(SMALL));
+        #[cfg(test)]
+        let takes = takes * self.slower.load(Ordering::Relaxed).max(1);
+        self.taken.store(taken + takes, Ordering::Relaxed);
+    }
+
+    /// Has packets take so many times longer.
+    #[cfg(test)]
+    pub(in crate::provider::soft) fn slow_down(&self, times: u64) {
+        self.slower.store(times, Ordering::Relaxed);
     }
 }
 
@@ -59,7 +73,7 @@ mod tests {
             }
             bursts.push(burst);
             sent += burst;
-            now = now.max(pace.resumes());
+            now = now.max(pace.resumes(false));
         }
         assert!((65536..=73728).contains(&bursts[0]), "{bursts:?}");
         assert!(bursts[1..].iter().all(|burst| (32768..=40960).contains(burst)), "{bursts:?}");
@@ -73,5 +87,32 @@ mod tests {
             burst += 1;
         }
         assert_eq!(burst, 65);
+    }
+
+    #[test]
+    fn queue_pairs_take_turns_whatever_they_have_to_send() {
+        // What is left of each: the first two have work without end.
+        let mut left = [usize::MAX, usize::MAX, 3 * 4096, 100 * 4096];
+        let (pace, mut now, mut sequence) = (Pace::default(), 7_000_000, 0_u64..);
+        // As the scheduler does it: by time, then in the order of entry.
+        let mut waiting: Vec<_> = (0..left.len()).map(|who| (now, sequence.next(), who)).collect();
+        let mut bursts = [0; 4];
+        for _ in 0..200 {
+            waiting.sort_unstable();
+            let (at, _, who) = waiting.remove(0);
+            now = now.max(at);
+            let before = left[who];
+            while left[who] > 0 && !pace.is_spent(now) {
+                pace.spend(now, 4096);
+                left[who] -= 4096;
+            }
+            bursts[who] += usize::from(left[who] < before);
+            if left[who] > 0 {
+                waiting.push((pace.resumes(left[who] == before).max(now), sequence.next(), who));
+            }
+        }
+        // The short one is done with its first, and the others have had the same number of them.
+        assert_eq!((left[2], bursts[2]), (0, 1), "{bursts:?}");
+        assert!(bursts[0] > 9 && bursts[0].abs_diff(bursts[1]) <= 1 && left[3] == 0, "{bursts:?}, {left:?}");
     }
 }

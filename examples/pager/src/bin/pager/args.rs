@@ -26,6 +26,9 @@ pub(crate) enum Role {
         /// Where to listen.
         #[arg(long, default_value = COORDINATOR)]
         listen: SocketAddr,
+        /// Seconds for which a client may write that is not heard of; then copies may differ.
+        #[arg(long, default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..))]
+        lease: u64,
     },
     /// Lends memory, until it is told to stop (Ctrl-C).
     Owner(Owner),
@@ -75,6 +78,9 @@ pub(crate) struct Client {
     /// Pages that must be there before it begins; 0: any.
     #[arg(long, default_value_t = 0)]
     pub(crate) pages: u64,
+    /// Begins though another client wrote and did not come to an end of it, so that copies may differ.
+    #[arg(long)]
+    pub(crate) unclean_too: bool,
     /// Address to reach the owners from; one that is free unless given.
     #[arg(long)]
     pub(crate) address: Option<IpAddr>,

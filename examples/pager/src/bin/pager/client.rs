@@ -26,8 +26,9 @@ pub(crate) async fn run(options: &Client) -> Result<()> {
         None => Device::open_default_to(an_owner(&directory, wanted).await?)?,
     };
     let work = &options.work;
-    let config =
-        Config { cache: work.cache, in_flight: work.in_flight, readahead: work.readahead, wanted, patience: PATIENCE };
+    let (cache, in_flight, readahead) = (work.cache, work.in_flight, work.readahead);
+    let unclean_too = options.unclean_too;
+    let config = Config { cache, in_flight, readahead, wanted, patience: PATIENCE, unclean_too };
     let pager = Pager::connect(&device, &directory, &config).await?;
     println!("{} pages are there", pager.pages());
     let ledger = Arc::new(Ledger::new(Content { seed: options.common.seed }, pager.pages()));

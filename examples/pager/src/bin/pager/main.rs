@@ -17,7 +17,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Parser;
-use pager::{Content, Directory, OwnerConfig, PAGE, service};
+use pager::{Content, Directory, DirectoryError, OwnerConfig, PAGE, Settings, service};
 use tokio::net::TcpListener;
 use tokio_rdma::Device;
 
@@ -30,10 +30,13 @@ type Result<T> = std::result::Result<T, Failure>;
 /// Longest wait for others to come.
 const PATIENCE: Duration = Duration::from_secs(30);
 
+/// How often an owner asks whether it is on the map.
+const OFTEN: Duration = Duration::from_secs(5);
+
 #[tokio::main]
 async fn main() -> ExitCode {
     let done = match Options::parse().role {
-        Role::Coordinator { listen } => coordinate(listen).await,
+        Role::Coordinator { listen, lease } => coordinate(listen, lease).await,
         Role::Owner(options) => own(&options).await,
         Role::Client(options) => client::run(&options).await,
         Role::Demo(options) => demo::run(&options).await,
@@ -47,7 +50,8 @@ async fn main() -> ExitCode {
     }
 }
 
-async fn coordinate(listen: std::net::SocketAddr) -> Result<()> {
+async fn coordinate(listen: std::net::SocketAddr, lease: u64) -> Result<()> {
+    let settings = Settings { lease: Duration::from_secs(lease) };
     let listener = TcpListener::bind(listen).await?;
     println!("coordinator at http://{}", listener.local_addr()?);
     let stop = async {
@@ -56,7 +60,7 @@ async fn coordinate(listen: std::net::SocketAddr) -> Result<()> {
             std::future::pending::<()>().await;
         }
     };
-    Ok(axum::serve(listener, service::router()).with_graceful_shutdown(stop).await?)
+    Ok(axum::serve(listener, service::router_with(settings)).with_graceful_shutdown(stop).await?)
 }
 
 async fn own(options: &args::Owner) -> Result<()> {
@@ -79,6 +83,21 @@ async fn own(options: &args::Owner) -> Result<()> {
     };
     let owner = pager::Owner::start(&Device::open_default_at(options.address)?, &directory, &config).await?;
     println!("{} lends pages {first} to {} at {}", options.name, first + pages - 1, owner.share().address);
-    tokio::signal::ctrl_c().await?;
+    tokio::select! {
+        stopped = tokio::signal::ctrl_c() => stopped?,
+        () = confirm(&options.name, &owner, &directory) => {}
+    }
     Ok(owner.leave(&directory).await?)
+}
+
+/// Says so when the pages are not on the map any more. Clients that have them go on, so the owner does, too.
+async fn confirm(name: &str, owner: &pager::Owner, directory: &Directory) {
+    loop {
+        tokio::time::sleep(OFTEN).await;
+        // A coordinator that is not there may come back, and be another one.
+        if let Err(DirectoryError::Conflict(conflict)) = owner.confirm(directory).await {
+            eprintln!("{name} is off the map: {conflict}");
+            return std::future::pending().await;
+        }
+    }
 }
