@@ -1,15 +1,15 @@
 //! Find, choose and open a device.
 
 use std::fmt;
-use std::io;
 use std::net::IpAddr;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use super::ProtectionDomain;
 use super::events::{Events, Listener};
-use super::net::{best_path, is_at, rank_gids, source_to, sources_to};
+use super::net::{best_path, is_at, is_own, rank_gids, source_to, sources_to};
 use crate::error::{OpenError, SetupError, UdpError, VerbError};
 use crate::provider::contract::Context as _;
 use crate::provider::dispatch::Context;
@@ -113,8 +113,8 @@ impl Device {
     /// [`open_default`](Self::open_default), but for
     ///
     /// - the real device, which, unless `TOKIO_RDMA_DEVICE` names one, is the first with an active port that has this address
-    ///   as a GID (so none has one of loopback), or the first if the address is `0.0.0.0` or `::`. Of a port of InfiniBand,
-    ///   whose GIDs are no addresses, any address is taken to be its own but those of loopback;
+    ///   as a GID (so none has one of loopback), or the first if the address is `0.0.0.0` or `::`. A port of InfiniBand, whose
+    ///   GIDs are no addresses, has those of IP over InfiniBand on it;
     /// - the software device, which is one of its own, named by the address, that speaks RoCE v2 over UDP there,
     ///   [`Network::udp`](crate::software::Network::udp), until it and all that was made on it is dropped.
     ///
@@ -170,8 +170,8 @@ impl Device {
     /// Opens the device for a client of the service at `peer`: as [`open_default_at`](Self::open_default_at), at the address from
     /// which the kernel would send to `peer`.
     ///
-    /// A peer on this host may itself have the port of RoCE v2 there. Then, and always on loopback, a software device is at the
-    /// first free address from 127.0.0.254 down to 127.0.0.2, or, of a peer by IPv6, at `::1`. That is one address only: a
+    /// To a peer on this host that would be the peer's own, or that of another service. So a software device is at the first free
+    /// address from 127.0.0.254 down to 127.0.0.2 then, or, for a peer by IPv6, at `::1`. That is one address only: a
     /// software device at `::1` has no clients on IPv6, so let its service listen in 127.0.0.0/8 instead.
     ///
     /// The device is not for this peer alone: it reaches, and hears, others as well, as a client does that is told of further
@@ -193,9 +193,8 @@ impl Device {
             return Self::open(name);
         }
         UdpError::check_host(peer)?;
-        let errno = |error: io::Error| VerbError::new("connect", error.raw_os_error().unwrap_or(VerbError::EIO));
-        let by_route = source_to(peer).map_err(|error| UdpError::NoRoute { peer, error: errno(error) })?;
-        let software = || Self::over_udp(&sources_to(peer, by_route));
+        let by_route = source_to(peer)?;
+        let software = || Self::over_udp(&sources_to(peer, by_route, is_own(peer)));
         if named.is_some() { software() } else { Self::real_at(by_route).or_else(|()| software()) }
     }
 
@@ -340,7 +339,7 @@ impl Device {
 
     /// What tells that something has arrived which the device has not seen to; `None` if the device sees to it without
     /// anybody's help, or somebody else has it: each is woken by all that arrives, and one is enough.
-    pub(crate) fn inlet(&self) -> io::Result<Option<Inlet>> {
+    pub(crate) fn inlet(&self) -> std::io::Result<Option<Inlet>> {
         let Some(fd) = self.inner.context.inlet() else { return Ok(None) };
         if self.inner.watched.swap(true, Ordering::AcqRel) {
             return Ok(None);
@@ -377,8 +376,10 @@ impl Device {
     /// The first real device at this address.
     fn real_at(address: IpAddr) -> Result<Self, ()> {
         let ports = |device: &Self| (1..=device.attr().ports).map(PortNum);
-        let is_here =
-            |device: &Self| ports(device).any(|number| device.port(number).is_ok_and(|port| is_at(&port, address)));
+        let is_here = |device: &Self| {
+            let mut ports = ports(device).filter_map(|number| device.port(number).ok());
+            ports.any(|port| is_at(Path::new("/"), device.name(), &port, address))
+        };
         Self::first_real(is_here).map_err(|reason| {
             if address.is_loopback() {
                 tracing::debug!(%address, reason, "using a software device over UDP");

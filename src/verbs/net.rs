@@ -3,12 +3,12 @@
 use std::collections::{BTreeSet, HashMap};
 use std::fs;
 use std::io;
-use std::iter;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::path::Path;
 
 use if_addrs::IfAddr;
 
+use crate::error::{UdpError, VerbError};
 use crate::types::{Gid, GidEntry, IpPrefix, LinkLayer, NetInterface, Peer, PortAttr, PortState, RankedGid, rank};
 
 /// UDP port of RoCE v2.
@@ -33,14 +33,37 @@ pub(super) fn best_path(
     firsts.min_by_key(|(port, first)| (first.merit(), port.port.0))
 }
 
-/// True if whoever sends to `address` of this host may reach the port. On InfiniBand that is not to be seen: addresses are
-/// those of IPoIB, and no GIDs.
-pub(super) fn is_at(port: &PortAttr, address: IpAddr) -> bool {
-    let known = match port.link_layer {
+/// True if whoever sends to `address` of this host reaches this port of the device. On InfiniBand addresses are no GIDs, but
+/// those of IP over it, whose interface (`root`/sys/class/net) says whose it is.
+pub(super) fn is_at(root: &Path, device: &str, port: &PortAttr, address: IpAddr) -> bool {
+    if port.state != PortState::Active || port.gids.is_empty() {
+        return false;
+    }
+    match port.link_layer {
+        _ if address.is_unspecified() => true,
         LinkLayer::Ethernet => port.gids.iter().any(|entry| entry.gid == Gid::from(address)),
-        LinkLayer::InfiniBand | LinkLayer::Other(_) => !address.is_loopback(),
-    };
-    port.state == PortState::Active && !port.gids.is_empty() && (known || address.is_unspecified())
+        LinkLayer::InfiniBand => interface_with(address).is_some_and(|name| is_ip_over(root, &name, device)),
+        LinkLayer::Other(_) => false,
+    }
+}
+
+/// True if the interface is IP over InfiniBand (ARPHRD_INFINIBAND, 32) of this device.
+fn is_ip_over(root: &Path, interface: &str, device: &str) -> bool {
+    let interface = root.join("sys/class/net").join(interface);
+    let kind = fs::read_to_string(interface.join("type"));
+    kind.is_ok_and(|kind| kind.trim() == "32") && interface.join("device/infiniband").join(device).exists()
+}
+
+/// The interface of this host that has the address.
+fn interface_with(address: IpAddr) -> Option<String> {
+    let has = |of: &Addresses| of.prefixes.iter().any(|prefix| prefix.address() == address);
+    addresses().into_iter().find(|(_, of)| has(of)).map(|(name, _)| name)
+}
+
+/// True if packets to the address do not leave this host.
+pub(super) fn is_own(address: IpAddr) -> bool {
+    // Of 127.0.0.0/8 the interface has one and takes all.
+    address.is_loopback() || interface_with(address).is_some()
 }
 
 /// Interfaces that these entries belong to. Where every entry names its own, only those are looked at, for a host of
@@ -107,24 +130,28 @@ fn interface(root: &Path, name: &str, addresses: &HashMap<String, Addresses>) ->
 }
 
 /// Our address from which the kernel would send to `peer`. Nothing is sent.
-pub(super) fn source_to(peer: IpAddr) -> io::Result<IpAddr> {
+pub(super) fn source_to(peer: IpAddr) -> Result<IpAddr, UdpError> {
+    let system = |verb, error: io::Error| VerbError::new(verb, error.raw_os_error().unwrap_or(VerbError::EIO));
     let any: IpAddr = if peer.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
-    let socket = UdpSocket::bind(SocketAddr::new(any, 0))?;
-    socket.connect(SocketAddr::new(peer, ROCE))?;
-    Ok(socket.local_addr()?.ip())
+    let refused = |verb| move |error| UdpError::System { address: any, error: system(verb, error) };
+    let socket = UdpSocket::bind(SocketAddr::new(any, 0)).map_err(refused("bind"))?;
+    let no_route = |error| UdpError::NoRoute { peer, error: system("connect", error) };
+    socket.connect(SocketAddr::new(peer, ROCE)).map_err(no_route)?;
+    Ok(socket.local_addr().map_err(refused("getsockname"))?.ip())
 }
 
-/// Our addresses to send to `peer` from, best first, given the one that the kernel would take. A peer on this host may have
-/// that itself, so that those of loopback are left, which need no setup: the high ones first, as who names one by hand names
-/// a low one.
-pub(super) fn sources_to(peer: IpAddr, by_route: IpAddr) -> Vec<IpAddr> {
-    // 127.0.0.1 is for whoever says so.
-    let loopback = || (2..=254).rev().map(|host| IpAddr::from([127, 0, 0, host])).filter(|&address| address != peer);
-    match by_route {
-        IpAddr::V4(v4) if v4.is_loopback() => loopback().collect(),
-        IpAddr::V4(_) if by_route == peer => iter::once(by_route).chain(loopback()).collect(),
-        IpAddr::V6(v6) if by_route == peer && !v6.is_loopback() => vec![by_route, Ipv6Addr::LOCALHOST.into()],
-        IpAddr::V4(_) | IpAddr::V6(_) => vec![by_route],
+/// Our addresses to send to `peer` from, best first, given the one that the kernel would take. If the peer is `here`, on this
+/// host, that may be the peer's own, or another service's, now or later: so it is one of loopback, which are nobody's. The high
+/// ones first, as who names one by hand names a low one.
+pub(super) fn sources_to(peer: IpAddr, by_route: IpAddr, here: bool) -> Vec<IpAddr> {
+    match (here, peer) {
+        (false, _) => vec![by_route],
+        // 127.0.0.1 is for whoever says so.
+        (true, IpAddr::V4(_)) => {
+            (2..=254).rev().map(|host| IpAddr::from([127, 0, 0, host])).filter(|&address| address != peer).collect()
+        }
+        // There is no other.
+        (true, IpAddr::V6(_)) => vec![Ipv6Addr::LOCALHOST.into()],
     }
 }
 
@@ -144,21 +171,24 @@ mod tests {
     }
 
     #[test]
-    fn peers_on_this_host_are_reached_from_loopback_as_well() {
-        let sources = |peer: &str, by_route: &str| -> Vec<String> {
-            let sources = sources_to(peer.parse().unwrap(), by_route.parse().unwrap());
+    fn peers_on_this_host_are_reached_from_loopback() {
+        let sources = |peer: &str, by_route: &str, here: bool| -> Vec<String> {
+            let sources = sources_to(peer.parse().unwrap(), by_route.parse().unwrap(), here);
             sources.iter().map(ToString::to_string).collect()
         };
-        let loopback = sources("127.0.0.1", "127.0.0.1");
+        let loopback = sources("127.0.0.1", "127.0.0.1", true);
         assert_eq!((loopback.len(), &*loopback[0], &*loopback[252]), (253, "127.0.0.254", "127.0.0.2"));
-        let own = sources("192.0.2.1", "192.0.2.1");
-        assert_eq!((&*own[0], &own[1..]), ("192.0.2.1", &loopback[..]), "whoever others reach, too, if it is free");
-        let beside = sources("127.0.0.254", "127.0.0.1");
+        let beside = sources("127.0.0.254", "127.0.0.1", true);
         assert_eq!((beside.len(), &*beside[0]), (252, "127.0.0.253"), "not the peer's own");
-        assert_eq!(sources("::1", "::1"), ["::1"]);
-        assert_eq!(sources("fd00::1", "fd00::1"), ["fd00::1", "::1"]);
-        assert_eq!(sources("192.0.2.1", "192.0.2.2"), ["192.0.2.2"]);
-        assert_eq!(sources("fd00::1", "fd00::2"), ["fd00::2"]);
+        // The kernel would send from the address itself, or from another one of the interface that somebody else may have.
+        assert_eq!(sources("192.0.2.1", "192.0.2.1", true), loopback);
+        assert_eq!(sources("192.0.2.2", "192.0.2.1", true), loopback);
+        assert_eq!(sources("::1", "::1", true), ["::1"]);
+        assert_eq!(sources("fd00::1", "fd00::1", true), ["::1"]);
+        assert_eq!(sources("192.0.2.1", "192.0.2.2", false), ["192.0.2.2"]);
+        assert_eq!(sources("fd00::1", "fd00::2", false), ["fd00::2"]);
+        let own = |address: &str| is_own(address.parse().unwrap());
+        assert!(own("127.0.0.1") && own("127.3.2.1") && !own("198.51.100.1"));
     }
 
     fn entry(index: u8, address: &str) -> GidEntry {
@@ -179,14 +209,24 @@ mod tests {
     #[test]
     fn ports_are_at_the_addresses_of_their_gids() {
         let port = PortAttr::ethernet(PortNum(1), vec![entry(0, "fe80::1"), entry(1, "10.1.0.1")]);
-        let at = |port: &PortAttr, address: &str| is_at(port, address.parse().unwrap());
+        let root = std::env::temp_dir().join(format!("tokio-rdma-net-{}", std::process::id()));
+        let at = |port: &PortAttr, address: &str| is_at(&root, "mlx5_0", port, address.parse().unwrap());
         assert!(at(&port, "10.1.0.1") && at(&port, "fe80::1") && at(&port, "0.0.0.0") && at(&port, "::"));
         assert!(!at(&port, "10.1.0.2") && !at(&port, "127.0.0.1") && !at(&port, "::1"));
         let down = PortAttr { state: PortState::Down, ..port.clone() };
         assert!(!at(&down, "10.1.0.1") && !at(&down, "0.0.0.0"));
         assert!(!at(&PortAttr::ethernet(PortNum(1), Vec::new()), "0.0.0.0"));
         let infiniband = PortAttr { link_layer: LinkLayer::InfiniBand, ..port };
-        assert!(at(&infiniband, "10.9.0.1") && !at(&infiniband, "127.0.0.1"));
+        assert!(at(&infiniband, "0.0.0.0") && !at(&infiniband, "10.1.0.1") && !at(&infiniband, "127.0.0.1"));
+        // As if loopback were IP over InfiniBand.
+        let lo = root.join("sys/class/net/lo");
+        fs::create_dir_all(lo.join("device/infiniband/mlx5_0")).unwrap();
+        fs::write(lo.join("type"), "32\n").unwrap();
+        assert!(at(&infiniband, "127.0.0.1") && !at(&infiniband, "198.51.100.1"));
+        assert!(!is_at(&root, "mlx5_1", &infiniband, "127.0.0.1".parse().unwrap()), "another's");
+        fs::write(lo.join("type"), "772\n").unwrap();
+        assert!(!at(&infiniband, "127.0.0.1"));
+        fs::remove_dir_all(&root).unwrap();
     }
 
     #[test]

@@ -48,7 +48,10 @@ async fn main() -> Result<(), Failure> {
             let service: reqwest::Url = url.parse()?;
             let found = tokio::task::spawn_blocking(move || service.socket_addrs(|| None)).await??;
             let service = found.first().ok_or("the service has no address")?;
-            meet(&Device::open_default_to(service.ip())?, name, &peer, &url).await
+            let ip = service.ip();
+            // On the service's own host others reach us at its address, unless a node there has it.
+            let device = Device::open_default_at(ip).or_else(|_| Device::open_default_to(ip))?;
+            meet(&device, name, &peer, &url).await
         }
         (["demo"], None) => {
             let listener = TcpListener::bind("127.0.0.1:0").await?;

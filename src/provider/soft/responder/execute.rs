@@ -183,7 +183,7 @@ impl Responder {
 
     /// A request that was executed before: its answer was lost (IBTA 9.7.5.1.4).
     #[cold]
-    pub(super) fn on_duplicate(&mut self, packet: &Packet) {
+    pub(super) fn on_duplicate(&mut self, packet: &Packet, keys: &Keys) {
         self.counters.duplicates += 1;
         match packet.body {
             Body::Send { .. } | Body::Write { .. } => {
@@ -204,12 +204,19 @@ impl Responder {
                     && again.remote.addr == reth.remote.addr.wrapping_add(u64::from(offset))
                     && reth.length.checked_sub(offset).is_some_and(|left| again.length <= left)
                 {
-                    let reply = ReadReply { psn: packet.psn, msn, rest: again, begun: false, again: true };
+                    let of_this = |pending: &Reply| match pending {
+                        Reply::Read(read) if (0..packets).contains(&read.psn.distance_from(first)) => Some(*read),
+                        _ => None,
+                    };
+                    let answered = !self.replies.iter().filter_map(of_this).any(|read| !read.again);
+                    if answered && self.is_late(packet.psn, again, keys) {
+                        self.counters.dropped += 1;
+                        return;
+                    }
+                    let reply = ReadReply { psn: packet.psn, msn, rest: again, begun: false, again: answered };
                     // Whoever asks again ignores what is left of the first answer. Sending it all the same, before
                     // this one, would make it ask again and again, each time for an answer further behind.
-                    self.replies.retain(|pending| {
-                        !matches!(pending, Reply::Read(read) if (0..packets).contains(&read.psn.distance_from(first)))
-                    });
+                    self.replies.retain(|pending| of_this(pending).is_none());
                     self.repeat(Reply::Read(reply));
                 } else {
                     self.counters.dropped += 1;
@@ -231,6 +238,14 @@ impl Responder {
             }
             _ => self.counters.dropped += 1,
         }
+    }
+
+    /// True if this is a copy of an answered READ that has been on its way until the memory was gone, for all that is known: on
+    /// a network that does not keep the order of packets, a peer has its answer by then, and has told us so. Whoever still waits
+    /// asks once more.
+    fn is_late(&mut self, psn: Psn, read: Reth, keys: &Keys) -> bool {
+        let gone = self.remote(keys, read.remote, read.length as usize, Access::REMOTE_READ).is_err();
+        gone && self.late.replace(psn) != Some(psn)
     }
 
     /// No receive is posted: the peer shall come back (IBTA 9.7.5.2.8). The packet was not executed, and

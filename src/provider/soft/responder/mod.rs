@@ -99,7 +99,7 @@ struct ReadReply {
     msn: u32,
     rest: Reth,
     begun: bool,
-    /// It was answered before.
+    /// It was answered before, all of it.
     again: bool,
 }
 
@@ -168,6 +168,8 @@ pub(in crate::provider::soft) struct Responder {
     position: u32,
     replies: VecDeque<Reply>,
     resources: VecDeque<Resource>,
+    /// A READ that was asked for again, of memory that is gone: said nothing to.
+    late: Option<Psn>,
     last_wqe_reported: bool,
     established: bool,
     pub(in crate::provider::soft) counters: ReceiveCounters,
@@ -189,6 +191,7 @@ impl Responder {
             position: 0,
             replies: VecDeque::new(),
             resources: VecDeque::new(),
+            late: None,
             last_wqe_reported: false,
             established: false,
             counters: ReceiveCounters::default(),
@@ -318,9 +321,7 @@ impl Responder {
         if len > 0 {
             match self.remote(keys, rest.remote, len as usize, Access::REMOTE_READ) {
                 Ok(segment) => gather.push(segment),
-                // Deregistered or invalidated since it was read. A late copy of a request that the peer had its answer to
-                // finds that too, after any READ: on a network that does not keep the order of packets, a peer that has done
-                // nothing wrong would lose its queue pair. One that still waits for the answer fails by this one.
+                // Whoever still waits for the answer fails by this one; others go on, as this end does.
                 Err(_) if again => {
                     self.replies.pop_front();
                     return Body::Acknowledge(Aeth { syndrome: Syndrome::Nak(Nak::RemoteAccess), msn });
@@ -359,7 +360,7 @@ impl Responder {
         self.counters.packets += 1;
         let distance = packet.psn.distance_from(self.expected);
         if distance < 0 {
-            self.on_duplicate(packet);
+            self.on_duplicate(packet, keys);
             return;
         }
         if distance > 0 {
