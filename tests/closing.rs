@@ -438,7 +438,10 @@ fn abort_tells_the_peer_behind_what_was_sent() {
         let (a, b) = pair(&config());
         a.send("before").await.unwrap();
         b.send("not received").await.unwrap();
+        eventually("arrival", || a.counters().inbox == 1).await;
         a.abort();
+        // It is thrown away at once, and not kept until the connection is dropped.
+        assert_eq!((a.counters().inbox, a.counters().discarded), (0, 1));
         assert_eq!(recv(&b).await, "before");
         assert_eq!(closed(soon("told", b.recv()).await), CloseReason::Dropped);
         assert_eq!(closed(a.recv().await), CloseReason::Aborted);
@@ -489,6 +492,56 @@ fn abort_ends_what_the_peer_would_never_answer() {
         assert_eq!(closed(soon("close", closing).await.unwrap()), CloseReason::Aborted);
         eventually("all buffers", || pool.available() == 4).await;
     });
+}
+
+#[test]
+fn abort_whose_runtime_goes_away_ends_what_was_in_line() {
+    for mode in Mode::ALL {
+        bounded("no runtime", LONG, move || {
+            connected::use_mode(mode);
+            let network = Network::new();
+            let [(_, a_pd), (_two, b_pd)] = two(&network);
+            // No timeout: nothing but the end of the queue pair makes room.
+            let options = ConnectOptions { timeout: AckTimeout::from_code(0), ..Default::default() };
+            let config = config().keepalive(None).options(options).max_send_wr(4);
+            let (first, second) = (Flavour::CurrentThread.runtime(), Flavour::CurrentThread.runtime());
+            let pool = Pool::new(&a_pd, 64, 16).unwrap();
+            // Without an await: the driver does not get to close the queue pair.
+            let (a, _b, writes, batches) = first.block_on(async {
+                let (a, b) = pair_in(&a_pd, &b_pd, &config, &config);
+                let remote = grant_of(&b);
+                network.control("two").unwrap().set_port(false);
+                let buffer = || pool.try_alloc(64).unwrap();
+                let batch = |reads| {
+                    let mut batch = Batch::new();
+                    for _ in 0..reads {
+                        batch.read(buffer(), remote);
+                    }
+                    a.post_batch(batch)
+                };
+                let mut writes = vec![a.write(buffer(), remote)];
+                // In line: the end of a batch, writes, and a whole batch.
+                let mut batches = vec![batch(5)];
+                writes.extend((0..4).map(|_| a.write(buffer(), remote)));
+                batches.push(batch(3));
+                drop(a.write(buffer(), remote));
+                a.abort();
+                (a, b, writes, batches)
+            });
+            drop(first);
+            assert_eq!(a.close_reason(), Some(CloseReason::Aborted));
+            second.block_on(async {
+                for write in writes {
+                    assert!(soon("write", write).await.is_err());
+                }
+                for batch in batches {
+                    assert!(soon("batch", batch).await.results().iter().all(Result::is_err));
+                }
+                assert_eq!(closed(soon("close", a.close()).await), CloseReason::Aborted);
+                eventually("all buffers", || pool.available() == 16).await;
+            });
+        });
+    }
 }
 
 #[test]

@@ -38,6 +38,11 @@ impl<B: Send + 'static> InFlight<B> {
         self.held.as_ref().and_then(|(claim, _)| claim.refusal())
     }
 
+    /// True if it waits for room, and the device has not seen it.
+    pub(crate) fn is_in_line(&self) -> bool {
+        self.held.as_ref().is_some_and(|(claim, _)| claim.share().is_some_and(|queue| queue.is_in_line(claim.id())))
+    }
+
     /// What `finish` makes of the buffers and of what `see` has seen in the completion, once.
     ///
     /// # Panics

@@ -491,6 +491,11 @@ impl WorkQueue {
         posting.poster.take()
     }
 
+    /// True if this work request waits for room.
+    pub(super) fn is_in_line(&self, id: WrId) -> bool {
+        lock(&self.posting).queued.iter().any(|queued| queued.id == id)
+    }
+
     /// The completion queue forgets it, and nothing is in flight on it any more: it lives as long as somebody holds it, or
     /// an operation that was not looked at. The poster is for the caller to drop, without a lock.
     pub(super) fn orphan(&self) -> Option<Poster> {

@@ -100,6 +100,11 @@ impl<F: Finish> Operation<F> {
         self.in_flight.refusal()
     }
 
+    /// True if it stands in line: the device has not seen it.
+    pub(crate) fn is_in_line(&self) -> bool {
+        self.in_flight.is_in_line()
+    }
+
     /// Was never posted.
     #[inline(always)]
     pub(super) fn refused(kind: OpErrorKind, held: F::Held) -> Self {

@@ -282,16 +282,15 @@ impl QueuePair {
     }
 
     /// Ends it at once, as dropping the last clone does.
-    pub(super) fn end(&self) {
+    pub(crate) fn end(&self) {
         self.inner.core.shut_down(OpErrorKind::Closed);
     }
 
-    /// Posts no more sends, of whomever: those in line stay there until it is closed, and fail then. What the device has goes
-    /// on. True if it has all of them.
-    pub(crate) fn stop_sending(&self) -> bool {
+    /// Posts no more sends, of whomever: those in line stay there until it is closed or [ended](Self::end), and fail then; nothing
+    /// else moves the line any more. What the device has goes on.
+    pub(crate) fn stop_sending(&self) {
         // Dropped without the lock.
         drop(self.send_queue().close());
-        self.send_counters().waiting == 0
     }
 
     /// The failure that has put it in the error state, if it was that of a send of whomever and its completion was taken.

@@ -237,15 +237,17 @@ impl Connection {
     /// ended already, nothing changes.
     ///
     /// When this returns, messages that wait to be sent or received fail with [`CloseReason::Aborted`], messages that have arrived
-    /// are thrown away, and operations that are called fail as [`OpErrorKind::Closed`](crate::OpErrorKind::Closed), as do those that
-    /// stand in line. Those that are in flight are flushed once the peer's device has taken the word that this end is gone, and
-    /// within a second if it does not: until then they may be carried out, and their buffers belong to the device.
-    /// [`close`](Self::close), called after this, waits until all of that is over.
+    /// are thrown away, and operations that are called fail as [`OpErrorKind::Closed`](crate::OpErrorKind::Closed). Those that
+    /// stand in line are not carried out any more. They fail, and those that are in flight end, flushed or as `Closed`, once the
+    /// peer's device has taken the word that this end is gone, and within a second if it does not: until then what is in flight may
+    /// be carried out, and its buffers belong to the device. [`close`](Self::close), called after this, waits until all of that is
+    /// over. If its runtime shuts down before, that is over with it.
     ///
     /// The peer finds [`CloseReason::Dropped`], or [`CloseReason::Disconnected`] if the connection manager is faster; the reason is
-    /// not for it to know, and a service that wants to tell it sends a message before. Out of band and with a full send queue
-    /// there is no room for the word: then the peer finds out when it asks for an answer
-    /// ([`keepalive`](ConnectionConfig::keepalive)), or by an operation that fails.
+    /// not for it to know, and a service that wants to tell it sends a message before. It is not told if operations stand in line
+    /// before the word, if it has no receive for that, if it has not established the connection yet, or if the runtime shuts down.
+    /// Out of band it then finds out when it asks for an answer ([`keepalive`](ConnectionConfig::keepalive)), or by an operation
+    /// that fails.
     pub fn abort(&self) {
         self.handle().shared.leave(CloseReason::Aborted);
     }

@@ -454,7 +454,7 @@ pub struct ConnectionCounters {
     pub received: u64,
     /// Of those, how many were copied because the service kept too many buffers.
     pub copied_out: u64,
-    /// Messages of the peer that were thrown away after `close`.
+    /// Messages of the peer that were thrown away after `close` or by `abort`.
     pub discarded: u64,
     /// Times that the peer was told of free receives or fetched messages without a message of ours to do so.
     pub acks: u64,

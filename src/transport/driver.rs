@@ -125,7 +125,7 @@ impl Shared {
 
     /// Ends the connection at once, without having finished.
     pub(super) fn leave(&self, reason: CloseReason) {
-        self.with(|core, _| core.leave(reason));
+        self.with(|core, waker| core.leave(reason, waker));
         self.bell.ring();
     }
 }
@@ -177,8 +177,9 @@ pub(super) fn drive(shared: Arc<Shared>, config: Times, link: Option<Arc<Link>>)
             let said = timeout(LINGER, poll_fn(|context| goodbye.poll(context))).await;
             tracing::debug!(qpn = %shared.qp.qpn(), ?said, "goodbye");
         }
-        // In order: what is in flight ends first. A device that does not flush is not waited for: what it may still touch
-        // is kept until the queue pair is destroyed.
+        // In order: what is in flight ends first, flushed. Not so if sending was stopped: then nothing can be posted behind it
+        // to wait for, and what has no completion when the queue pair is destroyed ends as closed. A device that does not flush
+        // is not waited for: what it may still touch is kept until the queue pair is destroyed.
         if timeout(LINGER, shared.qp.clone().close()).await.is_err() {
             tracing::warn!(qpn = %shared.qp.qpn(), "a queue pair is not flushed");
         }
@@ -233,7 +234,7 @@ fn poll(
     }
 }
 
-/// Ends a connection whose runtime drops the driver.
+/// Ends a connection whose runtime drops the driver, and its queue pair.
 struct End {
     shared: Option<Arc<Shared>>,
 }
@@ -243,10 +244,10 @@ impl Drop for End {
         if let Some(shared) = &self.shared {
             let ended = shared.qp.modify(&crate::types::QpAttr::to_state(crate::types::QpState::Err));
             tracing::debug!(qpn = %shared.qp.qpn(), ?ended, "the runtime of a connection has shut down");
-            shared.with(|core, _| {
-                core.end(CloseReason::Runtime);
-                core.gone();
-            });
+            shared.with(|core, _| core.end(CloseReason::Runtime));
+            // Nobody else would: if sending was stopped, a flush does not move those in line.
+            shared.qp.end();
+            shared.with(|core, _| core.gone());
         }
     }
 }

@@ -75,7 +75,8 @@ impl Core {
         }
     }
 
-    /// Ends the connection: nothing is sent or received any more, what has arrived can still be taken.
+    /// Ends the connection: nothing is sent or received any more, what has arrived can still be taken unless the service takes no
+    /// more.
     pub(super) fn end(&mut self, reason: CloseReason) {
         if self.ended.is_some() {
             return;
@@ -89,8 +90,12 @@ impl Core {
         }
         // The memory of messages that are being fetched is the device's until the queue pair is closed.
         let here = |message: &&Incoming| matches!(message, Incoming::Here(_) | Incoming::Landed(_));
-        let lost = self.inbox.messages.split_off(self.inbox.messages.iter().take_while(here).count());
+        let kept = if self.closing { 0 } else { self.inbox.messages.iter().take_while(here).count() };
+        let lost = self.inbox.messages.split_off(kept);
         self.inbox.lost = !lost.is_empty();
+        if self.closing {
+            self.counters.discarded += lost.iter().filter(here).count() as u64;
+        }
         let operations = (std::mem::take(&mut self.receives), std::mem::take(&mut self.sends), lost);
         self.after.operations.push(operations);
         if !self.parting {
@@ -174,15 +179,28 @@ impl Core {
 
     /// Ends the connection at once, without having finished. Nothing more is posted, of the service's neither; what is in line is
     /// not waited for, nor is a goodbye behind that.
-    pub(super) fn leave(&mut self, reason: CloseReason) {
+    pub(super) fn leave(&mut self, reason: CloseReason, bell: &Waker) {
         if self.ended.is_some() {
             return;
         }
+        // There may be a credit in what has arrived.
+        self.qp.take_completions();
+        if let Err(ended) = self.take_frames(&mut Context::from_waker(bell)) {
+            // The service was first, and this is still its end; the goodbye fails, or is not minded.
+            tracing::debug!(qpn = %self.qp.qpn(), %ended, "the peer has ended the connection, too");
+        }
         let said = self.say_gone();
-        if self.qp.stop_sending() && said {
+        self.stop(said);
+        self.end(reason);
+    }
+
+    /// Sends no more frames, and nothing of the service's. If the last was the word that this end is gone, and the device has
+    /// that, it may go on its way, whatever lined up behind it meanwhile.
+    fn stop(&mut self, said: bool) {
+        self.qp.stop_sending();
+        if said && self.sends.back().is_some_and(|word| !word.is_in_line()) {
             self.goodbye = self.sends.pop_back();
         }
-        self.end(reason);
     }
 
     /// True if the peer's device has taken a goodbye without an end.
@@ -217,4 +235,103 @@ impl Core {
 
 pub(super) fn is_flush(kind: OpErrorKind) -> bool {
     kind.status() == Some(WcStatus::WR_FLUSH_ERR) || kind == OpErrorKind::Closed
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use super::*;
+
+    use crate::software::Network;
+    use crate::transport::{Connection, ConnectionConfig};
+    use crate::types::Access;
+    use crate::verbs::Device;
+
+    /// Work requests that an end has at the device at most.
+    const DEPTH: u32 = 4;
+
+    /// Two ends, to be used where no driver runs; the first does not hear of the second any more if that is `silent`.
+    fn ends(silent: bool) -> [Connection; 2] {
+        let network = Network::new();
+        let config = ConnectionConfig::default().max_send_wr(DEPTH).keepalive(None);
+        let prepared = ["one", "two"].map(|name| {
+            let pd = Device::software_in(&network, name).unwrap().protection_domain().unwrap();
+            Connection::prepare(&pd, &config).unwrap()
+        });
+        let [(one_end, one_hello), (two_end, two_hello)] =
+            [0, 1].map(|end: usize| (prepared[end].endpoint(), prepared[end].hello(&[]).unwrap()));
+        let [one, two] = prepared;
+        let ends = [one.establish(&two_end, &two_hello).unwrap(), two.establish(&one_end, &one_hello).unwrap()];
+        network.control("two").unwrap().set_port(!silent);
+        ends
+    }
+
+    /// In a runtime that does not get to run its tasks.
+    fn without_drivers(test: impl FnOnce()) {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async { test() });
+    }
+
+    #[test]
+    fn goodbye_that_the_device_has_is_said_whatever_lines_up_behind_it() {
+        for (before, said) in [(0, true), (DEPTH, false)] {
+            without_drivers(|| {
+                let [one, two] = ends(true);
+                let remote = two.expose(vec![0; 64], Access::REMOTE_ALL).unwrap();
+                let write = || one.write(one.copy_from(b"x").unwrap(), remote.grant());
+                let mut writes: Vec<_> = (0..before).map(|_| write()).collect();
+                one.handle().shared.with(|core, _| assert!(core.say_gone()));
+                writes.extend((0..2 * DEPTH).map(|_| write()));
+                one.handle().shared.with(|core, _| {
+                    assert!(core.qp.send_counters().waiting > 0);
+                    core.stop(true);
+                    assert_eq!(core.goodbye.is_some(), said);
+                });
+            });
+        }
+    }
+
+    #[test]
+    fn goodbye_uses_a_credit_of_a_frame_that_nobody_has_looked_at() {
+        without_drivers(|| {
+            let [one, two] = ends(false);
+            let shared = [&one, &two].map(|end| &end.handle().shared);
+            shared[0].with(|core, _| {
+                while core.flow.may_send(Kind::Ping) {
+                    core.send_bare(Kind::Ping);
+                }
+                core.send_bare(Kind::Ack);
+                assert!(!core.flow.may_send(Kind::Abort));
+            });
+            let deadline = Instant::now() + Duration::from_secs(60);
+            let wait = |done: &dyn Fn() -> bool| {
+                while !done() {
+                    assert!(Instant::now() < deadline, "hangs, given up");
+                    std::thread::yield_now();
+                }
+            };
+            // The answer has arrived: its device has said so.
+            wait(&|| {
+                shared[0].qp.take_completions();
+                shared[1].with(|core, bell| {
+                    core.qp.take_completions();
+                    core.progress(bell);
+                    core.counters.acks > 0 && core.sends.is_empty()
+                })
+            });
+            shared[0].with(|core, bell| {
+                assert!(!core.flow.may_send(Kind::Abort));
+                core.leave(CloseReason::Aborted, bell);
+                assert!(core.goodbye.is_some());
+            });
+            wait(&|| {
+                shared[1].with(|core, bell| {
+                    core.qp.take_completions();
+                    core.progress(bell);
+                    core.ended() == Some(CloseReason::Dropped)
+                })
+            });
+        });
+    }
 }

@@ -42,6 +42,15 @@ impl Sent {
         }
     }
 
+    /// True if the device has not seen it.
+    pub(super) fn is_in_line(&self) -> bool {
+        match self {
+            Self::Inline(send) => send.is_in_line(),
+            Self::Copied(send) => send.is_in_line(),
+            Self::Done => false,
+        }
+    }
+
     pub(super) fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<(), OpErrorKind>> {
         let result = match self {
             Self::Inline(send) => Pin::new(send).poll(context).map_err(|error| error.kind()),
