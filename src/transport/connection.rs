@@ -237,7 +237,7 @@ impl Connection {
     /// ended already, nothing changes.
     ///
     /// When this returns, messages that wait to be sent or received fail with [`CloseReason::Aborted`], messages that have arrived
-    /// are thrown away, and operations that are called fail as [`OpErrorKind::Closed`](crate::OpErrorKind::Closed). Those that
+    /// are thrown away, and operations that are called fail as [`OpErrorKind::Closed`]. Those that
     /// stand in line are not carried out any more. They fail, and those that are in flight end, flushed or as `Closed`, once the
     /// peer's device has taken the word that this end is gone, and within a second if it does not: until then what is in flight may
     /// be carried out, and its buffers belong to the device. [`close`](Self::close), called after this, waits until all of that is
