@@ -72,6 +72,7 @@ pub mod verbs;
 
 mod completion;
 mod error;
+mod host;
 mod mem;
 mod op;
 mod provider;

@@ -6,11 +6,12 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Layers from the bottom; who names one above its own breaks the rule. `error` and `sync` stand beside `types`.
-const LAYERS: [(&str, u32); 11] = [
+/// Layers from the bottom; who names one above its own breaks the rule. `error`, `host` and `sync` stand beside `types`.
+const LAYERS: [(&str, u32); 12] = [
     ("cm", 6),
     ("doctor", 6),
     ("error", 0),
+    ("host", 0),
     ("sync", 0),
     ("types", 0),
     ("mem", 1),

@@ -9,8 +9,9 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use super::ProtectionDomain;
 use super::events::{Events, Listener};
-use super::net::{best_path, is_at, is_own, rank_gids, source_to, sources_to};
+use super::net::{best_path, is_at, rank_gids, source_to, sources_to};
 use crate::error::{OpenError, SetupError, UdpError, VerbError};
+use crate::host::interface_at;
 use crate::provider::contract::Context as _;
 use crate::provider::dispatch::Context;
 use crate::provider::soft;
@@ -194,7 +195,7 @@ impl Device {
         }
         UdpError::check_host(peer)?;
         let by_route = source_to(peer)?;
-        let software = || Self::over_udp(&sources_to(peer, by_route, is_own(peer)));
+        let software = || Self::over_udp(&sources_to(peer, by_route, interface_at(peer).is_some()));
         if named.is_some() { software() } else { Self::real_at(by_route).or_else(|()| software()) }
     }
 

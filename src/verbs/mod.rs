@@ -42,7 +42,6 @@ pub(crate) use device::Inlet;
 pub use dma_buf::DmaBufRegion;
 pub(crate) use events::Listener;
 pub use exposed::{ExposedRegion, ExposedSlice};
-pub(crate) use net::{Addresses, addresses, interfaces};
 pub use pd::ProtectionDomain;
 pub use pool::{Pool, PoolBuilder, PoolError};
 pub use qp::{PostError, Qp, QpOptions};

@@ -1,15 +1,14 @@
-//! What the kernel says about network interfaces and routes, for the choice of a GID.
+//! Network interfaces and routes in the choice of a GID.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BTreeSet;
 use std::fs;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::path::Path;
 
-use if_addrs::IfAddr;
-
 use crate::error::{UdpError, VerbError};
-use crate::types::{Gid, GidEntry, IpPrefix, LinkLayer, NetInterface, Peer, PortAttr, PortState, RankedGid, rank};
+use crate::host::{addresses, interface, interface_at, interfaces};
+use crate::types::{Gid, GidEntry, LinkLayer, NetInterface, Peer, PortAttr, PortState, RankedGid, rank};
 
 /// UDP port of RoCE v2.
 const ROCE: u16 = 4791;
@@ -42,7 +41,7 @@ pub(super) fn is_at(root: &Path, device: &str, port: &PortAttr, address: IpAddr)
     match port.link_layer {
         _ if address.is_unspecified() => true,
         LinkLayer::Ethernet => port.gids.iter().any(|entry| entry.gid == Gid::from(address)),
-        LinkLayer::InfiniBand => interface_with(address).is_some_and(|name| is_ip_over(root, &name, device)),
+        LinkLayer::InfiniBand => interface_at(address).is_some_and(|name| is_ip_over(root, &name, device)),
         LinkLayer::Other(_) => false,
     }
 }
@@ -52,18 +51,6 @@ fn is_ip_over(root: &Path, interface: &str, device: &str) -> bool {
     let interface = root.join("sys/class/net").join(interface);
     let kind = fs::read_to_string(interface.join("type"));
     kind.is_ok_and(|kind| kind.trim() == "32") && interface.join("device/infiniband").join(device).exists()
-}
-
-/// The interface of this host that has the address.
-fn interface_with(address: IpAddr) -> Option<String> {
-    let has = |of: &Addresses| of.prefixes.iter().any(|prefix| prefix.address() == address);
-    addresses().into_iter().find(|(_, of)| has(of)).map(|(name, _)| name)
-}
-
-/// True if packets to the address do not leave this host.
-pub(super) fn is_own(address: IpAddr) -> bool {
-    // Of 127.0.0.0/8 the interface has one and takes all.
-    address.is_loopback() || interface_with(address).is_some()
 }
 
 /// Interfaces that these entries belong to. Where every entry names its own, only those are looked at, for a host of
@@ -77,56 +64,6 @@ fn interfaces_of(gids: &[GidEntry]) -> Vec<NetInterface> {
         Some(names) => names.into_iter().filter_map(|name| interface(root, name, &addresses)).collect(),
         None => interfaces(root, &addresses),
     }
-}
-
-/// Addresses of an interface of this network namespace.
-#[derive(Debug, Default)]
-pub(crate) struct Addresses {
-    index: Option<u32>,
-    prefixes: Vec<IpPrefix>,
-}
-
-/// Addresses of this network namespace, by name of the interface; none if the kernel does not say.
-pub(crate) fn addresses() -> HashMap<String, Addresses> {
-    let mut found: HashMap<String, Addresses> = HashMap::new();
-    for interface in if_addrs::get_if_addrs().unwrap_or_default() {
-        let prefix = match interface.addr {
-            IfAddr::V4(v4) => IpPrefix::new(v4.ip.into(), v4.prefixlen),
-            IfAddr::V6(v6) => IpPrefix::new(v6.ip.into(), v6.prefixlen),
-        };
-        let addresses = found.entry(interface.name).or_default();
-        addresses.index = interface.index;
-        addresses.prefixes.push(prefix);
-    }
-    found
-}
-
-/// Interfaces of this network namespace, of a file system that starts at `root`; what cannot be read is left out.
-pub(crate) fn interfaces(root: &Path, addresses: &HashMap<String, Addresses>) -> Vec<NetInterface> {
-    // What is mounted at /sys may be that of another namespace; /proc/net is always our own.
-    let own = fs::read_to_string(root.join("proc/net/dev")).ok();
-    let own: Option<BTreeSet<&str>> =
-        own.as_deref().map(|text| text.lines().filter_map(|line| Some(line.split_once(':')?.0.trim())).collect());
-    let names = fs::read_dir(root.join("sys/class/net")).into_iter().flatten().flatten();
-    let names = names.map(|entry| entry.file_name().to_string_lossy().into_owned());
-    let names = names.filter(|name| own.as_ref().is_none_or(|own| own.contains(name.as_str())));
-    let mut found: Vec<NetInterface> = names.filter_map(|name| interface(root, &name, addresses)).collect();
-    found.sort_by_key(|interface| interface.index);
-    found
-}
-
-fn interface(root: &Path, name: &str, addresses: &HashMap<String, Addresses>) -> Option<NetInterface> {
-    let directory = root.join("sys/class/net").join(name);
-    let read = |file| fs::read_to_string(directory.join(file)).unwrap_or_default().trim().to_owned();
-    Some(NetInterface {
-        index: read("ifindex").parse().ok()?,
-        name: name.to_owned(),
-        // Software interfaces are `unknown` for ever.
-        up: !["down", "lowerlayerdown", "notpresent"].contains(&read("operstate").as_str()),
-        vlan: read("uevent").lines().any(|line| line == "DEVTYPE=vlan"),
-        mtu: read("mtu").parse().ok(),
-        addresses: addresses.get(name).map(|of| of.prefixes.clone()).unwrap_or_default(),
-    })
 }
 
 /// Our address from which the kernel would send to `peer`. Nothing is sent.
@@ -158,15 +95,11 @@ pub(super) fn sources_to(peer: IpAddr, by_route: IpAddr, here: bool) -> Vec<IpAd
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::types::{GidKind, PortNum};
+    use crate::types::{GidKind, IpPrefix, PortNum};
 
     #[test]
-    fn loopback_is_found_and_routed_to() {
-        let interfaces = interfaces(Path::new("/"), &addresses());
+    fn loopback_is_routed_to() {
         let local: IpAddr = Ipv4Addr::LOCALHOST.into();
-        let loopback = interfaces.iter().find(|interface| interface.name == "lo").unwrap();
-        assert!(loopback.up && !loopback.vlan && loopback.mtu.is_some());
-        assert!(loopback.addresses.iter().any(|address| address.contains(local)), "{loopback:?}");
         assert_eq!(source_to(local).unwrap(), local);
     }
 
@@ -187,8 +120,6 @@ mod tests {
         assert_eq!(sources("fd00::1", "fd00::1", true), ["::1"]);
         assert_eq!(sources("192.0.2.1", "192.0.2.2", false), ["192.0.2.2"]);
         assert_eq!(sources("fd00::1", "fd00::2", false), ["fd00::2"]);
-        let own = |address: &str| is_own(address.parse().unwrap());
-        assert!(own("127.0.0.1") && own("127.3.2.1") && !own("198.51.100.1"));
     }
 
     fn entry(index: u8, address: &str) -> GidEntry {

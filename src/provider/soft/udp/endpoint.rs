@@ -14,6 +14,7 @@ use std::time::Duration;
 use parking_lot::{Mutex, RwLock};
 
 use crate::error::{UdpError, VerbError};
+use crate::host::mtu_at;
 use crate::provider::soft::dc::DctInner;
 use crate::provider::soft::device::DeviceInner;
 use crate::provider::soft::exchange::Half;
@@ -171,13 +172,13 @@ impl Endpoint {
         let route = self.socket.route_mtu(peer);
         let errno = |error: io::Error| VerbError::new("connect", error.raw_os_error().unwrap_or(VerbError::EIO));
         // A peer on this host is reached over the loopback interface, and takes what its own takes.
-        let own = interface_mtu(peer.ip()).unwrap_or(usize::MAX);
+        let own = mtu_at(peer.ip()).unwrap_or(usize::MAX);
         route.map(|route| fitting(route.min(own))).map_err(errno)
     }
 
     /// The MTU of packets that pass everywhere that the address of this device leads: its own interface's.
     pub(in crate::provider::soft) fn own_mtu(&self) -> Mtu {
-        fitting(interface_mtu(self.socket.local().ip()).unwrap_or(SMALLEST_ROUTE))
+        fitting(mtu_at(self.socket.local().ip()).unwrap_or(SMALLEST_ROUTE))
     }
 
     /// Room for packets to be sent together.
@@ -439,17 +440,6 @@ fn bind(local: SocketAddr) -> io::Result<Socket> {
     Socket::bind(local)
 }
 
-/// MTU of the interface of this host that has the address; `None` if none has.
-fn interface_mtu(ip: IpAddr) -> Option<usize> {
-    let name = if ip.is_loopback() {
-        // Of 127.0.0.0/8 the interface has one and takes all.
-        "lo".to_owned()
-    } else {
-        if_addrs::get_if_addrs().ok()?.into_iter().find(|interface| interface.ip() == ip)?.name
-    };
-    std::fs::read_to_string(Path::new("/sys/class/net").join(name).join("mtu")).ok()?.trim().parse().ok()
-}
-
 /// The largest MTU whose packets fit.
 fn fitting(bytes: usize) -> Mtu {
     let fits = |mtu: &&Mtu| mtu.bytes() + OVERHEAD <= bytes;
@@ -464,15 +454,6 @@ fn soft_roce_has(port: u16) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn interfaces_of_this_host_have_an_mtu_and_strangers_none() {
-        let mtu = |address: &str| interface_mtu(address.parse().unwrap());
-        assert!(mtu("127.0.0.1").is_some_and(|mtu| mtu >= 1280));
-        assert_eq!(mtu("127.0.0.1"), mtu("127.3.2.1"));
-        // Reserved for documentation.
-        assert_eq!(mtu("198.51.100.1"), None);
-    }
 
     #[test]
     fn mtu_leaves_room_for_headers() {
