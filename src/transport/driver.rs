@@ -6,14 +6,17 @@
 //!
 //! It ends with the connection: when that is closed or has failed, or when all that the service held of it is dropped.
 
+use std::cell::Cell;
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
+use std::ptr;
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use tokio::runtime::Handle;
+use tokio::runtime::{Handle, RuntimeFlavor};
+use tokio::task::yield_now;
 use tokio::time::{Instant, Sleep, sleep_until, timeout};
 
 use super::config::ConnectionConfig;
@@ -31,6 +34,11 @@ const LINGER: Duration = Duration::from_secs(1);
 /// A far future for what has no deadline.
 const NEVER: Duration = Duration::from_secs(365 * 24 * 3600);
 
+thread_local! {
+    /// Bell of the driver that is polled on this thread, and whether it has rung since.
+    static POLLED: Cell<(*const Bell, bool)> = const { Cell::new((ptr::null(), false)) };
+}
+
 /// What an operation wakes: the driver of its connection.
 #[derive(Debug, Default)]
 pub(super) struct Bell {
@@ -43,12 +51,39 @@ impl Bell {
     }
 
     pub(super) fn ring(&self) {
-        self.driver.wake();
+        if ptr::eq(POLLED.get().0, self) {
+            POLLED.set((self, true));
+        } else {
+            self.driver.wake();
+        }
     }
 
     /// Lets go of the driver.
     pub(super) fn take(&self) -> Option<Waker> {
         self.driver.take()
+    }
+}
+
+/// Its driver is being polled, and need not be woken for what it rings itself.
+struct Polled {
+    bell: *const Bell,
+    before: (*const Bell, bool),
+}
+
+impl Polled {
+    fn begin(bell: &Bell) -> Self {
+        Self { bell, before: POLLED.replace((bell, false)) }
+    }
+
+    /// True if it has rung.
+    fn end(self) -> bool {
+        POLLED.get() == (self.bell, true)
+    }
+}
+
+impl Drop for Polled {
+    fn drop(&mut self) {
+        POLLED.set(self.before);
     }
 }
 
@@ -166,10 +201,23 @@ pub(super) fn drive(shared: Arc<Shared>, config: Times, link: Option<Arc<Link>>)
     let mut end = End { shared: Some(shared.clone()) };
     async move {
         let mut timers = Timers::new(config);
+        let alone = shared.runtime.runtime_flavor() == RuntimeFlavor::CurrentThread;
         let mut disconnected = pin!(disconnected(link));
         poll_fn(|context| {
             shared.bell.register(context.waker());
-            poll(&shared, &mut timers, disconnected.as_mut(), context)
+            let polled = Polled::begin(&shared.bell);
+            let result = poll(&shared, &mut timers, disconnected.as_mut(), context);
+            let again = polled.end() && result.is_pending();
+            if again && alone {
+                // Behind all others: as long as tasks wake themselves, as those do whose operations spin, a runtime of one thread
+                // comes to its own future, that of `block_on` or a `LocalSet`, and to its sockets once in 61 times only. It is
+                // pending, and woken then.
+                let _ = pin!(yield_now()).poll(context);
+            } else if again {
+                // Others may take it over if what comes next on this thread takes long.
+                context.waker().wake_by_ref();
+            }
+            result
         })
         .await;
         if let Some(mut goodbye) = shared.with(|core, _| core.goodbye.take()) {
