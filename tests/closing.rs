@@ -456,6 +456,29 @@ fn abort_tells_the_peer_behind_what_was_sent() {
         let reason = closed(soon("told", b.recv()).await);
         assert!(matches!(reason, CloseReason::Dropped | CloseReason::Disconnected), "{reason:?}");
         assert_eq!(a.close_reason(), Some(CloseReason::Aborted));
+
+        // Either half ends both.
+        for by_sender in [true, false] {
+            let (a, b) = pair(&config());
+            let (sender, receiver) = a.into_split();
+            let receiving = tokio::spawn(async move {
+                if by_sender {
+                    return (Some(receiver.recv().await), receiver);
+                }
+                receiver.abort();
+                (None, receiver)
+            });
+            tokio::task::yield_now().await;
+            if by_sender {
+                sender.abort();
+            }
+            let (received, receiver) = soon("told", receiving).await.unwrap();
+            assert!(received.is_none_or(|received| closed(received) == CloseReason::Aborted));
+            let refused = sender.send("late").await.unwrap_err();
+            assert!(matches!(refused, MessageError::Closed(CloseReason::Aborted)), "{refused:?}");
+            assert_eq!(closed(soon("told", b.recv()).await), CloseReason::Dropped);
+            drop((sender, receiver));
+        }
     });
 }
 

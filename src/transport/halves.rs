@@ -12,7 +12,7 @@ use futures::{Sink, Stream};
 use super::connection::Handle;
 use super::core::Core;
 use super::driver::Shared;
-use super::error::MessageError;
+use super::error::{CloseReason, MessageError};
 use super::outbound::Flush;
 use super::waiters::Ticket;
 
@@ -121,6 +121,11 @@ impl SendHalf {
         self.handle.shared.with(|core, waker| core.finish(waker))
     }
 
+    /// As [`Connection::abort`](super::Connection::abort): ends both directions.
+    pub fn abort(&self) {
+        self.handle.shared.leave(CloseReason::Aborted);
+    }
+
     /// Sends the message that the sink holds.
     fn poll_pending(&mut self, context: &mut Context<'_>) -> Poll<Result<(), MessageError>> {
         let Self { handle, pending, sending, .. } = self;
@@ -219,6 +224,11 @@ impl RecvHalf {
         }
         let mut turn = Turn::new(shared, Core::next_receiver);
         poll_fn(|context| shared.poll(context, |core, bell, guest| core.poll_recv(&mut turn.ticket, bell, guest))).await
+    }
+
+    /// As [`Connection::abort`](super::Connection::abort): ends both directions.
+    pub fn abort(&self) {
+        self.handle.shared.leave(CloseReason::Aborted);
     }
 }
 
