@@ -18,7 +18,7 @@ use tokio_rdma::software::{Faults, LinkCounters, Network};
 use tokio_rdma::types::{AckTimeout, Gid};
 use tokio_rdma::{
     Access, Buf, CompletionMode, CompletionQueue, ConnectOptions, Connection, ConnectionConfig, EstablishError, Hello,
-    Listener, MessageError, RemoteRegion, SetupError, cm,
+    HelloError, Listener, MessageError, RemoteRegion, SetupError, cm,
 };
 use torture::{Flavour, LONG, Mode, Seed, bounded, device, eventually, scaled, soon, yields};
 
@@ -57,6 +57,32 @@ fn messages_of_every_kind_of_length_arrive_whole_and_in_order() {
         assert_eq!((a.counters().offered, a.counters().sent, b.counters().received), (6, 18, 18));
         assert_ready([&a, &b]);
     });
+}
+
+#[test]
+fn spinning_lets_a_runtime_of_one_thread_come_to_its_own_future() {
+    // As long as tasks wake themselves it does so once in so many of them: in hours here.
+    for mode in [CompletionMode::Cooperative, CompletionMode::Hybrid] {
+        bounded("own future", LONG, move || {
+            let mut builder = tokio::runtime::Builder::new_current_thread();
+            let runtime = builder.enable_all().event_interval(u32::MAX).build().unwrap();
+            runtime.block_on(async {
+                let (a, b) = pair(&config().mode(mode));
+                let echo = tokio::spawn(async move {
+                    while let Some(message) = b.recv().await.unwrap() {
+                        b.send(message).await.unwrap();
+                    }
+                    b.close().await
+                });
+                for round in 0..100 {
+                    a.send(pattern(64, round)).await.unwrap();
+                    assert!(recv(&a).await == pattern(64, round));
+                }
+                a.close().await.unwrap();
+                echo.await.unwrap().unwrap();
+            });
+        });
+    }
 }
 
 #[test]
@@ -482,9 +508,39 @@ fn settings_that_cannot_be_are_refused_by_name() {
         assert_eq!(large(config().max_send_wr(attr.max_qp_wr + 1)), "max_send_wr");
         assert_eq!(large(config().max_inline(attr.max_inline + 1)), "max_inline");
         assert_eq!(large(config().max_message(u64::MAX)), "max_message");
+        let brief = connected::brief();
+        assert_eq!(large(config().options(ConnectOptions { retry_count: 8, ..brief })), "retry_count");
+        assert_eq!(large(config().options(ConnectOptions { rnr_retry: 8, ..brief })), "rnr_retry");
         let queue = CompletionQueue::builder(&device).capacity(100).mode(CompletionMode::Event).build().unwrap();
         let full = Connection::prepare(&pd, &config().completion_queue(&queue));
         assert!(matches!(full, Err(SetupError::CompletionQueueFull { .. })), "{full:?}");
+    });
+}
+
+#[test]
+fn bytes_of_the_user_that_no_peer_could_be_told_are_refused_before_anybody_asks() {
+    run("user data", || async {
+        let (device, _) = device(&Network::new());
+        let allowed = |result: Result<(), EstablishError>| match result {
+            Err(EstablishError::Hello(HelloError::UserData { allowed, .. })) => allowed,
+            other => panic!("{other:?}"),
+        };
+        let with = |bytes: usize| config().user_data(vec![7; bytes]);
+        let bind = async |bytes| Listener::bind_with(&device, connected::address(&device), &with(bytes)).await;
+        for bytes in [173, 256, 1 << 20] {
+            assert_eq!(allowed(bind(bytes).await.map(drop)), 172);
+        }
+        let listener = bind(172).await.unwrap();
+        let connect = async |bytes| Connection::connect_with(&device, listener.local_addr(), &with(bytes)).await;
+        assert_eq!(allowed(connect(33).await.map(drop)), 32);
+        let (a, b) = soon("connect", async { tokio::try_join!(connect(32), listener.accept()) }).await.unwrap();
+        assert_eq!((&a.user_data()[..], &b.user_data()[..]), (&[7; 172][..], &[7; 32][..]));
+        // A listener that could not connect by its settings says so, too, and does not reject everybody.
+        let settings = config().options(ConnectOptions { retry_count: 8, ..connected::brief() });
+        match Listener::bind_with(&device, connected::address(&device), &settings).await {
+            Err(EstablishError::Setup(SetupError::Limit(limit))) => assert_eq!(limit.field, "retry_count"),
+            other => panic!("{other:?}"),
+        }
     });
 }
 

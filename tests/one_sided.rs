@@ -4,11 +4,13 @@
 mod connected;
 mod torture;
 
+use std::io::ErrorKind;
+
 use connected::{assert_ready, config, modes, pair, pair_in, pattern, recv, two};
 use tokio_rdma::software::Network;
 use tokio_rdma::{
     Access, Batch, BufMut, CloseReason, CompletionQueue, Connection, ExposedRegion, Imm, LimitError, MessageError,
-    OpErrorKind, Pool, RemoteRegion,
+    OpErrorKind, Pool, RemoteRegion, SetupError,
 };
 use torture::{Mode, device, eventually, keeps_fences, scaled, soon};
 
@@ -243,6 +245,29 @@ fn batch_that_the_driver_refuses_part_way_is_why_the_connection_ends() {
         assert_eq!(result.buffers().len(), 5);
         match soon("the end", a.recv()).await {
             Err(MessageError::Closed(CloseReason::Operation(OpErrorKind::Post(_)))) => {}
+            other => panic!("{other:?}"),
+        }
+    });
+}
+
+#[test]
+fn buffers_that_cannot_be_are_errors_before_there_is_memory_for_them() {
+    modes("too long", || async {
+        let (a, _b) = pair(&config());
+        // More than a buffer can be, and than a machine has.
+        for len in [u32::MAX as usize + 1, 1 << 61, usize::MAX] {
+            match a.alloc(len) {
+                Err(SetupError::Limit(limit)) => {
+                    assert_eq!(
+                        limit,
+                        LimitError { field: "buffer bytes", asked: len as u64, allowed: u32::MAX.into() }
+                    );
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+        match Pool::new(a.protection_domain(), 1 << 31, 1 << 30) {
+            Err(SetupError::Verb(error)) => assert_eq!(std::io::Error::from(error).kind(), ErrorKind::OutOfMemory),
             other => panic!("{other:?}"),
         }
     });

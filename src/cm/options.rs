@@ -107,8 +107,7 @@ impl Options {
     /// What is sent along, and the timers, all within their limits.
     pub(super) fn checked(&self, most_data: usize) -> Result<(&[u8], ConnectOptions), LimitError> {
         LimitError::check("private_data", self.private_data.len() as u64, most_data as u64)?;
-        LimitError::check("retry_count", self.transport.retry_count.into(), 7)?;
-        LimitError::check("rnr_retry", self.transport.rnr_retry.into(), 7)?;
+        self.transport.check()?;
         Ok((&self.private_data, self.transport))
     }
 }

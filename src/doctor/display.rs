@@ -72,7 +72,7 @@ impl Report {
 }
 
 fn line(f: &mut fmt::Formatter<'_>, name: &str, value: impl fmt::Display) -> fmt::Result {
-    writeln!(f, "  {name:<24}{value}")
+    writeln!(f, "  {name:<26}{value}")
 }
 
 impl fmt::Display for Library {

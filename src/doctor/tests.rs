@@ -425,7 +425,9 @@ fn report_of_this_machine_prints() {
     let report = Examine::new().memory(1 << 20).run();
     let text = report.to_string();
     assert!(report.works(Device::SOFTWARE), "{text}");
-    for expected in ["soft0 (software, in this process): works", "libibverbs", "locked memory", "GIDs, best first"] {
+    for expected in
+        ["soft0 (software, in this process): works", "libibverbs", "locked memory", "GIDs, best first", "of dma-bufs  "]
+    {
         assert!(text.contains(expected), "{text}");
     }
     assert!(text.lines().all(|line| !line.ends_with(' ')), "{text}");

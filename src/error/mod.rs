@@ -134,7 +134,11 @@ impl OutOfBounds {
 
 impl fmt::Display for OutOfBounds {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} bytes at offset {} do not lie within {} bytes", self.len, self.offset, self.size)
+        let Self { offset, len, size } = self;
+        match offset.checked_add(*len) {
+            Some(_) => write!(f, "{len} bytes at offset {offset} do not lie within {size} bytes"),
+            None => write!(f, "{offset}..{} is no range within {size} bytes", offset.wrapping_add(*len)),
+        }
     }
 }
 
@@ -224,6 +228,13 @@ pub enum SetupError {
     },
     /// The object was closed.
     Closed,
+}
+
+impl SetupError {
+    /// `Ok` if it is large enough to work.
+    pub(crate) fn at_least(field: &'static str, asked: u64, least: u64) -> Result<(), Self> {
+        if asked >= least { Ok(()) } else { Err(Self::TooSmall { field, asked, least }) }
+    }
 }
 
 impl fmt::Display for SetupError {

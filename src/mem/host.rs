@@ -9,7 +9,7 @@ use std::ptr::NonNull;
 
 use memmap2::{MmapMut, MmapOptions};
 
-use crate::error::LimitError;
+use crate::error::{LimitError, SetupError, VerbError};
 
 /// Zeroed memory on a page boundary, so that a registration pins no page of anyone else.
 pub struct HostMemory {
@@ -43,16 +43,29 @@ impl HostMemory {
     ///
     /// Does not; if the system has no memory the process ends, as with any allocation.
     pub fn zeroed(len: usize) -> Result<Self, LimitError> {
+        let layout = Self::layout(len)?;
+        Ok(Self::allocated(len, layout).unwrap_or_else(|| handle_alloc_error(layout)))
+    }
+
+    /// As [`zeroed`](Self::zeroed), but that the system has no memory is an error: for lengths that others choose.
+    pub(crate) fn try_zeroed(len: usize) -> Result<Self, SetupError> {
+        let layout = Self::layout(len)?;
+        let none = || VerbError::new("posix_memalign", VerbError::ENOMEM);
+        Ok(Self::allocated(len, layout).ok_or_else(none)?)
+    }
+
+    fn layout(len: usize) -> Result<Layout, LimitError> {
         let allowed = isize::MAX as u64 - Self::PAGE as u64;
         LimitError::check("memory", len as u64, allowed)?;
-        let layout = Layout::from_size_align(len.max(1), Self::PAGE).map_err(|_| LimitError {
-            field: "memory",
-            asked: len as u64,
-            allowed,
-        })?;
+        let asked = len as u64;
+        Layout::from_size_align(len.max(1), Self::PAGE).map_err(|_| LimitError { field: "memory", asked, allowed })
+    }
+
+    fn allocated(len: usize, layout: Layout) -> Option<Self> {
+        debug_assert!(layout.size() >= len.max(1));
         // SAFETY: S1: the layout has at least one byte.
-        let base = NonNull::new(unsafe { alloc_zeroed(layout) }).unwrap_or_else(|| handle_alloc_error(layout));
-        Ok(Self { base, len, backing: Backing::Heap(layout) })
+        let base = NonNull::new(unsafe { alloc_zeroed(layout) })?;
+        Some(Self { base, len, backing: Backing::Heap(layout) })
     }
 
     /// `len` zero bytes on huge pages of the system's default size: of those that are reserved

@@ -5,6 +5,7 @@
 use std::fmt;
 use std::io;
 
+use crate::error::LimitError;
 use crate::types::{AckTimeout, Gid, LinkLayer, Mtu, Psn, Qpn, RnrTimer, Transport};
 
 /// What a peer needs to know to connect to a queue pair.
@@ -196,6 +197,14 @@ pub struct ConnectOptions {
 impl Default for ConnectOptions {
     fn default() -> Self {
         Self { timeout: AckTimeout::from_code(14), retry_count: 6, rnr_retry: 7, rnr_timer: RnrTimer::from_code(12) }
+    }
+}
+
+impl ConnectOptions {
+    /// Checks that all of it is possible.
+    pub(crate) fn check(&self) -> Result<(), LimitError> {
+        LimitError::check("retry_count", self.retry_count.into(), 7)?;
+        LimitError::check("rnr_retry", self.rnr_retry.into(), 7)
     }
 }
 

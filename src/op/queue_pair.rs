@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use crate::completion::{CompletionQueue, Limits, QueuePairCore, Request, Shared, What, WorkQueue, WorkQueueCounters};
-use crate::error::{LimitError, OpErrorKind, SetupError};
+use crate::error::{OpErrorKind, SetupError};
 use crate::mem::RemoteRegion;
 use crate::op::{ConnectOptions, QueuePairEndpoint, SharedReceiveQueue};
 use crate::provider::dispatch::{ReceiveCounters, SendCounters};
@@ -154,8 +154,7 @@ impl QueuePair {
         self.agree("transport", self.inner.transport, peer.transport)?;
         self.agree("link layer", local.link_layer, peer.link_layer)?;
         self.check_path(peer.gid)?;
-        LimitError::check("retry_count", options.retry_count.into(), 7)?;
-        LimitError::check("rnr_retry", options.rnr_retry.into(), 7)?;
+        options.check()?;
         let reliable = self.inner.transport == Transport::Rc;
         let mut address = AddressVector::new(local.port, local.gid.index, peer.gid);
         address.dlid = peer.lid;

@@ -29,7 +29,7 @@ impl SharedReceiveQueue {
     ///
     /// # Errors
     ///
-    /// [`SetupError::Limit`] beyond a limit of the device, [`SetupError::CompletionQueueFull`] if `completions` has no
+    /// [`SetupError::TooSmall`] for no receives, [`SetupError::Limit`] beyond a limit of the device, [`SetupError::CompletionQueueFull`] if `completions` has no
     /// room for its work, [`SetupError::Foreign`] if it is of another device, [`SetupError::Verb`] if the provider refuses.
     pub fn new(
         pd: &ProtectionDomain,

@@ -261,8 +261,12 @@ impl ConnectionConfig {
         }
     }
 
-    /// What the connection manager is told, and tells the peer.
-    pub(super) fn cm_options(&self) -> Result<cm::Options, HelloError> {
+    /// What the connection manager is told, and tells the peer: with a request or an answer, which has so much `room`.
+    pub(super) fn cm_options(&self, room: usize) -> Result<cm::Options, HelloError> {
+        let (len, allowed) = (self.user_data.len(), room - Hello::LEN);
+        if len > allowed {
+            return Err(HelloError::UserData { len, allowed });
+        }
         let hello = self.hello().encode(&self.user_data)?;
         let options = cm::Options::default().resolve_timeout(self.connect_timeout).timeout(self.connect_timeout);
         Ok(options.transport(self.options).private_data(hello))
@@ -284,9 +288,7 @@ impl ConnectionConfig {
 
     /// Checks that all of it is possible, and possible on this device.
     pub(super) fn check(&self, device: &DeviceAttr) -> Result<(), SetupError> {
-        let at_least = |field, asked: u64, least: u64| {
-            if asked >= least { Ok(()) } else { Err(SetupError::TooSmall { field, asked, least }) }
-        };
+        let at_least = SetupError::at_least;
         at_least("receive_buffer_size", self.receive_buffer_size.into(), OFFER_LEN as u64)?;
         at_least("receive_buffers", self.receive_buffers.into(), 1)?;
         at_least("send_buffers", self.send_buffers.into(), 1)?;
@@ -308,6 +310,7 @@ impl ConnectionConfig {
         LimitError::check("max_send_wr", self.max_send_wr.into(), device.max_qp_wr.into())?;
         LimitError::check("max_inline", self.max_inline.into(), device.max_inline.into())?;
         LimitError::check("max_message", self.max_message, isize::MAX as u64)?;
+        self.options.check()?;
         Ok(())
     }
 }

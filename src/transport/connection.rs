@@ -22,6 +22,7 @@ use crate::cm::{self, Link};
 use crate::completion::CompletionQueue;
 use crate::error::{OpErrorKind, SetupError};
 use crate::op::{QueuePair, QueuePairBuilder, QueuePairEndpoint};
+use crate::provider::cm_contract::REQUEST_DATA;
 use crate::provider::dispatch::{ReceiveCounters, SendCounters};
 use crate::verbs::{Device, Pool, ProtectionDomain};
 
@@ -99,7 +100,8 @@ impl Connection {
     ///
     /// [`EstablishError::Connect`] if the two sides do not meet, also within
     /// [`connect_timeout`](ConnectionConfig::connect_timeout), [`EstablishError::Setup`] for settings that the device does
-    /// not allow, [`EstablishError::Hello`] if the other side is no listener of this kind. An address that leads elsewhere than
+    /// not allow, [`EstablishError::Hello`] if the other side is no listener of this kind, or for more
+    /// [`user_data`](ConnectionConfig::user_data) than a request has room for. An address that leads elsewhere than
     /// [`peer`](ConnectionConfig::peer) or [`source`](ConnectionConfig::source) of the settings say is passed over; if there is no
     /// other, that is [`ConnectError::Setup`](cm::ConnectError::Setup) with [`SetupError::Mismatch`].
     ///
@@ -115,7 +117,7 @@ impl Connection {
         address: impl ToSocketAddrs,
         config: &ConnectionConfig,
     ) -> Result<Self, EstablishError> {
-        let options = config.cm_options()?;
+        let options = config.cm_options(REQUEST_DATA)?;
         let pd = config.domain(device)?;
         let mut prepared = None;
         let (_, link) = cm::connect(device, address, &options, |route| {
@@ -249,7 +251,7 @@ impl Connection {
     /// Out of band it then finds out when it asks for an answer ([`keepalive`](ConnectionConfig::keepalive)), or by an operation
     /// that fails.
     pub fn abort(&self) {
-        self.handle().shared.leave(CloseReason::Aborted);
+        self.send.abort();
     }
 
     /// Why it has ended, if it has.

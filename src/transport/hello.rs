@@ -164,7 +164,7 @@ impl fmt::Display for HelloError {
             Self::Trailing { bytes } => {
                 write!(f, "the peer's hello is followed by {bytes} bytes that are not all zero")
             }
-            Self::UserData { len, allowed } => write!(f, "{len} bytes of private data, at most {allowed} are possible"),
+            Self::UserData { len, allowed } => write!(f, "{len} bytes of user data, at most {allowed} are possible"),
         }
     }
 }

@@ -17,6 +17,7 @@ use super::connection::{Connection, Prepared};
 use super::error::EstablishError;
 use super::hello::Hello;
 use crate::cm;
+use crate::provider::cm_contract::RESPONSE_DATA;
 use crate::verbs::Device;
 
 /// Takes connections that peers ask for by address.
@@ -89,7 +90,8 @@ impl Listener {
     ///
     /// # Errors
     ///
-    /// [`EstablishError::Setup`] for settings that the device does not allow; [`EstablishError::Connect`] as
+    /// [`EstablishError::Setup`] for settings that the device does not allow; [`EstablishError::Hello`] for more
+    /// [`user_data`](ConnectionConfig::user_data) than an answer has room for; [`EstablishError::Connect`] as
     /// [`cm::Listener::bind_with`].
     ///
     /// # Cancel safety
@@ -105,6 +107,8 @@ impl Listener {
         config: &ConnectionConfig,
     ) -> Result<Self, EstablishError> {
         config.check(device.attr())?;
+        // What cannot be said to any peer would have all of them rejected, and nobody told why.
+        config.cm_options(RESPONSE_DATA)?;
         let inner = cm::Listener::bind(device, address).await?;
         Ok(Self { inner, device: device.clone(), config: config.clone(), handshakes: Mutex::default() })
     }
@@ -260,7 +264,7 @@ impl ConnectionRequest {
     ///
     /// Dropping the future rejects the peer.
     pub async fn accept_with(self, config: &ConnectionConfig) -> Result<Connection, EstablishError> {
-        let options = config.cm_options()?;
+        let options = config.cm_options(RESPONSE_DATA)?;
         let pd = config.domain(&self.device)?;
         let path = (self.inner.port(), self.inner.gid_index());
         // No fault of this end, so that a listener goes on.

@@ -179,7 +179,7 @@ impl Kept {
                 (region.map(Made::Region), 0)
             }
             (Place::Once | Place::Kept, _) => {
-                let memory = HostMemory::zeroed(bytes).map_err(SetupError::from);
+                let memory = HostMemory::try_zeroed(bytes);
                 (memory.and_then(|memory| self.pd.register(memory)).map(Made::Buffer), 0)
             }
         }

@@ -4,7 +4,7 @@
 //! since the peer takes it for a frame.
 
 use super::connection::Connection;
-use crate::error::SetupError;
+use crate::error::{LimitError, SetupError};
 use crate::mem::{HostMemory, RemoteRegion, Storage};
 use crate::op::{Atomic, Batch, BatchOp, Read, Write};
 use crate::types::Access;
@@ -34,7 +34,9 @@ impl Connection {
     pub fn alloc(&self, len: usize) -> Result<BufMut, SetupError> {
         let handle = self.handle();
         if len > handle.buffer_size {
-            return self.protection_domain().register(HostMemory::zeroed(len)?);
+            // Before there is memory for it.
+            LimitError::check("buffer bytes", len as u64, u64::from(u32::MAX))?;
+            return self.protection_domain().register(HostMemory::try_zeroed(len)?);
         }
         let pool = match handle.buffers.get() {
             Some(pool) => pool,

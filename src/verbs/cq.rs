@@ -37,8 +37,8 @@ impl Cq {
     ///
     /// # Errors
     ///
-    /// [`SetupError::Limit`] for a capacity of 0 or above the device's, [`SetupError::Foreign`] for a channel of
-    /// another device, [`SetupError::Verb`] if the provider refuses.
+    /// [`SetupError::TooSmall`] for a capacity of 0, [`SetupError::Limit`] above the device's, [`SetupError::Foreign`] for a
+    /// channel of another device, [`SetupError::Verb`] if the provider refuses.
     pub fn new(device: &Device, capacity: u32, channel: Option<&Channel>, cookie: u64) -> Result<Self, SetupError> {
         Self::on_vector(device, capacity, channel, 0, cookie)
     }
@@ -56,6 +56,7 @@ impl Cq {
         cookie: u64,
     ) -> Result<Self, SetupError> {
         let attr = device.attr();
+        SetupError::at_least("completion queue entries", capacity.into(), 1)?;
         LimitError::check("completion queue entries", capacity.into(), attr.max_cqe.into())?;
         LimitError::check("completion vector", vector.into(), attr.completion_vectors.saturating_sub(1).into())?;
         if channel.is_some_and(|channel| !channel.device().same(device)) {

@@ -170,7 +170,7 @@ impl Inner {
             let errno = |error: std::io::Error| error.raw_os_error().unwrap_or(VerbError::ENOMEM);
             HostMemory::huge(len).map_err(|error| VerbError::new("mmap", errno(error)))?
         } else {
-            HostMemory::zeroed(len)?
+            HostMemory::try_zeroed(len)?
         };
         let registration = Registration::new(&self.pd, memory, Access::LOCAL_WRITE, false)?;
         let slab = Arc::new(Slab::new(registration, self.stride, self.per_slab, Some(self.free.clone())));

@@ -27,9 +27,10 @@ impl Srq {
     ///
     /// # Errors
     ///
-    /// [`SetupError::Limit`] above the device's limits, [`SetupError::Verb`] if the provider refuses.
+    /// [`SetupError::TooSmall`] for no receives, [`SetupError::Limit`] above the device's limits, [`SetupError::Verb`] if the provider refuses.
     pub fn new(pd: &ProtectionDomain, caps: SrqCaps) -> Result<Self, SetupError> {
         let attr = pd.device().attr();
+        SetupError::at_least("srq max_wr", caps.max_wr.into(), 1)?;
         LimitError::check("srq max_wr", caps.max_wr.into(), attr.max_srq_wr.into())?;
         LimitError::check("srq max_sge", caps.max_sge.into(), attr.max_srq_sge.into())?;
         let raw = pd.raw().create_srq(caps)?;

@@ -340,6 +340,10 @@ fn lengths_beyond_a_limit_name_field_asked_and_allowed() {
             let allowed = u64::from(most);
             assert_eq!(error, SetupError::Limit(LimitError { field, asked: allowed + 1, allowed }));
         }
+        let small = |field| Some(SetupError::TooSmall { field, asked: 0, least: 1 });
+        let none = CompletionQueue::builder(&setup.a).mode(mode_of("event")).capacity(0).build();
+        assert_eq!(none.err(), small("completion queue entries"));
+        assert_eq!(SharedReceiveQueue::new(&a.pd, &a.queue, 0, 1).err(), small("srq max_wr"));
         let (reserved, capacity) = (a.queue.counters().reserved, a.queue.counters().capacity);
         let error = QueuePair::builder(&a.pd, &a.queue).max_send_wr(capacity).max_recv_wr(1).build().unwrap_err();
         let SetupError::CompletionQueueFull { asked, free } = error else { panic!("{error:?}") };

@@ -348,8 +348,7 @@ impl DcInitiatorBuilder {
     /// [`SetupError::Limit`] beyond a limit of the device, else as [`QueuePairBuilder::build`].
     pub fn build(self) -> Result<DcInitiator, SetupError> {
         let Self { queue_pair, options, mtu, reads } = self;
-        LimitError::check("retry_count", options.retry_count.into(), 7)?;
-        LimitError::check("rnr_retry", options.rnr_retry.into(), 7)?;
+        options.check()?;
         let qp = queue_pair.build_any()?;
         let Some(dc) = qp.protection_domain().device().attr().dc else {
             return Err(SetupError::Unsupported { what: "dynamically connected transport (DC)" });
