@@ -8,7 +8,7 @@ use tokio_rdma::verbs::MemoryWindow;
 use tokio_rdma::{Access, ProtectionDomain, SetupError};
 
 use crate::common::raw::{End, Options, connect, connected, outcome};
-use crate::common::{Memory, Setup, pattern, rxe, skip};
+use crate::common::{Memory, Setup, eventually, pattern, rxe, skip};
 
 /// Two ends in RTS, if their device has windows. `b` is the one that binds.
 fn ends(test: &str, options: &Options) -> Option<(End, End, Setup)> {
@@ -463,7 +463,8 @@ fn unreliable_connection_has_windows_and_datagrams_have_none() {
         assert_eq!(outcome(&a.sent(1)), [(1, WcStatus::SUCCESS)]);
     }
     crate::common::raw::settle(&a.device, &b.device);
-    assert_eq!(memory.bytes(0, 32), from.bytes(0, 32));
+    // On a busy machine loopback, too, may have one packet overtake another that was sent on another processor.
+    eventually("what was written", || (memory.bytes(0, 32) == from.bytes(0, 32)).then_some(()));
     if !rxe::known(&b.device, &rxe::WINDOW_AS_WIDE_AS_ITS_REGION) {
         assert_eq!(memory.bytes(32, 32), [0; 32]);
     }

@@ -103,8 +103,8 @@ impl Sender {
     /// Over UDP: takes part in the use of the way to the peer, and keeps to its share of it.
     pub(super) fn share_link(&mut self) {
         if let Some(link) = &self.link {
-            self.busy.get_or_insert_with(|| link.enter());
-            self.machine.config.flow = link.share(self.machine.config.mtu);
+            let busy = self.busy.get_or_insert_with(|| link.enter());
+            self.machine.config.flow = busy.share(self.machine.config.mtu);
         }
     }
 
@@ -116,8 +116,10 @@ impl Sender {
 
     /// After something was sent, acknowledged, or given up: leaves the way to others if nothing is on it.
     pub(super) fn rest(&mut self) {
-        if !self.machine.is_underway() {
-            self.busy = None;
+        match (self.machine.underway(), &mut self.busy) {
+            (0, busy) => *busy = None,
+            (packets, Some(busy)) => busy.tell(packets, self.machine.config.mtu),
+            (_, None) => {}
         }
     }
 }

@@ -22,7 +22,7 @@ mod wqe;
 use initiator::{Facing, Initiator};
 pub(super) use quiet::Whole;
 pub(super) use wqe::Destination;
-use wqe::{SendWqe, body_of, consumes_receive, local_fault};
+use wqe::{SendWqe, body_of, consumes_receive, left_in_request, local_fault};
 
 use crate::types::{
     Access, AckTimeout, Data, Mtu, Psn, Qkey, QpState, Qpn, RnrTimer, SendFlags, SendOp, SendWr, Sge, Transport,
@@ -220,9 +220,13 @@ impl Requester {
         !self.queue.is_empty()
     }
 
-    /// True if something was sent that is not acknowledged.
-    pub(in crate::provider::soft) fn is_underway(&self) -> bool {
-        self.unacked != self.sent_end
+    /// Packets that were sent and are not acknowledged, or are answers to READs that have not come; none while the peer, which
+    /// has dropped them, is not ready.
+    pub(in crate::provider::soft) fn underway(&self) -> u32 {
+        if self.wait != Wait::None {
+            return 0;
+        }
+        self.sent_end.distance_from(self.unacked).max(0) as u32
     }
 
     /// First sequence number, given on the way to RTS.
@@ -256,7 +260,7 @@ impl Requester {
     }
 
     /// Queues a work request that was found well-formed. In ERR and SQE it is flushed at once.
-    #[inline]
+    #[inline(always)]
     pub(in crate::provider::soft) fn post(&mut self, wr: &SendWr<'_>, length: u32, out: &mut impl SendCompletions) {
         let position = self.position;
         self.position = position.wrapping_add(1);
@@ -365,7 +369,13 @@ impl Requester {
         let number = self.cursor_packet;
         let psn = wqe.first_psn.add(number);
         let underway = psn.distance_from(self.unacked);
-        let blocked = reliable && underway >= self.config.flow.window;
+        // All answers to a READ are underway as soon as it is asked for.
+        let asked = if matches!(wqe.op, SendOp::Read(_)) && self.config.flow.read_packets != u32::MAX {
+            (wqe.packets - number).min(left_in_request(number, &self.config)) as i32
+        } else {
+            1
+        };
+        let blocked = reliable && underway > 0 && underway + asked > self.config.flow.window;
         // If no acknowledgement is to come, for the window was larger before, one more packet asks for it.
         let unasked = blocked && self.since_ack_request as i32 >= underway;
         if blocked && !unasked {

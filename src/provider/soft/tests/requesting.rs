@@ -190,11 +190,14 @@ fn receiver_not_ready_waits_for_exactly_its_timer() {
     it.post(0, SendOp::Send, 8, NONE);
     it.post(1, SendOp::Send, 8, NONE);
     it.steps();
+    assert_eq!(it.machine.underway(), 2);
     it.ack(0, Syndrome::RnrNak(3));
     assert!(it.steps().is_empty());
+    assert_eq!(it.machine.underway(), 0, "the peer has dropped them");
     assert_eq!(it.deadline, Some(RnrTimer::from_code(3).nanoseconds()));
     it.expire();
     assert_eq!(it.steps(), [0, 1]);
+    assert_eq!(it.machine.underway(), 2);
     it.ack(0, Syndrome::RnrNak(3));
     assert_eq!(it.log.completions, [(0, WcStatus::RNR_RETRY_EXC_ERR), (1, WcStatus::WR_FLUSH_ERR)]);
 }
@@ -218,6 +221,32 @@ fn reads_and_atomics_stall_at_their_limit_and_fences_wait_for_them() {
     it.respond(3, Body::AtomicAcknowledge { aeth, original: 2 }, &[]);
     assert_eq!(it.steps(), [4]);
     assert_eq!(it.log.completions.len(), 3);
+}
+
+#[test]
+fn read_is_asked_for_when_its_answers_fit_beside_what_is_underway() {
+    let mut it = Requesting::with(3, 8);
+    it.machine.config.flow = Flow::of(8);
+    it.post(0, SendOp::Read(FAR), 4 * 256, NONE);
+    it.post(1, SendOp::Read(FAR), 5 * 256, NONE);
+    it.post(2, SendOp::Write(FAR), 256, NONE);
+    assert_eq!(it.steps(), [0], "nine packets would be underway");
+    it.data(0, Part::First, 256);
+    assert_eq!(it.steps(), [4]);
+    it.data(1, Part::Middle, 256);
+    assert_eq!(it.steps(), [9]);
+    // Its share has become smaller than what one READ asks for: that goes when nothing else is underway.
+    it.machine.config.flow = Flow::of(1);
+    it.post(3, SendOp::Read(FAR), 8 * 256, NONE);
+    it.data(2, Part::Middle, 256);
+    it.data(3, Part::Last, 256);
+    it.data(4, Part::First, 256);
+    (5..8).for_each(|step| it.data(step, Part::Middle, 256));
+    it.data(8, Part::Last, 256);
+    assert!(it.steps().is_empty());
+    it.ack(9, Syndrome::ACK);
+    assert_eq!(it.steps(), [10]);
+    assert_eq!(it.machine.underway(), 8);
 }
 
 #[test]

@@ -4,13 +4,16 @@ use std::net::SocketAddr;
 use std::ops::Range;
 
 use super::icrc::Header;
+use super::peer_link::{PACKETS, TO_PEER};
 
 /// Bytes of a message: what the kernel takes as one, less headers.
 const MESSAGE: usize = 65_000;
-/// Bytes of a batch. What a queue pair may have underway fits with all headers.
-const ROOM: usize = 2 * MESSAGE;
-/// The longest packet that is added: payload of the largest MTU, all headers, the check.
-const LONGEST: usize = 4096 + 64;
+/// Headers and check of a packet, at most.
+const HEADERS: usize = 64;
+/// The longest packet that is added, of the largest MTU.
+const LONGEST: usize = 4096 + HEADERS;
+/// Bytes of a batch: what a queue pair may have underway, and room for a packet that may be the longest.
+const ROOM: usize = TO_PEER as usize + PACKETS as usize * HEADERS + LONGEST;
 /// Messages of a batch.
 pub(super) const GROUPS: usize = 16;
 /// Datagrams that the kernel makes of one message (`UDP_MAX_SEGMENTS`).

@@ -9,7 +9,7 @@ const fn takes(bytes: usize) -> u64 {
     bytes as u64 * 5 / 2
 }
 
-/// By how much packets may be ahead: what one queue pair of RC may have underway.
+/// By how much packets may be ahead.
 const AHEAD: u64 = takes(64 << 10);
 /// What a small packet counts as: it takes its receiver as long, and room besides its payload.
 const SMALL: usize = 1 << 10;
