@@ -46,12 +46,13 @@ impl QueuePair {
     /// As [`write`](Self::write), of at most `max_inline` bytes that are copied now: `bytes` can be reused at once.
     #[inline(always)]
     pub fn write_inline(&self, bytes: &[u8], remote: RemoteRegion) -> Write<()> {
-        if let Some(kind) = self.unsupported("WRITE", CONNECTED) {
-            return Operation::refused(kind, ());
-        }
-        let op = SendOp::Write(remote.remote_addr());
-        let request = Request { inline: Some(bytes), ..self.request(What::Send(op), room(&remote)) };
-        Operation::post_any(self.send_queue(), request, ())
+        self.post_write_inline(SendOp::Write(remote.remote_addr()), bytes, remote)
+    }
+
+    /// [`write_with_imm`](Self::write_with_imm) and [`write_inline`](Self::write_inline) in one.
+    #[inline(always)]
+    pub fn write_inline_with_imm(&self, bytes: &[u8], remote: RemoteRegion, imm: Imm) -> Write<()> {
+        self.post_write_inline(SendOp::WriteWithImm(remote.remote_addr(), imm), bytes, remote)
     }
 
     /// As [`write`](Self::write), if there is room in the send queue.
@@ -66,6 +67,15 @@ impl QueuePair {
         }
         let request = self.request(What::Send(SendOp::Write(remote.remote_addr())), room(&remote));
         Operation::try_post(self.send_queue(), request, buffer)
+    }
+
+    #[inline(always)]
+    fn post_write_inline(&self, op: SendOp, bytes: &[u8], remote: RemoteRegion) -> Write<()> {
+        if let Some(kind) = self.unsupported("WRITE", CONNECTED) {
+            return Operation::refused(kind, ());
+        }
+        let request = Request { inline: Some(bytes), ..self.request(What::Send(op), room(&remote)) };
+        Operation::post_any(self.send_queue(), request, ())
     }
 
     #[inline(always)]

@@ -160,6 +160,11 @@ async fn each_operation(mode: &str) {
     let received = within("receive", received).await.unwrap();
     assert_eq!((received.written, received.len, received.imm, received.qpn), (true, 4, Some(Imm(9)), number));
     assert_eq!(there.bytes(96, 4), b"news");
+    let received = receive();
+    within("write", to.write_inline_with_imm(b"brief", there.remote(96, 5), Imm(10))).await.unwrap();
+    let received = within("receive", received).await.unwrap();
+    assert_eq!((received.written, received.len, received.imm, received.qpn), (true, 5, Some(Imm(10)), number));
+    assert_eq!(there.bytes(96, 5), b"brief");
 
     // Atomics.
     there.region.store(0, 40).unwrap();

@@ -109,7 +109,7 @@ async fn write_with_imm_consumes_a_receive_and_reports_its_length(mode: &str) {
     for transport in transports(&CONNECTED) {
         let Pair { a, b, setup } = Pair::new(transport, mode);
         let region = b.region(8192);
-        let (first, second) = (b.qp.recv(b.room(4)), b.qp.recv(()));
+        let (first, second, third) = (b.qp.recv(b.room(4)), b.qp.recv(()), b.qp.recv(()));
         let bytes = pattern(5000, 4);
         let target = region.grant().slice(100..).unwrap();
         a.qp.write_with_imm(a.buffer(&bytes), target, Imm(u32::MAX)).await.unwrap();
@@ -121,6 +121,13 @@ async fn write_with_imm_consumes_a_receive_and_reports_its_length(mode: &str) {
         assert_eq!(contents(&region, 100, 5000), bytes);
         let received = second.await.unwrap();
         assert_eq!((received.len, received.imm, received.written), (0, Some(Imm(0)), true));
+        let mut word = [1; 8];
+        let write = a.qp.write_inline_with_imm(&word, region.grant().slice(8..16).unwrap(), Imm(3));
+        word.fill(2);
+        write.await.unwrap();
+        let received = third.await.unwrap();
+        assert_eq!((received.len, received.imm, received.written), (8, Some(Imm(3)), true));
+        assert_eq!(contents(&region, 7, 10), [0, 1, 1, 1, 1, 1, 1, 1, 1, 0]);
     }
 }
 

@@ -44,16 +44,17 @@ async fn each_operation(mode: &str) {
         let error = within("add", peer.fetch_add(there.remote(4, 8), 2)).await.unwrap_err();
         assert!(matches!(error.kind(), OpErrorKind::Misaligned { .. }), "{error}");
 
-        let receives: Vec<_> = (0..6).map(|_| there.srq.recv(there.buffers.try_alloc(64).unwrap())).collect();
+        let receives: Vec<_> = (0..7).map(|_| there.srq.recv(there.buffers.try_alloc(64).unwrap())).collect();
         within("send", peer.send(home.buffer(b"0"))).await.unwrap();
         within("send", peer.send_with_imm(home.buffer(b"1"), Imm(1))).await.unwrap();
         within("send", peer.solicited().send_inline(b"2")).await.unwrap();
         within("send", peer.send_inline_with_imm(b"3", Imm(3))).await.unwrap();
         within("send", peer.try_send(home.buffer(b"4")).unwrap()).await.unwrap();
         within("write", peer.write_with_imm(home.buffer(b"5"), there.remote(0, 1), Imm(5))).await.unwrap();
+        within("write", peer.write_inline_with_imm(b"6", there.remote(0, 1), Imm(6))).await.unwrap();
         for (turn, receive) in receives.into_iter().enumerate() {
             let received = within("receive", receive).await.unwrap();
-            assert_eq!(received.imm, [1, 3, 5].contains(&turn).then_some(Imm(turn as u32)));
+            assert_eq!(received.imm, [1, 3, 5, 6].contains(&turn).then_some(Imm(turn as u32)));
         }
 
         let mut batch = Batch::new();

@@ -63,6 +63,11 @@ impl<'a> DcSender<'a> {
         self.post_inline(SendOp::Write(remote.remote_addr()), room(&remote), bytes)
     }
 
+    /// As [`QueuePair::write_inline_with_imm`].
+    pub fn write_inline_with_imm(&self, bytes: &[u8], remote: RemoteRegion, imm: Imm) -> Write<()> {
+        self.post_inline(SendOp::WriteWithImm(remote.remote_addr(), imm), room(&remote), bytes)
+    }
+
     /// As [`QueuePair::try_write`].
     ///
     /// # Errors

@@ -44,6 +44,19 @@ macro_rules! operations {
                 })
             }
 
+            /// As [`DcSender::write_inline_with_imm`](crate::DcSender::write_inline_with_imm).
+            pub fn write_inline_with_imm(
+                &self,
+                bytes: &[u8],
+                remote: RemoteRegion,
+                imm: Imm,
+            ) -> operations!(@out $($wrap)?, Write<()>) {
+                self.submit_inline(bytes, move |to, bytes| match to {
+                    Ok(to) => to.write_inline_with_imm(bytes, remote, imm),
+                    Err(kind) => Operation::refused(kind, ()),
+                })
+            }
+
             /// As [`DcSender::try_write`](crate::DcSender::try_write); it never waits.
             ///
             /// # Errors
