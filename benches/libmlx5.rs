@@ -1,11 +1,11 @@
 //! Instructions of this crate beside those of libmlx5 alone, on an emulated ConnectX: nothing but user space is there, as on a NIC.
 //!
 //! ```text
-//! libmlx5 side=bare|extended|awaited [depth=1] [rounds=1000]
+//! libmlx5 side=bare|extended|awaited|batch [depth=1] [rounds=1000]
 //! ```
 //!
 //! Each round posts `depth` WRITEs of 8 bytes, lets the device execute them, and takes the completions: `bare` by
-//! `ibv_post_send` and `ibv_poll_cq`, `extended` by `ibv_start_poll`, `awaited` as futures of this crate. What is to be counted
+//! `ibv_post_send` and `ibv_poll_cq`, `extended` by `ibv_start_poll`, `awaited` as futures of this crate, `batch` as one of them. What is to be counted
 //! happens in functions whose names begin with `counted_`; `scripts/instructions libmlx5` counts them.
 
 #![allow(unsafe_code, missing_docs, clippy::undocumented_unsafe_blocks)]
@@ -27,7 +27,8 @@ use std::task::{Context, Poll, Waker};
 use emulated_connectx::EmulatedConnectX;
 use rdma_sys::*;
 use tokio_rdma::{
-    Access, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, QueuePair, RemoteRegion, Write,
+    Access, Batch, BatchOp, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, QueuePair,
+    RemoteRegion, Write,
 };
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
@@ -58,6 +59,7 @@ fn run(emulated: &EmulatedConnectX) -> Result<()> {
         "bare" => Bare::new(false).run(emulated, depth, rounds),
         "extended" => Bare::new(true).run(emulated, depth, rounds),
         "awaited" => Awaited::new()?.run(emulated, depth, rounds),
+        "batch" => Awaited::new()?.run_batches(emulated, depth, rounds),
         other => Err(format!("{other}: no such side").into()),
     }
 }
@@ -200,6 +202,49 @@ impl Awaited {
         }
         Ok(())
     }
+
+    fn run_batches(&self, emulated: &EmulatedConnectX, depth: usize, rounds: usize) -> Result<()> {
+        let mut buffers = (0..depth).map(|_| self.pool.try_alloc(WORD)).collect::<std::result::Result<Vec<_>, _>>()?;
+        let mut batch = Batch::new();
+        let mut context = Context::from_waker(Waker::noop());
+        for _ in 0..rounds {
+            let posted = counted_write_batch(&self.qps[0], self.region.grant(), &mut buffers, batch);
+            emulated.run_until_idle(1 << 20);
+            batch = counted_await_batch(&mut context, posted, &mut buffers)?;
+        }
+        Ok(())
+    }
+}
+
+#[inline(never)]
+fn counted_write_batch(
+    qp: &QueuePair,
+    remote: RemoteRegion,
+    buffers: &mut Vec<BufMut>,
+    mut batch: Batch<BufMut>,
+) -> BatchOp<BufMut> {
+    for buffer in buffers.drain(..) {
+        batch.write(buffer, remote);
+    }
+    qp.post_batch(batch)
+}
+
+#[inline(never)]
+fn counted_await_batch(
+    context: &mut Context<'_>,
+    mut posted: BatchOp<BufMut>,
+    buffers: &mut Vec<BufMut>,
+) -> Result<Batch<BufMut>> {
+    let mut result = loop {
+        if let Poll::Ready(result) = Pin::new(&mut posted).poll(context) {
+            break result;
+        }
+    };
+    if !result.is_ok() {
+        return Err("a WRITE of the batch failed".into());
+    }
+    buffers.extend(result.drain());
+    Ok(result.into_batch())
 }
 
 #[inline(never)]

@@ -5,7 +5,8 @@
 //! least [`FACTOR`] times faster than the echo. `POST_POLL_QUICK=1` makes it short.
 //!
 //! `post_poll count <side> <operation> <depth> <operations>` does one thing so many times and measures nothing: for
-//! `scripts/instructions`, which counts instructions.
+//! `scripts/instructions`, which counts instructions. There is a `batch` of WRITEs there, too: `depth` with one doorbell and
+//! one completion, made anew of the same buffers each time.
 
 #![allow(unsafe_code)]
 
@@ -22,7 +23,7 @@ use tokio_rdma::types::{
 };
 use tokio_rdma::verbs::{Cq, Qp, QpOptions};
 use tokio_rdma::{
-    Access, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, ProtectionDomain, QueuePair,
+    Access, Batch, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, ProtectionDomain, QueuePair,
     RemoteRegion, Write,
 };
 
@@ -35,6 +36,7 @@ const FACTOR: f64 = 10.0;
 const BYTES: usize = 8;
 const DEPTHS: [usize; 2] = [1, 32];
 const OPERATIONS: [Kind; 2] = [Kind::Write, Kind::Read];
+const COUNTED: [Kind; 3] = [Kind::Write, Kind::Read, Kind::Batch];
 const SIDES: [Side; 5] = [Side::Bare, Side::Event, Side::Cooperative, Side::Hybrid, Side::BusyPoll];
 
 fn main() -> ExitCode {
@@ -58,6 +60,7 @@ fn main() -> ExitCode {
 enum Kind {
     Write,
     Read,
+    Batch,
 }
 
 /// Who does the work.
@@ -246,7 +249,7 @@ fn runtime() -> Result<tokio::runtime::Runtime> {
 
 fn count(side: &str, kind: &str, depth: &str, operations: &str) -> Result<()> {
     let side = SIDES.into_iter().find(|known| known.name().replace(' ', "-") == side).ok_or("no such side")?;
-    let kind = OPERATIONS.into_iter().find(|known| format!("{known:?}").to_lowercase() == kind);
+    let kind = COUNTED.into_iter().find(|known| format!("{known:?}").to_lowercase() == kind);
     let (kind, depth, operations) = (kind.ok_or("no such operation")?, depth.parse()?, operations.parse()?);
     match side.mode()? {
         None => Bare::new()?.run(kind, depth, operations),
@@ -283,7 +286,26 @@ impl Awaited {
             (Kind::Read, 1) => self.one_by_one(|buffer| self.qp.read(buffer, self.remote), operations).await,
             (Kind::Write, _) => self.window(|buffer| self.qp.write(buffer, self.remote), depth, operations).await,
             (Kind::Read, _) => self.window(|buffer| self.qp.read(buffer, self.remote), depth, operations).await,
+            (Kind::Batch, _) => self.batches(depth, operations).await,
         }
+    }
+
+    #[inline]
+    async fn batches(&self, depth: usize, operations: usize) -> Result<()> {
+        let mut buffers = (0..depth).map(|_| self.pool.try_alloc(BYTES)).collect::<std::result::Result<Vec<_>, _>>()?;
+        let mut batch = Batch::new();
+        for _ in 0..operations / depth {
+            for buffer in buffers.drain(..) {
+                batch.write(buffer, self.remote);
+            }
+            let mut result = self.qp.post_batch(batch).await;
+            if let Some(error) = result.results().iter().find_map(|result| result.err()) {
+                return Err(error.into());
+            }
+            buffers.extend(result.drain());
+            batch = result.into_batch();
+        }
+        Ok(())
     }
 
     #[inline]
@@ -348,6 +370,7 @@ impl Bare {
         let op = match kind {
             Kind::Write => SendOp::Write(self.remote),
             Kind::Read => SendOp::Read(self.remote),
+            Kind::Batch => return self.run_batches(depth, operations),
         };
         let sges: Vec<[Sge; 1]> = self.buffers.iter().map(|buffer| [buffer.sge()]).collect();
         let mut completions = [WorkCompletion::default(); 32];
@@ -370,6 +393,31 @@ impl Bare {
                 spin_loop();
             }
             done += taken;
+        }
+        Ok(())
+    }
+
+    fn run_batches(&self, depth: usize, operations: usize) -> Result<()> {
+        let sges: Vec<[Sge; 1]> = self.buffers.iter().take(depth).map(|buffer| [buffer.sge()]).collect();
+        let mut list = Vec::with_capacity(depth);
+        for _ in 0..operations / depth {
+            list.clear();
+            list.extend(sges.iter().enumerate().map(|(index, sge)| SendWr {
+                wr_id: WrId(index as u64),
+                op: SendOp::Write(self.remote),
+                flags: if index + 1 == depth { SendFlags::SIGNALED } else { SendFlags::empty() },
+                data: Data::Sges(sge),
+                target: None,
+            }));
+            // SAFETY: S1: the buffers are touched by nobody and outlive the queue pair.
+            unsafe { self.qp.post_send(&list) }?;
+            let mut completion = [WorkCompletion::default()];
+            while self.cq.poll(&mut completion)? == 0 {
+                spin_loop();
+            }
+            if !completion[0].status.is_success() {
+                return Err(completion[0].status.to_string().into());
+            }
         }
         Ok(())
     }

@@ -327,6 +327,59 @@ fn is_freed(freed: &AtomicBool) -> bool {
     freed.load(Ordering::SeqCst)
 }
 
+/// Two connected queue pairs with room for two sends and one receive, on a network where nothing moves; buffers, and memory of the
+/// same device.
+fn narrow(buffers: usize) -> (Network, [QueuePair; 2], Pool, ExposedRegion) {
+    let network = Network::simulated(1, Faults::none());
+    let (device, pd) = software(&network);
+    let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
+    let [a, b] = [(); 2].map(|()| QueuePair::builder(&pd, &queue).max_send_wr(2).max_recv_wr(1).build().unwrap());
+    connect(&a, &b);
+    let region = ExposedRegion::new(&pd, vec![0; 64], Access::REMOTE_ALL).unwrap();
+    (network, [a, b], Pool::new(&pd, 64, buffers).unwrap(), region)
+}
+
+#[test]
+fn waker_that_panics_leaves_no_other_operation_of_its_queue_pair_behind() {
+    struct Panics;
+    impl Wake for Panics {
+        fn wake(self: Arc<Self>) {
+            panic!("as the waker of a task may");
+        }
+    }
+    struct Woken(AtomicBool);
+    impl Wake for Woken {
+        fn wake(self: Arc<Self>) {
+            self.0.store(true, Ordering::SeqCst);
+        }
+    }
+    for reset in [false, true] {
+        // Who waits without a runtime is woken at once.
+        let runtime = Flavour::CurrentThread.runtime();
+        let _entered = runtime.enter();
+        let (_network, [a, _b], pool, region) = narrow(5);
+        let buffer = || pool.try_alloc(64).unwrap();
+        let mut writes: Vec<_> = (0..3).map(|_| a.write(buffer(), region.grant())).collect();
+        let mut receives: Vec<_> = (0..2).map(|_| a.recv(buffer())).collect();
+        let wakers: Vec<_> = (0..5).map(|_| Arc::new(Woken(AtomicBool::new(false)))).collect();
+        let first = Waker::from(Arc::new(Panics));
+        for (at, (write, woken)) in writes.iter_mut().zip(&wakers).enumerate() {
+            let waker = if at == 0 { first.clone() } else { woken.clone().into() };
+            assert!(Pin::new(write).poll(&mut Context::from_waker(&waker)).is_pending());
+        }
+        for (receive, woken) in receives.iter_mut().zip(&wakers[3..]) {
+            let waker = woken.clone().into();
+            assert!(Pin::new(receive).poll(&mut Context::from_waker(&waker)).is_pending());
+        }
+        let ends = || if reset { a.modify(&QpAttr::to_state(QpState::Reset)).unwrap() } else { drop(a) };
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(ends)).expect_err("the waker has panicked");
+        assert!(wakers[1..].iter().all(|woken| woken.0.load(Ordering::SeqCst)), "all others were woken");
+        assert!(writes.iter_mut().all(|write| matches!(poll(write), Poll::Ready(Err(_)))));
+        assert!(receives.iter_mut().all(|receive| matches!(poll(receive), Poll::Ready(Err(_)))));
+        assert_eq!(pool.available(), 5);
+    }
+}
+
 /// A device whose driver refuses to end what it is asked to, or does as it should.
 struct Reluctant {
     network: Network,
@@ -430,15 +483,57 @@ fn what_a_queue_pair_that_is_not_destroyed_was_given_comes_back_by_its_completio
 }
 
 #[test]
+fn work_in_line_of_a_queue_pair_that_is_not_destroyed_ends_at_once() {
+    for refuses in [false, true] {
+        let (network, [a, _b], pool, region) = narrow(8);
+        let control = network.control("torture0").unwrap();
+        let buffer = || pool.try_alloc(64).unwrap();
+        let mut posted: Vec<_> = (0..2).map(|_| a.write(buffer(), region.grant())).collect();
+        let mut write = a.write(buffer(), region.grant());
+        let mut batch = Batch::new();
+        batch.write(buffer(), region.grant()).write(buffer(), region.grant());
+        let mut batch = a.post_batch(batch);
+        let (mut received, mut receive) = (a.recv(buffer()), a.recv(buffer()));
+        // Of this one nobody waits for the result.
+        drop(a.write(buffer(), region.grant()));
+        assert!(poll(&mut write).is_pending() && poll(&mut batch).is_pending() && poll(&mut receive).is_pending());
+        assert_eq!(pool.available(), 0);
+
+        control.refuse_ends(refuses);
+        drop(a);
+        control.refuse_ends(false);
+        let Poll::Ready(Err(error)) = poll(&mut write) else { panic!("it hangs") };
+        assert!(matches!(error.kind(), OpErrorKind::Closed), "{error:?}");
+        let Poll::Ready(result) = poll(&mut batch) else { panic!("it hangs") };
+        assert!(result.results().iter().all(|part| matches!(part, Err(OpErrorKind::Closed))), "{result:?}");
+        let Poll::Ready(Err(refused)) = poll(&mut receive) else { panic!("it hangs") };
+        assert!(matches!(refused.kind(), OpErrorKind::Closed), "{refused:?}");
+        drop((error, result, refused));
+        assert_eq!(pool.available(), 5, "all but what the device was given, whose futures have not looked");
+        // That is flushed.
+        for write in &mut posted {
+            let error = block_on(write).unwrap_err();
+            assert_eq!(error.status(), Some(WcStatus::WR_FLUSH_ERR), "{error:?}");
+        }
+        let error = block_on(&mut received).unwrap_err();
+        assert_eq!(error.status(), Some(WcStatus::WR_FLUSH_ERR), "{error:?}");
+    }
+}
+
+#[test]
 fn receives_of_a_shared_queue_that_is_not_destroyed_are_not_given_back() {
     for refuses in [false, true] {
         let it = Reluctant::new();
         let (memory, freed) = Tracked::new();
-        let srq = SharedReceiveQueue::new(&it.pd, &it.queue, 4, 1).unwrap();
+        let srq = SharedReceiveQueue::new(&it.pd, &it.queue, 1, 1).unwrap();
         let mut receive = srq.recv(it.pd.register(memory).unwrap());
+        let mut in_line = srq.recv(it.pd.register(vec![0; 64]).unwrap());
         it.control.refuse_ends(refuses);
         drop(srq);
         it.control.refuse_ends(false);
+        let Poll::Ready(Err(error)) = poll(&mut in_line) else { panic!("it hangs, or is received into") };
+        assert!(matches!(error.kind(), OpErrorKind::Closed), "{error:?}");
+        drop(error);
         match poll(&mut receive) {
             Poll::Ready(Err(error)) => assert!(!refuses && matches!(error.kind(), OpErrorKind::Closed), "{error:?}"),
             Poll::Ready(Ok(received)) => panic!("nobody sends: {received:?}"),

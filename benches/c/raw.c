@@ -1,11 +1,11 @@
 /* What the bare C interface of libibverbs takes for the work that benches/verbs.rs does through tokio-rdma.
  *
- *   raw work=write|read|pingpong mode=poll|event|arm-first [depth=1] [operations=10000] [warmup=1000]
+ *   raw work=write|read|write-batch|read-batch|pingpong mode=poll|event|arm-first [depth=1] [operations=10000] [warmup=1000]
  *       [devices=rxe0[,rxe1]] [times=yes|no]
  *
  * Two queue pairs in one process. With one device they are connected through it; with two, the second queue pair is on
  * the second. WRITE and READ take 8 bytes, a ping-pong sends 64 there and 64 back. Every send is signaled, as every
- * operation that somebody awaits is.
+ * operation that somebody awaits is; of a batch, `depth` in one chain, the last, and times are of batches.
  *
  *   poll       spins on ibv_poll_cq
  *   event      polls; if there is nothing arms, polls again, and only then sleeps in epoll. One event is read at a
@@ -244,6 +244,31 @@ static void rdma(struct end *from, unsigned long depth, unsigned long operations
     }
 }
 
+/* The same in chains that are made once and named anew. */
+static void batches(struct end *from, unsigned long depth, unsigned long operations, unsigned long *times) {
+    struct ibv_send_wr chain[MAX_DEPTH], *bad;
+    struct ibv_sge sges[MAX_DEPTH];
+    struct ibv_wc completion;
+    for (unsigned long index = 0; index < depth; index++) {
+        sges[index] = from->sge;
+        chain[index] = from->wr;
+        chain[index].sg_list = &sges[index];
+        chain[index].next = index + 1 < depth ? &chain[index + 1] : NULL;
+        chain[index].send_flags = index + 1 < depth ? 0 : IBV_SEND_SIGNALED;
+    }
+    for (unsigned long done = 0; done + depth <= operations; done += depth) {
+        unsigned long start = times ? now() : 0;
+        for (unsigned long index = 0; index < depth; index++) {
+            sges[index].addr = (uintptr_t)&from->memory[(done + index) % MAX_DEPTH * MESSAGE];
+            chain[index].wr_id = done + index;
+        }
+        check(ibv_post_send(from->qp, chain, &bad) == 0, "ibv_post_send");
+        take(from, &completion, 1);
+        if (times)
+            times[done / depth] = now() - start;
+    }
+}
+
 /* Ping-pong: both ends in turn. An answer's own completion is awaited before the next answer: over a wire it takes as long
  * as the next question. */
 
@@ -309,8 +334,11 @@ static void run(struct end *ours, struct end *theirs, const char *work, unsigned
         prepare_messages(theirs);
         ping_pong(ours, theirs, operations, times);
     } else {
-        prepare_rdma(ours, theirs, strcmp(work, "read") == 0 ? IBV_WR_RDMA_READ : IBV_WR_RDMA_WRITE);
-        rdma(ours, depth, operations, times);
+        prepare_rdma(ours, theirs, strncmp(work, "read", 4) == 0 ? IBV_WR_RDMA_READ : IBV_WR_RDMA_WRITE);
+        if (strstr(work, "-batch"))
+            batches(ours, depth, operations, times);
+        else
+            rdma(ours, depth, operations, times);
     }
 }
 
@@ -342,11 +370,12 @@ int main(int count, char **arguments) {
             check(0, name);
     }
     errno = EINVAL;
-    int known = strcmp(work, "write") == 0 || strcmp(work, "read") == 0 || strcmp(work, "pingpong") == 0;
+    int is_batch = strcmp(work, "write-batch") == 0 || strcmp(work, "read-batch") == 0;
+    int known = strcmp(work, "write") == 0 || strcmp(work, "read") == 0 || is_batch || strcmp(work, "pingpong") == 0;
     check(known, work);
     check(depth > 0 && depth <= MAX_DEPTH && operations > 0, "depth or operations");
     mode = strcmp(how, "poll") == 0 ? POLL : strcmp(how, "event") == 0 ? EVENT : ARM_FIRST;
-    check(mode != ARM_FIRST || (strcmp(how, "arm-first") == 0 && depth == 1 && strcmp(work, "pingpong") != 0), how);
+    check(mode != ARM_FIRST || (strcmp(how, "arm-first") == 0 && depth == 1 && !is_batch && strcmp(work, "pingpong") != 0), how);
 
     static struct end ours, theirs;
     char *second = strchr(devices, ',');
@@ -364,10 +393,11 @@ int main(int count, char **arguments) {
     unsigned long start = now();
     run(&ours, &theirs, work, depth, operations, measured);
     unsigned long mean = (now() - start) / operations;
+    unsigned long timed = is_batch ? operations / depth : operations;
     if (measured)
-        qsort(measured, operations, sizeof *measured, later);
+        qsort(measured, timed, sizeof *measured, later);
     printf("who=c work=%s mode=%s depth=%lu operations=%lu p50_ns=%lu p99_ns=%lu mean_ns=%lu", work, how, depth,
-           operations, measured ? measured[operations / 2] : 0, measured ? measured[operations * 99 / 100] : 0, mean);
+           operations, measured ? measured[timed / 2] : 0, measured ? measured[timed * 99 / 100] : 0, mean);
     printf(" arms=%lu events=%lu acks=%lu sleeps=%lu\n", arms, events, acks, waits);
     if (ours.unacknowledged)
         acknowledge(&ours);

@@ -1,7 +1,7 @@
 //! Many work requests, one doorbell: posting a batch.
 //!
-//! The slots of a batch are chained from the last to the first. Only the last is waited for: unsignalled work before
-//! a completion is done.
+//! A batch is in one slot, which its last work request ends: unsignalled work before a completion is done. Which of those before
+//! the last failed is noted aside.
 
 #![allow(unsafe_code)]
 
@@ -9,14 +9,14 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use super::in_flight::InFlightBatch;
+use super::line::Queued;
 use super::request::{Patience, Refusal, To, What};
-use super::slot::{NONE, Outcome};
+use super::slot::{Claim, MAX_PARTS, Outcome, Slot};
 use super::wake::WakeList;
-use super::work_queue::{Poster, Posting, Queued, WorkQueue, index_of};
+use super::work_queue::{Poster, Posting, WorkQueue, index_of, is_traced};
 use crate::error::{LimitError, OpErrorKind, VerbError};
 use crate::sync::{MutexGuard, lock};
-use crate::types::{Data, QpAttr, QpState, SendFlags, SendOp, SendWr, Sge};
+use crate::types::{Data, QpAttr, QpState, SendFlags, SendOp, SendTarget, SendWr, Sge, WrId};
 use crate::verbs::{PostError, SgeList, Source};
 
 /// Work requests of a batch for which posting needs no allocation.
@@ -33,65 +33,44 @@ pub(crate) struct BatchEntry {
 impl WorkQueue {
     /// Posts a batch with one doorbell, or lines it up. `buffers` are those of `entries`, in order; all of it goes to `to`,
     /// if the queue pair is not connected.
-    #[allow(clippy::too_many_arguments, reason = "one call from one place")]
     pub(crate) fn submit_batch<B: Source>(
         self: &Arc<Self>,
         entries: &[BatchEntry],
+        buffers: &[B],
         common: SendFlags,
-        to: Option<To<'_>>,
         signal_every: u32,
-        buffers: Vec<B>,
+        to: Option<To<'_>>,
         patience: Patience,
-    ) -> Result<InFlightBatch<B>, (Refusal, Vec<B>)> {
-        let mut pieces = Pieces::default();
-        if let Err(error) = self.check_batch(entries, &buffers, &mut pieces) {
-            return Err((error.into(), buffers));
-        }
+    ) -> Result<Claim, Refusal> {
+        let pieces = self.check_batch(entries, buffers)?;
+        self.post_batch(&Parts { entries, pieces, common, signal_every, to }, patience)
+    }
+
+    fn post_batch(self: &Arc<Self>, parts: &Parts<'_>, patience: Patience) -> Result<Claim, Refusal> {
+        let count = parts.entries.len();
         let mut posting = lock(&self.posting);
         if posting.poster.is_none() {
-            return Err((OpErrorKind::Closed.into(), buffers));
+            return Err(OpErrorKind::Closed.into());
         }
-        let direct = self.has_room(&mut posting, entries.len());
+        let direct = self.has_room(&mut posting, count);
         if !direct && patience == Patience::Try {
             drop(posting);
             // Completions that were taken and not handed out may stand for room.
-            if self.cq().hand_out() {
-                return self.submit_batch(entries, common, to, signal_every, buffers, patience);
-            }
-            return Err((Refusal::Full, buffers));
+            return if self.cq().hand_out() { self.post_batch(parts, patience) } else { Err(Refusal::Full) };
         }
-
-        let mut list: SmallVec<[SendWr<'_>; BATCH_INLINE]> = SmallVec::new();
-        let (mut previous, mut left, mut start) = (NONE, entries.len(), 0);
-        for (entry, &end) in entries.iter().zip(&pieces.ends) {
-            let Some(slot) = self.slots.claim(&mut posting.cursor, self) else {
-                if previous != NONE {
-                    self.slots.release_chain(previous);
-                }
-                return Err((self.too_many().into(), buffers));
-            };
-            slot.follow(previous);
-            slot.place((posting.posted as u32).wrapping_add((entries.len() - left) as u32));
-            left -= 1;
-            let signaled =
-                left == 0 || signal_every != 0 && ((entries.len() - left) as u32).is_multiple_of(signal_every);
-            let flags = entry.flags | common;
-            list.push(SendWr {
-                wr_id: slot.id(),
-                op: entry.op,
-                flags: if signaled { flags | SendFlags::SIGNALED } else { flags - SendFlags::SIGNALED },
-                data: Data::Sges(pieces.sges.get(start..end).unwrap_or_default()),
-                target: to.map(To::target),
-            });
-            (previous, start) = (index_of(slot.id()), end);
-        }
-
-        let Some(&SendWr { wr_id: last, .. }) = list.last() else { unreachable!("an empty batch is not posted") };
+        let Some(claim) = self.slots.claim(&mut posting.cursor, self, count as u32) else {
+            return Err(self.too_many().into());
+        };
         if direct {
-            self.post_list(posting, &list);
+            claim.place_part(claim.id_of(0), posting.posted as u32);
+            if parts.is_plain() {
+                self.post_list(posting, parts.plain_list(&claim), &claim, count, None);
+            } else {
+                self.post_list(posting, parts.list(&claim), &claim, count, parts.to);
+            }
         } else {
-            for wr in &list {
-                let Data::Sges(sges) = wr.data else { unreachable!("made above") };
+            for wr in parts.list(&claim) {
+                let Data::Sges(sges) = wr.data else { unreachable!("made so") };
                 let queued = Queued {
                     id: wr.wr_id,
                     what: What::Send(wr.op),
@@ -99,109 +78,141 @@ impl WorkQueue {
                     sges: SgeList::from_slice(sges),
                     inline: None,
                     window: None,
-                    to: to.map(To::keep),
+                    to: parts.to.map(To::keep),
                     batch: true,
                 };
                 self.line_up(&mut posting, queued);
             }
             self.announce(posting);
         }
-        Ok(InFlightBatch::new(self.clone(), last, entries.len(), buffers))
+        Ok(claim)
     }
 
     /// One doorbell for many. A refusal part-way ends the queue pair: of those already posted some are
     /// unsignalled, and only a completion behind them tells when their buffers are free.
-    fn post_list(&self, mut posting: MutexGuard<'_, Posting>, list: &[SendWr<'_>]) {
+    fn post_list<'a>(
+        &self,
+        mut posting: MutexGuard<'_, Posting>,
+        list: impl Iterator<Item = SendWr<'a>>,
+        slot: &Slot,
+        count: usize,
+        to: Option<To<'_>>,
+    ) {
         let Some(Poster::Send(qp)) = &posting.poster else {
             unreachable!("batches are of send queues, and the caller saw it open")
         };
         // SAFETY: S1: the elements name buffers that the batch owns; see `post_one`.
-        let refused = unsafe { qp.post_send(list) }.err();
-        let posted = refused.map_or(list.len(), |refused| refused.posted);
-        tracing::trace!(posted, of = list.len(), "posted a batch");
+        let refused = unsafe { qp.post_sends(list) }.err();
+        let posted = refused.map_or(count, |refused| refused.posted);
         posting.posted += posted as u64;
+        if is_traced() {
+            tracing::trace!(posted, of = count, "posted a batch");
+        }
         if let Some(PostError { error, .. }) = refused {
-            self.refused(posting, list, posted, error);
+            let mut woken = WakeList::new();
+            self.refuse_from(&mut posting, slot, posted as u32, to.map(To::target), error, &mut woken);
+            drop(posting);
+            woken.finish();
         }
     }
 
-    /// All of `list` behind the first `posted` was refused.
+    /// The first in line, which is a part of a batch, was refused: so is the rest of it, behind it in line.
     #[cold]
-    fn refused(&self, mut posting: MutexGuard<'_, Posting>, list: &[SendWr<'_>], posted: usize, error: VerbError) {
-        let mut woken = WakeList::new();
-        let fail = |wr: &SendWr<'_>, woken: &mut WakeList| {
-            let failed = Outcome::Err(OpErrorKind::Post(error));
-            self.settle(wr.wr_id, failed, woken);
-        };
-        if let [between @ .., last] = &list[posted..] {
-            between.iter().for_each(|wr| fail(wr, &mut woken));
-            if posted > 0 {
-                self.flush_behind(&mut posting, *last, error, &mut woken);
-            } else {
-                fail(last, &mut woken);
-            }
+    pub(super) fn refuse_in_line(&self, posting: &mut Posting, wr: SendWr<'_>, error: VerbError, woken: &mut WakeList) {
+        let slot = self.slots.slot(index_of(wr.wr_id));
+        let Some(part) = slot.part(wr.wr_id) else { unreachable!("it is in flight until its last ends") };
+        for _ in part + 1..slot.parts() {
+            posting.queued.pop_front();
+            self.cq().no_longer_waiting();
         }
-        drop(posting);
-        woken.finish();
+        self.refuse_from(posting, slot, part, wr.target, error, woken);
     }
 
-    /// A part of a batch was refused, and parts before it may have been posted: ends the queue pair, with a work request
-    /// that is flushed in the place of `wr`, so that the last slot of the batch is finished when the device is done with
-    /// all before it. False if even that is refused: then the queue pair is destroyed as soon as the locks are released, after
-    /// which the device is done with all of it, and that finishes the last slot.
-    pub(super) fn flush_behind(
+    /// All of the batch in `slot` from part `first` on was refused.
+    #[cold]
+    fn refuse_from(
         &self,
         posting: &mut Posting,
-        wr: SendWr<'_>,
+        slot: &Slot,
+        first: u32,
+        target: Option<SendTarget<'_>>,
         error: VerbError,
         woken: &mut WakeList,
-    ) -> bool {
-        let Some(Poster::Send(qp)) = &posting.poster else { return false };
+    ) {
+        let kind = OpErrorKind::Post(error);
+        for part in first..slot.parts() - 1 {
+            self.fail_part(slot, part, kind);
+        }
+        let last = slot.id();
+        if first > 0 {
+            self.flush_behind(posting, last, target, error, woken);
+        } else {
+            self.settle(last, Outcome::Err(kind), woken);
+        }
+    }
+
+    /// A part of a batch was refused, and parts before it were posted: ends the queue pair, with a work request
+    /// that is flushed in the place of the `last`, so that the batch is finished when the device is done with
+    /// all of it. If even that is refused, the queue pair is destroyed as soon as the locks are released, after
+    /// which the device is done with all of it, and that finishes the batch.
+    fn flush_behind(
+        &self,
+        posting: &mut Posting,
+        last: WrId,
+        target: Option<SendTarget<'_>>,
+        error: VerbError,
+        woken: &mut WakeList,
+    ) {
+        let Some(Poster::Send(qp)) = &posting.poster else { return };
         tracing::warn!(qpn = %qp.qpn(), %error, "batch refused part-way, ending the queue pair");
         self.note_cause(OpErrorKind::Post(error));
         // Then the device has forgotten all of it, and whoever resets it ends what was in flight, as soon as we let go of
         // the lock.
         let is_reset = || qp.query().is_ok_and(|(state, _)| state == QpState::Reset);
         if let Err(stuck) = qp.modify(&QpAttr::to_state(QpState::Err)) {
-            return is_reset() || self.give_up(&stuck, error, woken);
+            if !is_reset() {
+                self.give_up(&stuck, error, woken);
+            }
+            return;
         }
-        self.slots.slot(index_of(wr.wr_id)).place(posting.posted as u32);
-        let beacon = SendWr { data: Data::Sges(&[]), op: SendOp::Send, flags: SendFlags::SIGNALED, ..wr };
+        self.slots.slot(index_of(last)).place(posting.posted as u32);
+        let beacon =
+            SendWr { wr_id: last, op: SendOp::Send, flags: SendFlags::SIGNALED, data: Data::Sges(&[]), target };
         // SAFETY: S1: it names no memory.
-        if let Err(refused) = unsafe { qp.post_send(&[beacon]) } {
-            return is_reset() || self.give_up(&refused.error, error, woken);
+        match unsafe { qp.post_send(&[beacon]) } {
+            Ok(()) => posting.posted += 1,
+            Err(refused) if !is_reset() => self.give_up(&refused.error, error, woken),
+            Err(_) => {}
         }
-        posting.posted += 1;
-        true
     }
 
     /// The device refuses to flush what is behind work that it refused for `error`.
-    fn give_up(&self, stuck: &dyn std::fmt::Display, error: VerbError, woken: &mut WakeList) -> bool {
+    fn give_up(&self, stuck: &dyn std::fmt::Display, error: VerbError, woken: &mut WakeList) {
         tracing::warn!(error = %stuck, "a queue pair that cannot be flushed is destroyed");
         woken.end_queue_pair_of(self.cq().clone(), self.owner(), OpErrorKind::Post(error));
-        false
     }
 
-    fn check_batch<B: Source>(
-        &self,
-        entries: &[BatchEntry],
-        buffers: &[B],
-        pieces: &mut Pieces,
-    ) -> Result<(), OpErrorKind> {
-        LimitError::check("work requests of a batch", entries.len() as u64, self.limits.depth.into())?;
-        for (entry, buffer) in entries.iter().zip(buffers) {
-            match buffer.single() {
-                // What there is most of.
-                Some((sge, pd)) if self.is_plain(sge, pd, entry.room) => pieces.sges.push(sge),
-                _ => {
-                    let start = pieces.sges.len();
-                    self.gather(buffer, &mut pieces.sges)?;
-                    self.check(&pieces.sges[start..], None, entry.room)?;
-                }
+    fn check_batch<B: Source>(&self, entries: &[BatchEntry], buffers: &[B]) -> Result<Pieces, OpErrorKind> {
+        let allowed = self.limits.depth.min(MAX_PARTS);
+        LimitError::check("work requests of a batch", entries.len() as u64, allowed.into())?;
+        let mut pieces = Pieces::default();
+        let all = entries.iter().zip(buffers);
+        // What there is most of.
+        pieces.sges.extend(all.clone().map_while(|(entry, buffer)| {
+            let (sge, pd) = buffer.single()?;
+            self.is_plain(sge, pd, entry.room).then_some(sge)
+        }));
+        let plain = pieces.sges.len();
+        if plain < entries.len() {
+            pieces.lengths.extend(std::iter::repeat_n(1, plain));
+            for (entry, buffer) in all.skip(plain) {
+                let start = pieces.sges.len();
+                self.gather(buffer, &mut pieces.sges)?;
+                self.check(&pieces.sges[start..], None, entry.room)?;
+                pieces.lengths.push(pieces.sges.len() - start);
             }
-            pieces.ends.push(pieces.sges.len());
         }
-        Ok(())
+        Ok(pieces)
     }
 }
 
@@ -209,14 +220,83 @@ impl WorkQueue {
 #[derive(Default)]
 struct Pieces {
     sges: SmallVec<[Sge; BATCH_INLINE]>,
-    /// Where those of each work request end.
-    ends: SmallVec<[usize; BATCH_INLINE]>,
+    /// How many are of each work request; empty if one is of each.
+    lengths: SmallVec<[usize; BATCH_INLINE]>,
+}
+
+/// A batch that may be posted.
+struct Parts<'a> {
+    entries: &'a [BatchEntry],
+    pieces: Pieces,
+    common: SendFlags,
+    signal_every: u32,
+    to: Option<To<'a>>,
+}
+
+impl Parts<'_> {
+    /// True if each has one element and none a receiver of its own.
+    fn is_plain(&self) -> bool {
+        self.pieces.lengths.is_empty() && self.to.is_none()
+    }
+
+    /// Its work requests, put together one by one, with the numbers that those in `slot` have.
+    fn list(&self, slot: &Slot) -> impl Iterator<Item = SendWr<'_>> {
+        let (mut sges, mut lengths) = (&self.pieces.sges[..], self.pieces.lengths.iter());
+        let target = self.to.map(To::target);
+        let (mut ids, mut flags) = (slot.ids(), self.flags());
+        self.entries.iter().map(move |entry| {
+            let length = lengths.next().copied().unwrap_or(1);
+            let (own, behind) = sges.split_at_checked(length).unwrap_or_default();
+            sges = behind;
+            SendWr { wr_id: ids.next(), op: entry.op, flags: flags.next(entry), data: Data::Sges(own), target }
+        })
+    }
+
+    /// As [`list`](Self::list), if all [are plain](Self::is_plain): what they have in common, the compiler knows.
+    fn plain_list(&self, slot: &Slot) -> impl Iterator<Item = SendWr<'_>> {
+        let (mut ids, mut flags) = (slot.ids(), self.flags());
+        self.entries.iter().zip(&self.pieces.sges).map(move |(entry, sge)| {
+            let data = Data::Sges(std::slice::from_ref(sge));
+            SendWr { wr_id: ids.next(), op: entry.op, flags: flags.next(entry), data, target: None }
+        })
+    }
+
+    fn flags(&self) -> Flags {
+        let left = self.entries.len();
+        let every = if self.signal_every == 0 { left } else { self.signal_every as usize };
+        Flags { common: self.common - SendFlags::SIGNALED, every, left, until: every.min(left) }
+    }
+}
+
+/// Flags of the work requests of a batch: the last is signalled, and each so many.
+struct Flags {
+    common: SendFlags,
+    every: usize,
+    /// From behind the last that was signalled.
+    left: usize,
+    /// The next to be signalled.
+    until: usize,
+}
+
+impl Flags {
+    #[inline(always)]
+    fn next(&mut self, entry: &BatchEntry) -> SendFlags {
+        let flags = entry.flags | self.common;
+        self.until -= 1;
+        if self.until > 0 {
+            return flags;
+        }
+        self.left = self.left.saturating_sub(self.every);
+        self.until = self.every.min(self.left);
+        flags | SendFlags::SIGNALED
+    }
 }
 
 #[cfg(all(test, not(loom)))]
 mod tests {
     use std::pin::pin;
-    use std::task::{Context, Poll, Waker};
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::task::{Context, Poll, Wake, Waker};
 
     use super::*;
     use crate::completion::{CompletionMode, CompletionQueue};
@@ -287,7 +367,7 @@ mod tests {
             let mut woken = WakeList::new();
             let [stuck, refused] =
                 ["ibv_modify_qp", "ibv_post_send"].map(|verb| VerbError::new(verb, VerbError::ENOMEM));
-            assert!(!a.send_queue().give_up(&stuck, refused, &mut woken));
+            a.send_queue().give_up(&stuck, refused, &mut woken);
             woken
         };
         // What is left to do is done when the locks are released.
@@ -320,11 +400,9 @@ mod tests {
             batch.read(pool.try_alloc(64).unwrap(), region.grant());
         }
         let mut batch = pin!(a.post_batch(batch));
-        // As `refused` leaves it: the first part and what stands for the last are with the device.
+        // As `refuse_from` leaves it: the first part and what stands for the last are with the device.
         let refused = OpErrorKind::Post(VerbError::new("ibv_post_send", VerbError::ENOMEM));
-        let mut woken = WakeList::new();
-        a.send_queue().settle(a.send_queue().slots().slot(1).id(), Outcome::Err(refused), &mut woken);
-        woken.finish();
+        a.send_queue().fail_part(a.send_queue().slots().slot(0), 1, refused);
         let mut context = Context::from_waker(Waker::noop());
         assert!(batch.as_mut().poll(&mut context).is_pending());
         a.modify(&QpAttr::to_state(QpState::Reset)).unwrap();
@@ -332,5 +410,53 @@ mod tests {
         assert_eq!(result.results(), [Err(OpErrorKind::Closed), Err(refused), Err(OpErrorKind::Closed)]);
         drop(result);
         assert_eq!(pool.available(), 3);
+    }
+
+    #[derive(Default)]
+    struct Panics(AtomicBool);
+
+    impl Wake for Panics {
+        fn wake(self: Arc<Self>) {
+            assert!(!self.0.load(Ordering::Relaxed), "a waker");
+        }
+    }
+
+    #[test]
+    fn what_is_posted_while_a_waker_panics_is_not_dropped() {
+        // Nothing moves there.
+        let device = Device::software_in(&Network::simulated(1, Faults::none()), "stuck").unwrap();
+        let pd = device.protection_domain().unwrap();
+        let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
+        let [a, b] = [(); 2].map(|()| QueuePair::builder(&pd, &queue).max_send_wr(1).build().unwrap());
+        a.connect(&b.endpoint()).unwrap();
+        b.connect(&a.endpoint()).unwrap();
+        let pool = Pool::new(&pd, 64, 4).unwrap();
+        let region = ExposedRegion::new(&pd, vec![0; 64], Access::REMOTE_ALL).unwrap();
+        let alloc = || pool.try_alloc(64).unwrap();
+        let _first = a.write(alloc(), region.grant());
+        for left in [2, 1] {
+            // In line; the device refuses it, which has no room, once somebody believes that it has.
+            let mut waits = pin!(a.write(alloc(), region.grant()));
+            let panics = Arc::new(Panics::default());
+            assert!(waits.as_mut().poll(&mut Context::from_waker(&panics.clone().into())).is_pending());
+            panics.0.store(true, Ordering::Relaxed);
+            assert_eq!(pool.available(), left);
+            a.send_queue().room.retire(0);
+            let posts = std::panic::AssertUnwindSafe(|| {
+                if left == 2 {
+                    drop(a.write(alloc(), region.grant()));
+                } else {
+                    let mut batch = Batch::new();
+                    batch.write(alloc(), region.grant());
+                    drop(a.post_batch(batch));
+                }
+            });
+            std::panic::catch_unwind(posts).unwrap_err();
+            assert_eq!(pool.available(), left - 1, "the buffer is handed out again");
+            let Poll::Ready(refused) = waits.as_mut().poll(&mut Context::from_waker(Waker::noop())) else { panic!() };
+            drop(refused.unwrap_err().into_buffer());
+            // Nobody believes it any more.
+            a.send_queue().room.retire(u32::MAX);
+        }
     }
 }

@@ -13,6 +13,8 @@ use parking_lot::Mutex;
 
 /// Empty rounds before an unpinned poller lets others have the core.
 const ROUNDS_BEFORE_YIELD: u32 = 64;
+/// Processors that a set of them has room for (`CPU_SETSIZE`). Whoever puts another into one aborts the process.
+const CORES: usize = 1024;
 
 /// A thread that polls all completion queues given to it, and never sleeps while there is one; clones share it.
 ///
@@ -51,7 +53,7 @@ impl BusyPoller {
     ///
     /// `InvalidInput` if there is no such core or it cannot be pinned there.
     pub fn pinned(core: usize) -> io::Result<Self> {
-        Self::start(Some(core))
+        if core >= CORES { Err(unpinnable(core)) } else { Self::start(Some(core)) }
     }
 
     fn start(core: Option<usize>) -> io::Result<Self> {
@@ -73,8 +75,7 @@ impl BusyPoller {
             }
         })?;
         if !pinned.recv().unwrap_or(false) {
-            let message = format!("cannot pin a thread to core {}", core.unwrap_or_default());
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
+            return Err(unpinnable(core.unwrap_or_default()));
         }
         Ok(Self { handle: Arc::new(ThreadHandle { shared, thread: Mutex::new(Some(thread)) }) })
     }
@@ -87,6 +88,10 @@ impl BusyPoller {
             thread.thread().unpark();
         }
     }
+}
+
+fn unpinnable(core: usize) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidInput, format!("cannot pin a thread to core {core}"))
 }
 
 impl Shared {
@@ -144,5 +149,17 @@ impl fmt::Debug for BusyPoller {
             .field("queues", &self.handle.shared.queues.lock().len())
             .field("pinned", &self.handle.shared.pinned)
             .finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cores_that_are_not_there_are_refused() {
+        for core in [CORES, 9999, usize::MAX] {
+            assert_eq!(BusyPoller::pinned(core).unwrap_err().kind(), io::ErrorKind::InvalidInput, "{core}");
+        }
     }
 }

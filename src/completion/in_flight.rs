@@ -1,13 +1,12 @@
 //! What an operation's future holds: its slot and, until the device is done, its buffers.
 
 use std::fmt;
-use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
-use super::slot::{Claim, Detach, Held, Outcome};
-use super::work_queue::{WorkQueue, index_of};
-use crate::error::{CompletionError, OpErrorKind};
-use crate::types::{WorkCompletion, WrId};
+use super::slot::{Claim, Detach, FailedParts, Held, Outcome};
+use super::work_queue::{WorkQueue, index_of, success};
+use crate::error::OpErrorKind;
+use crate::types::WorkCompletion;
 
 /// One work request in flight with the buffers `B` it names, or one that was refused.
 ///
@@ -76,6 +75,14 @@ impl<B: Send + 'static> InFlight<B> {
         }
     }
 
+    /// As [`poll`](Self::poll), of a batch: how its last work request ended, and those before it that failed.
+    pub(crate) fn poll_batch(&mut self, context: &mut Context<'_>) -> Poll<(B, Result<(), OpErrorKind>, FailedParts)> {
+        let Some((claim, _)) = &self.held else { polled_again() };
+        let (last, failed) = ready!(claim.same().wait_batch(context));
+        let Some((_, buffers)) = self.held.take() else { polled_again() };
+        Poll::Ready((buffers, last, failed))
+    }
+
     #[cold]
     #[inline(never)]
     fn abandon(&mut self) {
@@ -114,10 +121,31 @@ impl Claim {
         queue.cq().look_again(queue, self, context, see, |seen| Poll::Ready(seen.map_or_else(|| self.take(see), Ok)))
     }
 
+    /// Waits for how the last of a batch ends, and for those before it that fail.
+    fn wait_batch(&self, context: &mut Context<'_>) -> Poll<(Result<(), OpErrorKind>, FailedParts)> {
+        let see = |_: &WorkCompletion| self.end_parts();
+        let take = |seen: Option<FailedParts>| match seen {
+            Some(failed) => Poll::Ready((Ok(()), failed)),
+            None => {
+                let failed = self.end_parts();
+                Poll::Ready((self.take(&|_| ()), failed))
+            }
+        };
+        if self.is_complete() {
+            return take(None);
+        }
+        let queue = self.queue();
+        if self.is_new() {
+            queue.cq().look_first(queue, self, context, see, take)
+        } else {
+            queue.cq().look_again(queue, self, context, see, take)
+        }
+    }
+
     /// Takes the result, which is there, and ends the life of the slot.
     #[inline(never)]
     fn take<S>(&self, see: &impl Fn(&WorkCompletion) -> S) -> Result<S, OpErrorKind> {
-        let seen = self.outcome(|outcome| success(outcome).map(see));
+        let seen = self.outcome(|outcome| ending(outcome).map(see));
         self.release();
         seen
     }
@@ -125,18 +153,11 @@ impl Claim {
 
 /// The completion of a success, or why there is none.
 #[inline]
-fn success(outcome: &Outcome) -> Result<&WorkCompletion, OpErrorKind> {
+fn ending(outcome: &Outcome) -> Result<&WorkCompletion, OpErrorKind> {
     match outcome {
-        Ok(wc) if wc.status.is_success() => Ok(wc),
-        Ok(wc) => Err(failure(wc)),
+        Ok(wc) => success(wc),
         Err(kind) => Err(*kind),
     }
-}
-
-#[cold]
-fn failure(wc: &WorkCompletion) -> OpErrorKind {
-    let WorkCompletion { status, vendor_error, qpn, .. } = *wc;
-    OpErrorKind::Completion(CompletionError { status, vendor_error, qpn })
 }
 
 /// Leaves `held` to whoever finishes the slot; if it is finished, drops it here.
@@ -157,7 +178,8 @@ fn detach<T: Send + 'static>(queue: &WorkQueue, index: u32, held: T) {
         }
         Detach::Complete(held) => {
             queue.cq().no_longer_waiting();
-            queue.release_batch(index);
+            slot.end_parts();
+            slot.release();
             drop(held);
         }
     }
@@ -167,73 +189,5 @@ impl<B: Send + 'static> fmt::Debug for InFlight<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let id = self.held.as_ref().map(|(claim, _)| claim.id());
         f.debug_struct("InFlight").field("id", &id).finish_non_exhaustive()
-    }
-}
-
-/// A batch in flight: its slots are chained from the last to the first, and only the last is waited for.
-pub(crate) struct InFlightBatch<B: Send + 'static> {
-    queue: Arc<WorkQueue>,
-    last: WrId,
-    len: usize,
-    buffers: Option<Vec<B>>,
-}
-
-impl<B: Send + 'static> InFlightBatch<B> {
-    pub(super) fn new(queue: Arc<WorkQueue>, last: WrId, len: usize, buffers: Vec<B>) -> Self {
-        Self { queue, last, len, buffers: Some(buffers) }
-    }
-
-    /// The buffers, once, with the outcome of each work request written to `results` in order.
-    ///
-    /// # Panics
-    ///
-    /// If polled again after it was ready.
-    pub(crate) fn poll(
-        &mut self,
-        results: &mut Vec<Result<(), OpErrorKind>>,
-        context: &mut Context<'_>,
-    ) -> Poll<Vec<B>> {
-        assert!(self.buffers.is_some(), "a batch was polled after it had completed");
-        let (slots, last) = (self.queue.slots(), index_of(self.last));
-        let slot = slots.slot(last);
-        // A batch has its chain of slots looked through at the end, so it does not end on the short way.
-        while !slot.is_complete() {
-            ready!(self.queue.cq().wait_slot(slot, context));
-        }
-        results.clear();
-        results.resize(self.len, Ok(()));
-        let mut next = Some(last);
-        for result in results.iter_mut().rev() {
-            let Some(index) = next else { break };
-            let slot = slots.slot(index);
-            // Work that got no completion of its own was done before one that did.
-            if slot.is_complete() {
-                *result = slot.outcome(|outcome| success(outcome).map(|_| ()));
-            }
-            next = slot.previous();
-        }
-        self.queue.release_batch(last);
-        match self.buffers.take() {
-            Some(buffers) => Poll::Ready(buffers),
-            None => unreachable!("checked above"),
-        }
-    }
-}
-
-impl<B: Send + 'static> Drop for InFlightBatch<B> {
-    fn drop(&mut self) {
-        if let Some(buffers) = self.buffers.take() {
-            detach(&self.queue, index_of(self.last), buffers);
-        }
-    }
-}
-
-impl<B: Send + 'static> fmt::Debug for InFlightBatch<B> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("InFlightBatch")
-            .field("last", &self.last)
-            .field("len", &self.len)
-            .field("done", &self.buffers.is_none())
-            .finish_non_exhaustive()
     }
 }

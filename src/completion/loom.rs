@@ -40,7 +40,7 @@ impl Flag {
 
 fn claimed() -> (Arc<Slot>, WrId) {
     let slot = Arc::new(Slot::new(POSTED.wr_id, None));
-    let claim = slot.claim().expect("a new slot is free");
+    let claim = slot.claim(1).expect("a new slot is free");
     let id = claim.id();
     (slot, id)
 }
@@ -64,10 +64,7 @@ fn finish(slot: &Slot, id: WrId) -> Option<Held> {
             waker.wake();
             None
         }
-        Finished::Detached { held, batch, waker: _ } => {
-            assert!(!batch);
-            held
-        }
+        Finished::Detached { held, waker: _ } => held,
     }
 }
 
@@ -87,7 +84,7 @@ fn loom_a_registered_waker_is_woken_or_the_result_is_seen() {
             assert!(woken.woken(), "{registered:?} and never woken");
         }
         assert_eq!(take(&slot), Ok(POSTED));
-        assert!(slot.claim().is_some(), "the slot is free again");
+        assert!(slot.claim(1).is_some(), "the slot is free again");
     });
 }
 
@@ -146,27 +143,76 @@ fn loom_an_abandoned_operation_is_freed_once_and_never_before_its_completion() {
             }
             drainer.join().unwrap();
             assert_eq!(drops.load(Ordering::SeqCst), 1);
-            assert!(slot.claim().is_some(), "the slot is free again");
+            assert!(slot.claim(1).is_some(), "the slot is free again");
         });
     }
+}
+
+/// A slot whose first life is over, and the number of that.
+fn over() -> (Arc<Slot>, WrId) {
+    let (slot, id) = claimed();
+    assert!(finish(&slot, id).is_none());
+    assert_eq!(take(&slot), Ok(POSTED));
+    (slot, id)
 }
 
 #[test]
 fn loom_a_late_completion_of_an_earlier_life_changes_nothing() {
     ::loom::model(|| {
-        let (slot, old) = claimed();
-        assert!(finish(&slot, old).is_none());
-        assert_eq!(take(&slot), Ok(POSTED));
+        let (slot, old) = over();
         let stale = thread::spawn({
             let slot = slot.clone();
             move || assert!(matches!(slot.finish(old, Err(OpErrorKind::Closed)), Finished::Stale))
         });
-        let new = slot.claim().expect("taken slots are free").id();
+        let new = slot.claim(1).expect("taken slots are free").id();
         stale.join().unwrap();
         assert_ne!(old, new);
         assert!(!slot.is_complete());
         assert!(finish(&slot, new).is_none());
         assert_eq!(take(&slot), Ok(POSTED));
+    });
+}
+
+#[test]
+fn loom_a_late_completion_of_an_earlier_life_is_of_no_batch() {
+    ::loom::model(|| {
+        let (slot, old) = over();
+        let stale = thread::spawn({
+            let slot = slot.clone();
+            move || assert_eq!(slot.current_part(old), None)
+        });
+        let batch = slot.claim(3).expect("taken slots are free");
+        let parts = [0, 1, 2].map(|part| batch.id_of(part));
+        stale.join().unwrap();
+        assert_eq!(parts.map(|id| slot.current_part(id)), [Some(0), Some(1), Some(2)]);
+        assert_eq!(parts[2], slot.id(), "it ends with its last");
+        assert!(finish(&slot, slot.id()).is_none());
+        assert!(slot.end_parts().is_empty());
+        assert_eq!(take(&slot), Ok(POSTED));
+        assert!(parts.iter().all(|&id| slot.current_part(id).is_none()));
+    });
+}
+
+#[test]
+fn loom_an_abandoned_batch_leaves_a_slot_of_one() {
+    ::loom::model(|| {
+        let slot = Arc::new(Slot::new(POSTED.wr_id, None));
+        let last = slot.claim(2).expect("a new slot is free").id();
+        let drops = Arc::new(AtomicU32::new(0));
+        let drainer = thread::spawn({
+            let slot = slot.clone();
+            move || drop(finish(&slot, last))
+        });
+        if let Detach::Complete(held) = slot.detach(Some(Box::new(Buffer(drops.clone())))) {
+            slot.end_parts();
+            slot.release();
+            drop(held);
+        }
+        drainer.join().unwrap();
+        assert_eq!(drops.load(Ordering::SeqCst), 1);
+        let next = slot.claim(1).expect("the slot is free again").id();
+        assert_eq!((slot.parts(), slot.part(last)), (1, None));
+        assert!(slot.is_current(next));
     });
 }
 
@@ -187,7 +233,7 @@ fn loom_the_share_of_a_slot_is_let_go_once() {
             }
             let last = slot.free();
             assert!(queue.join().unwrap() != last, "by both, or by none");
-            assert!(last || slot.claim().is_none(), "no life begins in a queue that has ended");
+            assert!(last || slot.claim(1).is_none(), "no life begins in a queue that has ended");
         });
     }
 }
@@ -321,7 +367,7 @@ fn loom_a_completion_is_never_slept_through() {
     for armed in [false, true] {
         ::loom::model(move || {
             let slot = Slot::new(POSTED.wr_id, None);
-            let id = slot.claim().expect("a new slot is free").id();
+            let id = slot.claim(1).expect("a new slot is free").id();
             let queue = Arc::new(Queue {
                 device: Mutex::new(Device { armed, ..Device::default() }),
                 state: Mutex::new(armed),

@@ -18,6 +18,7 @@ mod busy_poll;
 mod drain;
 mod drive;
 mod in_flight;
+mod line;
 #[cfg(all(test, loom))]
 mod loom;
 mod mode;
@@ -39,7 +40,7 @@ pub(crate) use batch::BatchEntry;
 pub use busy_poll::BusyPoller;
 pub(crate) use drain::CqShared;
 pub use drive::Drive;
-pub(crate) use in_flight::{InFlight, InFlightBatch};
+pub(crate) use in_flight::InFlight;
 pub use mode::CompletionMode;
 pub use queue::{CompletionQueue, CompletionQueueBuilder, CompletionQueueCounters};
 pub use request::WorkQueueCounters;

@@ -118,8 +118,8 @@ impl CompletionQueueBuilder {
     ///
     /// # Errors
     ///
-    /// [`SetupError::Limit`] for a capacity of 0 or beyond the device's, [`SetupError::Verb`] if the provider refuses;
-    /// with EOPNOTSUPP, if it has no moderation; with EAGAIN, if the machine has no thread left to tell of a dead queue.
+    /// [`SetupError::TooSmall`] for a capacity of 0, [`SetupError::Limit`] beyond the device's, [`SetupError::Verb`] if the
+    /// provider refuses; with EOPNOTSUPP, if it has no moderation; with EAGAIN, if the machine has no thread left to tell of a dead queue.
     pub fn build(self) -> Result<CompletionQueue, SetupError> {
         let channel = if self.mode.arms() { Some(Channel::new(&self.device)?) } else { None };
         let vector = self.vector.unwrap_or_else(|| self.device.next_vector());

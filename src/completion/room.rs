@@ -58,6 +58,13 @@ impl Room {
         self.flags.fetch_and(!CROWDED, Ordering::SeqCst);
     }
 
+    /// How many of those from position `start` on are done, if they are done in order.
+    pub(super) fn done_from(&self, start: u32) -> u32 {
+        let done = self.retired.load(Ordering::SeqCst).wrapping_sub(start);
+        // Retired up to before it.
+        if done > u32::MAX / 2 { 0 } else { done }
+    }
+
     // The drainer.
 
     /// The work request at `position` is done, and with it all before it, if they are done in order; true if somebody waits

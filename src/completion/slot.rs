@@ -47,9 +47,8 @@ const ORPHAN: u32 = 16;
 const SPUN: u32 = 32;
 /// Beside the phase: a thread polls for all, so it is not to be fought for the lock.
 const POLLED: u32 = 64;
-
-/// No slot: end of a chain.
-pub(super) const NONE: u32 = u32::MAX;
+/// Beside the phase: parts of the batch have failed, which its queue has noted.
+const FAILED: u32 = 128;
 
 /// Bits of a work request number that tell lives of a slot apart: the uppermost.
 const GENERATION_BITS: u32 = 20;
@@ -58,8 +57,14 @@ const GENERATION: u64 = 1 << (u64::BITS - GENERATION_BITS);
 pub(super) const PLACE_BITS: u32 = u64::BITS - GENERATION_BITS;
 pub(super) const OWNER_BITS: u32 = PLACE_BITS - INDEX_BITS;
 
+/// Work requests of a batch, which take a number of a life each: half of those, so that two lives are still told apart.
+pub(super) const MAX_PARTS: u32 = 1 << (GENERATION_BITS - 1);
+
 /// How a work request ended: the device says how, or it never got a completion.
 pub(crate) type Outcome = Result<WorkCompletion, OpErrorKind>;
+
+/// Parts of a batch that failed, each once, in any order.
+pub(super) type FailedParts = Vec<(u32, OpErrorKind)>;
 
 /// Whatever an abandoned operation owned: its buffers.
 pub(crate) type Held = Box<dyn Any + Send>;
@@ -79,8 +84,6 @@ pub(super) enum Finished {
         held: Option<Held>,
         /// Who waited for it before; to be dropped, without any lock, for that may end a task.
         waker: Option<Waker>,
-        /// It was the last of a batch, whose slots are all still to be released.
-        batch: bool,
     },
 }
 
@@ -111,21 +114,24 @@ pub(super) enum Detach {
     },
 }
 
-/// One work request in flight.
+/// One work request in flight, or a batch of them, which ends with the last.
 pub(crate) struct Slot {
-    /// Of the work request, or of the next if the slot is free.
+    /// Of the work request, or of the next if the slot is free. Of the last of a batch: those before it have the numbers of
+    /// the lives before.
     id: AtomicU64,
     state: AtomicU32,
     /// State in which each life begins.
     first: AtomicU32,
-    /// Position in its work queue, counted from the first work request.
+    /// Position in its work queue, counted from the first work request; that of the last of a batch.
     position: AtomicU32,
+    /// Position of the first of a batch.
+    start: AtomicU32,
+    /// Work requests: more than one in a batch.
+    parts: AtomicU32,
     /// Null for an operation that was never posted. Constant; every field is a cell, for a slot may go while it is referred to.
     queue: AtomicPtr<WorkQueue>,
     /// Where to look for a free slot after this.
     next: AtomicPtr<Self>,
-    /// The work request before it in the same batch, or [`NONE`].
-    previous: AtomicU32,
     /// Rounds that its operation has spun, if SPUN is set.
     rounds: AtomicU32,
     /// Of the future while SUBMITTED, of the drainer while WAKING.
@@ -153,9 +159,10 @@ impl Slot {
                 _ => SUBMITTED,
             }),
             position: AtomicU32::new(0),
+            start: AtomicU32::new(0),
+            parts: AtomicU32::new(1),
             queue: AtomicPtr::new(queue.map_or(ptr::null(), Arc::into_raw).cast_mut()),
             next: AtomicPtr::new(ptr::null_mut()),
-            previous: AtomicU32::new(NONE),
             rounds: AtomicU32::new(0),
             waker: UnsafeCell::new(None),
             outcome: UnsafeCell::new(Err(OpErrorKind::Closed)),
@@ -171,11 +178,16 @@ impl Slot {
 
     // The poster.
 
-    /// Starts a life if the slot is free.
+    /// Starts a life of so many work requests if the slot is free.
     #[inline(always)]
-    pub(super) fn claim(&self) -> Option<Claim> {
+    pub(super) fn claim(&self, parts: u32) -> Option<Claim> {
         if self.state.load(Ordering::Acquire) != FREE {
             return None;
+        }
+        if parts > 1 {
+            self.id.store(self.id().0.wrapping_add(u64::from(parts - 1) * GENERATION), Ordering::Relaxed);
+            // Released, so that who sees this many sees the number of the last.
+            self.parts.store(parts, Ordering::Release);
         }
         // Released, so that who sees this life sees its number.
         self.state.store(self.first.load(Ordering::Relaxed), Ordering::Release);
@@ -188,9 +200,29 @@ impl Slot {
         self.position.store(position, Ordering::Relaxed);
     }
 
-    /// Notes which slot comes before it in a batch, or [`NONE`].
-    pub(super) fn follow(&self, previous: u32) {
-        self.previous.store(previous, Ordering::Relaxed);
+    /// As [`place`](Self::place), if it may be a batch of which this is one work request, and the others are posted before and
+    /// behind it.
+    pub(super) fn place_part(&self, id: WrId, position: u32) {
+        let part = self.part(id).unwrap_or(0);
+        let start = position.wrapping_sub(part);
+        self.start.store(start, Ordering::Relaxed);
+        self.place(start.wrapping_add(self.parts() - 1));
+    }
+
+    /// Number of work request `part`.
+    pub(super) fn id_of(&self, part: u32) -> WrId {
+        WrId(self.id().0.wrapping_sub(u64::from(self.parts() - 1 - part) * GENERATION))
+    }
+
+    /// Numbers of its work requests, in order.
+    #[inline]
+    pub(super) fn ids(&self) -> PartIds {
+        PartIds(self.id_of(0))
+    }
+
+    /// Notes that parts of the batch have failed.
+    pub(super) fn fail_parts(&self) {
+        self.state.fetch_or(FAILED, Ordering::Relaxed);
     }
 
     /// Notes which slot comes after it in the table.
@@ -205,10 +237,31 @@ impl Slot {
         self.position.load(Ordering::Relaxed)
     }
 
+    /// Position of the first work request.
+    pub(super) fn start(&self) -> u32 {
+        self.start.load(Ordering::Relaxed)
+    }
+
+    /// Work requests in it.
     #[inline]
-    pub(super) fn previous(&self) -> Option<u32> {
-        let previous = self.previous.load(Ordering::Relaxed);
-        (previous != NONE).then_some(previous)
+    pub(super) fn parts(&self) -> u32 {
+        self.parts.load(Ordering::Acquire)
+    }
+
+    /// Which of its work requests `id` is, if one of the life it is in.
+    pub(super) fn part(&self, id: WrId) -> Option<u32> {
+        // Before the number of the last.
+        let parts = self.parts();
+        let behind = self.id().0.wrapping_sub(id.0);
+        let part = u64::from(parts - 1).checked_sub(behind / GENERATION)?;
+        behind.is_multiple_of(GENERATION).then_some(part as u32)
+    }
+
+    /// As [`part`](Self::part), if that life is not over.
+    pub(super) fn current_part(&self, id: WrId) -> Option<u32> {
+        // As `phase_in`.
+        let state = self.state.load(Ordering::Acquire);
+        matches!(state & PHASE, SUBMITTED | WAITING | DETACHED).then(|| self.part(id))?
     }
 
     /// The phase, if `id` is the life it is in.
@@ -342,7 +395,21 @@ impl Slot {
         self.state.swap(FREE, Ordering::AcqRel) & ORPHAN != 0
     }
 
-    /// Takes what a detached operation owned and frees the slot, if it is not of a batch.
+    /// The parts that failed, of a batch that is over; there is one work request in the slot from now on.
+    #[inline]
+    pub(super) fn end_parts(&self) -> FailedParts {
+        let parts = self.parts();
+        if parts == 1 {
+            return FailedParts::new();
+        }
+        self.parts.store(1, Ordering::Release);
+        if self.state.load(Ordering::Relaxed) & FAILED == 0 {
+            return FailedParts::new();
+        }
+        self.queue().map_or_else(FailedParts::new, |queue| queue.take_failed_parts(self.id()))
+    }
+
+    /// Takes what a detached operation owned and frees the slot.
     #[cold]
     fn reap(&self, seen: u32, taken: Option<Waker>) -> Finished {
         debug_assert_eq!(seen & PHASE, DETACHED);
@@ -352,11 +419,9 @@ impl Slot {
         let waker = self.waker.with_mut(|cell| unsafe { (*cell).take() }).or(taken);
         // SAFETY: C3: as above.
         let held = self.held.with_mut(|cell| unsafe { (*cell).take() });
-        let batch = self.previous().is_some();
-        if !batch {
-            self.release();
-        }
-        Finished::Detached { held, waker, batch }
+        self.end_parts();
+        self.release();
+        Finished::Detached { held, waker }
     }
 
     // The operation's future.
@@ -509,6 +574,18 @@ impl Slot {
     }
 }
 
+/// Numbers of the work requests of a batch.
+pub(super) struct PartIds(WrId);
+
+impl PartIds {
+    #[inline(always)]
+    pub(super) fn next(&mut self) -> WrId {
+        let id = self.0;
+        self.0 = WrId(id.0.wrapping_add(GENERATION));
+        id
+    }
+}
+
 /// A slot in the hands of its operation. Forgetting it leaks the slot.
 pub(crate) struct Claim(NonNull<Slot>);
 
@@ -587,16 +664,16 @@ impl Hint {
 
     /// Starts a life in that slot, if it is free.
     #[inline(always)]
-    pub(super) fn claim(&self) -> Option<Claim> {
+    pub(super) fn claim(&self, parts: u32) -> Option<Claim> {
         // SAFETY: C1: it is a slot of the table that the hint is part of, and slots never move.
         let slot = unsafe { self.0.load(Ordering::Relaxed).as_ref() }?;
-        self.claim_at(slot)
+        self.claim_at(slot, parts)
     }
 
     /// Starts a life in `slot`, of the same table, if it is free.
     #[inline(always)]
-    pub(super) fn claim_at(&self, slot: &Slot) -> Option<Claim> {
-        let claim = slot.claim()?;
+    pub(super) fn claim_at(&self, slot: &Slot, parts: u32) -> Option<Claim> {
+        let claim = slot.claim(parts)?;
         self.0.store(slot.next.load(Ordering::Relaxed), Ordering::Relaxed);
         Some(claim)
     }

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, OnceLock};
 
-use super::slot::{Claim, Hint, NONE, Slot};
+use super::slot::{Claim, Hint, Slot};
 use super::work_queue::WorkQueue;
 
 /// Slots of the first step, 4 KiB; each further step doubles what there is.
@@ -75,26 +75,27 @@ impl Slots {
     /// Starts a life in the slot that is probably free.
     #[inline(always)]
     pub(super) fn claim_next(&self) -> Option<Claim> {
-        self.hint.claim()
+        self.hint.claim(1)
     }
 
-    /// Starts a life in a free slot of `queue`, of which this is the table; `None` if there are 2^20 and all are taken.
+    /// Starts a life of `parts` work requests in a free slot of `queue`, of which this is the table; `None` if there are 2^20
+    /// and all are taken.
     ///
     /// One operation after the other uses the same slot; of many that end in the order they began, each uses that
     /// which was released before.
     #[inline(always)]
-    pub(super) fn claim(&self, cursor: &mut Cursor, queue: &Arc<WorkQueue>) -> Option<Claim> {
-        match self.hint.claim() {
-            None => self.search(cursor, |index| Slot::new(queue.first_id(index), Some(queue.clone()))),
+    pub(super) fn claim(&self, cursor: &mut Cursor, queue: &Arc<WorkQueue>, parts: u32) -> Option<Claim> {
+        match self.hint.claim(parts) {
+            None => self.search(cursor, parts, |index| Slot::new(queue.first_id(index), Some(queue.clone()))),
             claim => claim,
         }
     }
 
     #[cold]
-    fn search(&self, cursor: &mut Cursor, make: impl Fn(u32) -> Slot) -> Option<Claim> {
+    fn search(&self, cursor: &mut Cursor, parts: u32, make: impl Fn(u32) -> Slot) -> Option<Claim> {
         for step in 0..cursor.len {
             let index = cursor.next.wrapping_add(step) % cursor.len;
-            if let Some(claim) = self.hint.claim_at(self.slot(index)) {
+            if let Some(claim) = self.hint.claim_at(self.slot(index), parts) {
                 cursor.next = index + 1;
                 // More than half of them are held: search less next time.
                 if step > cursor.len / 2 {
@@ -105,7 +106,7 @@ impl Slots {
         }
         cursor.next = cursor.len;
         self.grow(cursor, make)?;
-        self.hint.claim_at(self.slot(cursor.next))
+        self.hint.claim_at(self.slot(cursor.next), parts)
     }
 
     fn grow(&self, cursor: &mut Cursor, make: impl Fn(u32) -> Slot) -> Option<()> {
@@ -133,20 +134,9 @@ impl Slots {
         self.hint.set(slot);
     }
 
-    /// Frees the slots of a batch, from its last to its first.
-    pub(super) fn release_chain(&self, last: u32) {
-        let mut next = Some(last);
-        while let Some(index) = next {
-            let slot = self.slot(index);
-            next = slot.previous();
-            slot.follow(NONE);
-            slot.release();
-        }
-    }
-
     /// All that there are, with their numbers.
     pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &Slot)> {
-        (0..NONE).map_while(|index| self.find(index).map(|slot| (index, slot)))
+        (0..1 << INDEX_BITS).map_while(|index| self.find(index).map(|slot| (index, slot)))
     }
 }
 
@@ -171,7 +161,7 @@ mod tests {
     }
 
     fn claim(slots: &Slots, cursor: &mut Cursor) -> Claim {
-        slots.hint.claim().or_else(|| slots.search(cursor, |index| Slot::new(WrId(index.into()), None))).unwrap()
+        slots.hint.claim(1).or_else(|| slots.search(cursor, 1, |index| Slot::new(WrId(index.into()), None))).unwrap()
     }
 
     #[test]
@@ -198,5 +188,30 @@ mod tests {
         let again = claim(&slots, &mut cursor);
         assert!(std::ptr::eq(&raw const *slot, &raw const *again));
         assert!(again.is_current(again.id()) && !again.is_current(first));
+    }
+
+    #[test]
+    fn batches_have_a_number_for_each_work_request_and_lives_stay_apart() {
+        let (slots, mut cursor) = (Slots::new(), Cursor::default());
+        let mut before = Vec::new();
+        for parts in [5, 1, 32, 2, crate::completion::slot::MAX_PARTS, 3] {
+            let slot = slots
+                .hint
+                .claim(parts)
+                .or_else(|| slots.search(&mut cursor, parts, |index| Slot::new(WrId(index.into()), None)))
+                .unwrap();
+            let some = [0, parts / 2, parts - 1];
+            let ids = some.map(|part| slot.id_of(part));
+            assert_eq!(ids.map(|id| slot.current_part(id)), some.map(Some));
+            assert_eq!(slot.id_of(parts - 1), slot.id());
+            let mut number = slot.ids();
+            assert_eq!([number.next(), number.next()].map(|id| slot.part(id)), [Some(0), (parts > 1).then_some(1)]);
+            assert!(before.iter().all(|&id| slot.current_part(id).is_none()), "{parts}");
+            assert!(slot.part(WrId(slot.id().0 ^ 1)).is_none(), "another slot's");
+            slot.end_parts();
+            slot.release();
+            slots.hint(&slot);
+            before.extend(ids);
+        }
     }
 }

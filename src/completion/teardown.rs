@@ -3,7 +3,7 @@
 //! The end, in this order: no more posts; to the error state, so that the device flushes; take the flushes
 //! that are there; destroy, after which the device touches nothing any more; take what it left in the
 //! completion queues; fail what never got a completion. Only then are buffers free. If the device refuses to destroy it,
-//! they are free when their flushes come.
+//! they are free when their flushes come, those of work in line at once.
 
 use std::any::Any;
 use std::fmt;
@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use super::drain::CqShared;
 use super::request::Limits;
-use super::wake::WakeList;
+use super::wake::{Deferral, WakeList};
 use super::work_queue::{Poster, WorkQueue};
 use crate::error::{OpErrorKind, SetupError, VerbError};
 use crate::sync::lock;
@@ -113,6 +113,8 @@ impl QueuePairCore {
 
     /// Changes attributes and state. Work that a reset makes the device forget fails as closed.
     pub(crate) fn modify(&self, attr: &QpAttr) -> Result<(), SetupError> {
+        // A task's waker that panics leaves nobody else asleep.
+        let _deferral = Deferral::begin();
         let change = self.change.lock();
         if attr.state != Some(QpState::Reset) {
             return self.qp()?.modify(attr);
@@ -151,6 +153,8 @@ impl QueuePairCore {
 
     /// Destroys the queue pair and ends all that is in flight, with `kind` where the device said nothing.
     pub(crate) fn shut_down(&self, kind: OpErrorKind) {
+        // Whoever is woken, and may panic, is so when all of it has ended.
+        let _deferral = Deferral::begin();
         let change = self.change.lock();
         let taken = self.qp.lock().take();
         drop(change);
@@ -167,6 +171,7 @@ impl QueuePairCore {
             Err(error) if !error.is_device_gone() => {
                 tracing::error!(%error, "what is in flight ends when the device says so");
                 self.shared.iter().for_each(Shared::keep);
+                self.queues().for_each(|queue| queue.end_line(kind));
                 self.send.tell_of_end();
                 return;
             }
@@ -191,6 +196,7 @@ pub(crate) fn end_shared(queue: &Arc<WorkQueue>, srq: Srq) {
     match srq.destroy() {
         Err(error) if !error.is_device_gone() => {
             tracing::error!(%error, "receives of a shared queue stay with the device for ever");
+            queue.end_line(OpErrorKind::Closed);
         }
         Ok(()) | Err(_) => queue.shut(OpErrorKind::Closed),
     }

@@ -2,22 +2,23 @@
 
 #![allow(unsafe_code)]
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::sync::Arc;
 
 use smallvec::SmallVec;
 
 use super::drain::CqShared;
-use super::request::{Kept, Limits, Patience, Refusal, Request, To, What, WorkQueueCounters, data_of};
+use super::line::Queued;
+use super::request::{Limits, Patience, Refusal, Request, To, What, WorkQueueCounters, data_of};
 use super::room::Room;
-use super::slot::{Claim, Finished, OWNER_BITS, Outcome, PLACE_BITS, Slot};
+use super::slot::{Claim, FailedParts, Finished, OWNER_BITS, Outcome, PLACE_BITS, Slot};
 use super::slots::{Cursor, INDEX_BITS, Slots};
 use super::wake::WakeList;
 use super::watch::Watch;
 use crate::error::{CompletionError, LimitError, OpErrorKind, VerbError};
-use crate::sync::{AtomicU32, Mutex, MutexGuard, Ordering, lock};
-use crate::types::{Data, RecvWr, SendFlags, SendOp, SendWr, Sge, WcStatus, WindowBind, WorkCompletion, WrId};
+use crate::sync::{AtomicU32, Mutex, Ordering, lock};
+use crate::types::{Data, RecvWr, SendFlags, SendOp, SendWr, Sge, WcStatus, WorkCompletion, WrId};
 use crate::verbs::{PdKey, PostError, Qp, SgeList, Source, Srq};
 
 /// No queue is given the other kind of work.
@@ -51,6 +52,8 @@ pub(crate) struct WorkQueue {
     flushed: AtomicU32,
     /// The first failure since it was made that is no flush.
     cause: Mutex<Option<OpErrorKind>>,
+    /// Parts of batches that failed, by slot.
+    failed_parts: Mutex<BTreeMap<u32, FailedParts>>,
     pub(super) posting: Mutex<Posting>,
     cq: Arc<CqShared>,
 }
@@ -63,23 +66,10 @@ pub(super) struct Posting {
     pub(super) posted: u64,
     /// Up to where they are known to have room, and need not line up. Not beyond `posted` if somebody is in line, or nothing
     /// can be posted.
-    until: u64,
+    pub(super) until: u64,
     pub(super) waited: u64,
     pub(super) queued: VecDeque<Queued>,
     pub(super) watch: Watch,
-}
-
-/// A work request that waits for room.
-pub(super) struct Queued {
-    pub(super) id: WrId,
-    pub(super) what: What,
-    pub(super) flags: SendFlags,
-    pub(super) sges: SgeList,
-    pub(super) inline: Option<SmallVec<[u8; 64]>>,
-    pub(super) window: Option<Box<WindowBind>>,
-    pub(super) to: Option<Kept>,
-    /// Part of a batch: what is refused of it must not be overtaken by the rest.
-    pub(super) batch: bool,
 }
 
 /// Where in its completion queue's table a work queue is, as part of a work request number.
@@ -114,6 +104,7 @@ impl WorkQueue {
             failed: AtomicU32::new(0),
             flushed: AtomicU32::new(0),
             cause: Mutex::new(None),
+            failed_parts: Mutex::new(BTreeMap::new()),
             posting: Mutex::new(Posting {
                 poster: Some(poster),
                 cursor: Cursor::default(),
@@ -213,7 +204,7 @@ impl WorkQueue {
             return None;
         }
         let poster = posting.poster.as_ref()?;
-        let claim = self.slots.claim(&mut posting.cursor, self)?;
+        let claim = self.slots.claim(&mut posting.cursor, self, 1)?;
         claim.place(posting.posted as u32);
         let list = [RecvWr { wr_id: claim.id(), sges: &[sge] }];
         let posted = match poster {
@@ -274,7 +265,7 @@ impl WorkQueue {
             // Completions that were taken and not handed out may stand for room.
             return if self.cq.hand_out() { self.submit(request, buffer, patience) } else { Err(Refusal::Full) };
         }
-        let Some(claim) = self.slots.claim(&mut posting.cursor, self) else {
+        let Some(claim) = self.slots.claim(&mut posting.cursor, self, 1) else {
             return Err(self.too_many().into());
         };
         if direct {
@@ -304,8 +295,14 @@ impl WorkQueue {
 
     /// Gives one work request to the device.
     #[inline]
-    fn post_one(&self, posting: &mut Posting, what: What, wr: SendWr<'_>, sges: &[Sge]) -> Result<(), VerbError> {
-        self.slots.slot(index_of(wr.wr_id)).place(posting.posted as u32);
+    pub(super) fn post_one(
+        &self,
+        posting: &mut Posting,
+        what: What,
+        wr: SendWr<'_>,
+        sges: &[Sge],
+    ) -> Result<(), VerbError> {
+        self.slots.slot(index_of(wr.wr_id)).place_part(wr.wr_id, posting.posted as u32);
         let result = match (what, &posting.poster) {
             // SAFETY: S1: for all three: the elements name buffers that the operation owns, and what a window is bound
             // to, the window keeps until it is not bound any more. The operation keeps them until
@@ -319,63 +316,11 @@ impl WorkQueue {
             _ => Err(WRONG_QUEUE),
         };
         result.map_err(|refused| refused.error)?;
+        posting.posted += 1;
         if is_traced() {
             trace_posted(wr.wr_id, what);
         }
-        posting.posted += 1;
         Ok(())
-    }
-
-    /// Joins the line.
-    #[cold]
-    pub(super) fn line_up(&self, posting: &mut Posting, queued: Queued) {
-        posting.queued.push_back(queued);
-        posting.until = posting.posted;
-        posting.waited += 1;
-        self.cq.now_waiting();
-    }
-
-    /// Tells the drainer that somebody waits for room, which need not be somebody who is polled; if room came up
-    /// meanwhile, uses it.
-    pub(super) fn announce(&self, mut posting: MutexGuard<'_, Posting>) {
-        self.room.crowd();
-        let mut woken = WakeList::new();
-        self.post_queued(&mut posting, &mut woken);
-        let waits = !posting.queued.is_empty();
-        drop(posting);
-        woken.finish();
-        if waits {
-            self.cq.attend();
-        }
-    }
-
-    /// Posts those in line as far as there is room.
-    fn post_queued(&self, posting: &mut Posting, woken: &mut WakeList) {
-        while posting.poster.is_some()
-            && self.room.left(posting.posted as u32) > 0
-            && let Some(next) = posting.queued.pop_front()
-        {
-            self.cq.no_longer_waiting();
-            let data = data_of(&next.sges, next.inline.as_deref(), next.window.as_deref());
-            let target = next.to.as_ref().map(Kept::target);
-            let wr = SendWr { wr_id: next.id, op: SendOp::Send, flags: next.flags, data, target };
-            if let Err(error) = self.post_one(posting, next.what, wr, &next.sges) {
-                // The last of a batch ends with nothing but its completion: parts before it may be with the device. One
-                // before it that nothing stands in for would count as done with the next completion behind it.
-                let is_before =
-                    |behind: &Queued| self.slots.slot(index_of(behind.id)).previous() == Some(index_of(next.id));
-                let held = !posting.queued.front().is_some_and(is_before);
-                if next.batch && (self.flush_behind(posting, wr, error, woken) || held) {
-                    continue;
-                }
-                let failed = Outcome::Err(OpErrorKind::Post(error));
-                self.settle(next.id, failed, woken);
-            }
-        }
-        self.tell_idle(posting, woken);
-        if posting.queued.is_empty() && posting.watch.idle.is_none() {
-            self.room.clear();
-        }
     }
 
     /// Ends a work request by its completion, a success, in the hands of the operation that waits for it: the
@@ -389,12 +334,6 @@ impl WorkQueue {
         slot.finish_own();
         // A completion stands for all unsignalled work before it.
         self.room.retire(slot.position())
-    }
-
-    /// Posts for those who wait for room.
-    #[cold]
-    pub(super) fn let_in(&self, woken: &mut WakeList) {
-        self.post_queued(&mut lock(&self.posting), woken);
     }
 
     /// A completion has come: its slot is finished, room is free, and who waits for room gets it.
@@ -419,9 +358,7 @@ impl WorkQueue {
     /// As [`complete`](Self::complete), if it failed or somebody waits for it.
     #[inline(never)]
     fn complete_watched(&self, slot: &Slot, wc: &WorkCompletion, woken: &mut WakeList) {
-        if !slot.is_current(wc.wr_id) {
-            return stale(wc);
-        }
+        let Some(part) = slot.current_part(wc.wr_id) else { return stale(wc) };
         if is_traced() {
             trace_completed(wc);
         }
@@ -429,10 +366,30 @@ impl WorkQueue {
             self.count_failure(wc);
             self.tell_failure(woken);
         }
-        if self.room.retire(slot.position()) {
+        let is_last = wc.wr_id == slot.id();
+        let position = if is_last { slot.position() } else { slot.start().wrapping_add(part) };
+        if self.room.retire(position) {
             self.let_in(woken);
         }
-        self.settle(wc.wr_id, Ok(*wc), woken);
+        if is_last {
+            self.settle(wc.wr_id, Ok(*wc), woken);
+        } else if let Err(kind) = success(wc) {
+            self.fail_part(slot, part, kind);
+        }
+    }
+
+    /// Notes why a part of a batch failed that is not its last, with which it ends. Under the lock of posting or of completions:
+    /// else a future that is being roused might see it happen.
+    #[cold]
+    pub(super) fn fail_part(&self, slot: &Slot, part: u32, kind: OpErrorKind) {
+        lock(&self.failed_parts).entry(index_of(slot.id())).or_default().push((part, kind));
+        slot.fail_parts();
+    }
+
+    /// What was noted of the batch in the slot of `id`, once.
+    #[cold]
+    pub(super) fn take_failed_parts(&self, id: WrId) -> FailedParts {
+        lock(&self.failed_parts).remove(&index_of(id)).unwrap_or_default()
     }
 
     #[cold]
@@ -443,8 +400,7 @@ impl WorkQueue {
             tracing::debug!(qpn = %wc.qpn, wr_id = %wc.wr_id, "flushed");
         } else {
             tracing::warn!(qpn = %wc.qpn, wr_id = %wc.wr_id, status = %wc.status, vendor = wc.vendor_error, "work request failed");
-            let (status, vendor_error, qpn) = (wc.status, wc.vendor_error, wc.qpn);
-            self.note_cause(OpErrorKind::Completion(CompletionError { status, vendor_error, qpn }));
+            self.note_cause(OpErrorKind::Completion(failure(wc)));
         }
     }
 
@@ -462,22 +418,19 @@ impl WorkQueue {
     #[inline]
     pub(super) fn settle(&self, id: WrId, outcome: Outcome, woken: &mut WakeList) {
         let finished = self.slots.slot(index_of(id)).finish(id, outcome);
-        self.follow_up(index_of(id), finished, woken);
+        self.follow_up(finished, woken);
     }
 
     #[cold]
-    fn follow_up(&self, index: u32, finished: Finished, woken: &mut WakeList) {
+    fn follow_up(&self, finished: Finished, woken: &mut WakeList) {
         match finished {
             Finished::Unwatched | Finished::Stale => {}
             Finished::Wake(waker) => {
                 self.cq.no_longer_waiting();
                 woken.wake(waker);
             }
-            Finished::Detached { held, waker, batch } => {
+            Finished::Detached { held, waker } => {
                 self.cq.no_longer_waiting();
-                if batch {
-                    self.slots.release_chain(index);
-                }
                 woken.dispose(held, waker);
             }
         }
@@ -489,11 +442,6 @@ impl WorkQueue {
         let mut posting = lock(&self.posting);
         posting.until = posting.posted;
         posting.poster.take()
-    }
-
-    /// True if this work request waits for room.
-    pub(super) fn is_in_line(&self, id: WrId) -> bool {
-        lock(&self.posting).queued.iter().any(|queued| queued.id == id)
     }
 
     /// The completion queue forgets it, and nothing is in flight on it any more: it lives as long as somebody holds it, or
@@ -513,52 +461,40 @@ impl WorkQueue {
     /// Ends all that is in flight. The device must have forgotten it: the queue was destroyed or reset.
     pub(super) fn abandon(&self, kind: OpErrorKind, woken: &mut WakeList) {
         let mut posting = lock(&self.posting);
-        while posting.queued.pop_front().is_some() {
+        while let Some(next) = posting.queued.pop_front() {
             self.cq.no_longer_waiting();
+            let slot = self.slots.slot(index_of(next.id));
+            if let Some(part) = slot.part(next.id).filter(|_| next.id != slot.id()) {
+                self.fail_part(slot, part, kind);
+            }
         }
         self.room.clear();
-        let done = self.done_without_completion();
-        // A batch ends with its last work request: those before it end first, wherever their slots are.
-        let mut before: Vec<u32> = self.slots.iter().filter_map(|(_, slot)| slot.previous()).collect();
-        before.sort_unstable();
-        for first in [true, false] {
-            for (index, slot) in self.slots.iter() {
-                if let Some(id) = slot.in_flight()
-                    && before.binary_search(&index).is_ok() == first
-                    && done.binary_search(&index).is_err()
-                {
-                    self.settle(id, Outcome::Err(kind), woken);
-                }
+        for (_, slot) in self.slots.iter() {
+            if let Some(id) = slot.in_flight() {
+                self.abandon_parts(slot, kind);
+                self.settle(id, Outcome::Err(kind), woken);
             }
         }
         self.room.retire_all(posting.posted as u32);
         self.tell_idle(&mut posting, woken);
     }
 
-    /// Slots, in order, of work that a completion behind it in the same batch stands for, and whose future has not looked yet.
-    /// Under the lock of posting, under which such a future [lets go of them](Self::release_batch).
-    fn done_without_completion(&self) -> Vec<u32> {
-        let mut done = Vec::new();
-        // A part that was refused stands for nothing.
-        let has_completion = |slot: &Slot| slot.is_complete() && slot.outcome(Result::is_ok);
-        for (_, slot) in self.slots.iter().filter(|(_, slot)| slot.previous().is_some() && has_completion(slot)) {
-            let mut next = slot.previous();
-            while let Some(index) = next {
-                done.push(index);
-                let slot = self.slots.slot(index);
-                // From there on it is its own.
-                next = if has_completion(slot) { None } else { slot.previous() };
-            }
+    /// Ends those before the last of a batch, if it is one, that were posted, have not failed, and are not done: a completion
+    /// behind them in the batch stands for those.
+    fn abandon_parts(&self, slot: &Slot, kind: OpErrorKind) {
+        let before_last = slot.parts() - 1;
+        if before_last == 0 {
+            return;
         }
-        done.sort_unstable();
-        done
-    }
-
-    /// Ends the lives of the slots of a batch, whose future has their results. Those without a completion of their own are in
-    /// flight up to here, so whoever [abandons](Self::abandon) those in flight is kept out.
-    pub(super) fn release_batch(&self, last: u32) {
-        let _posting = lock(&self.posting);
-        self.slots.release_chain(last);
+        let done = self.room.done_from(slot.start());
+        let mut failed: Vec<u32> = match lock(&self.failed_parts).get(&index_of(slot.id())) {
+            Some(failed) => failed.iter().map(|&(part, _)| part).collect(),
+            None => Vec::new(),
+        };
+        failed.sort_unstable();
+        for part in (done..before_last).filter(|part| failed.binary_search(part).is_err()) {
+            self.fail_part(slot, part, kind);
+        }
     }
 
     /// Wakes all that wait, to look again.
@@ -639,6 +575,18 @@ fn trace_completed(wc: &WorkCompletion) {
 #[cold]
 fn trace_posted(id: WrId, what: What) {
     tracing::trace!(wr_id = %id, ?what, "posted");
+}
+
+/// Why it is no success, if it is none.
+#[inline]
+pub(super) fn success(wc: &WorkCompletion) -> Result<&WorkCompletion, OpErrorKind> {
+    if wc.status.is_success() { Ok(wc) } else { Err(OpErrorKind::Completion(failure(wc))) }
+}
+
+#[cold]
+fn failure(wc: &WorkCompletion) -> CompletionError {
+    let WorkCompletion { status, vendor_error, qpn, .. } = *wc;
+    CompletionError { status, vendor_error, qpn }
 }
 
 #[cold]

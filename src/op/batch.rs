@@ -6,8 +6,9 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
+use super::future::kept;
 use super::queue_pair::{QueuePair, room};
-use crate::completion::{BatchEntry, InFlightBatch, Patience, Refusal, To, WorkQueue};
+use crate::completion::{BatchEntry, InFlight, Patience, Refusal, To, WorkQueue};
 use crate::error::{OpErrorKind, TryError};
 use crate::mem::RemoteRegion;
 use crate::types::{Imm, SendFlags, SendOp, Transport};
@@ -33,7 +34,10 @@ use crate::verbs::{Source, Target};
 pub struct Batch<B> {
     entries: Vec<BatchEntry>,
     buffers: Vec<B>,
+    /// What became of each; successes only, perhaps not as many, unless `failed`.
     results: Vec<Result<(), OpErrorKind>>,
+    /// Not all of it succeeded.
+    failed: bool,
     /// A completion for each so many, besides the last; 0 for none.
     signal_every: u32,
     flags: SendFlags,
@@ -47,6 +51,7 @@ impl<B: Source> Batch<B> {
             entries: Vec::new(),
             buffers: Vec::new(),
             results: Vec::new(),
+            failed: false,
             signal_every: 0,
             flags: SendFlags::empty(),
         }
@@ -66,26 +71,31 @@ impl<B: Source> Batch<B> {
     }
 
     /// Adds a SEND.
+    #[inline(always)]
     pub fn send(&mut self, buffer: B) -> &mut Self {
         self.push(SendOp::Send, buffer, u64::MAX)
     }
 
     /// Adds a SEND with four bytes beside it.
+    #[inline(always)]
     pub fn send_with_imm(&mut self, buffer: B, imm: Imm) -> &mut Self {
         self.push(SendOp::SendWithImm(imm), buffer, u64::MAX)
     }
 
     /// Adds a WRITE.
+    #[inline(always)]
     pub fn write(&mut self, buffer: B, remote: RemoteRegion) -> &mut Self {
         self.push(SendOp::Write(remote.remote_addr()), buffer, room(&remote))
     }
 
     /// Adds a WRITE that consumes a receive of the peer and reports `imm`.
+    #[inline(always)]
     pub fn write_with_imm(&mut self, buffer: B, remote: RemoteRegion, imm: Imm) -> &mut Self {
         self.push(SendOp::WriteWithImm(remote.remote_addr(), imm), buffer, room(&remote))
     }
 
     /// Adds a READ.
+    #[inline(always)]
     pub fn read(&mut self, buffer: B, remote: RemoteRegion) -> &mut Self
     where
         B: Target,
@@ -105,10 +115,40 @@ impl<B: Source> Batch<B> {
         self.entries.is_empty()
     }
 
+    #[inline(always)]
     fn push(&mut self, op: SendOp, buffer: B, room: u64) -> &mut Self {
         self.entries.push(BatchEntry { op, flags: std::mem::take(&mut self.flags), room });
         self.buffers.push(buffer);
         self
+    }
+}
+
+impl<B> Batch<B> {
+    /// None of it was posted.
+    #[cold]
+    fn fail(&mut self, kind: OpErrorKind) {
+        self.results.clear();
+        self.results.resize(self.entries.len(), Err(kind));
+        self.failed = true;
+    }
+
+    /// It is over: so ended its last work request, and these before it failed.
+    fn end(&mut self, last: Result<(), OpErrorKind>, failed: &[(u32, OpErrorKind)]) {
+        self.results.resize(self.entries.len(), Ok(()));
+        if last.is_err() || !failed.is_empty() {
+            self.end_in_part(last, failed);
+        }
+    }
+
+    #[cold]
+    fn end_in_part(&mut self, last: Result<(), OpErrorKind>, failed: &[(u32, OpErrorKind)]) {
+        self.failed = true;
+        for &(part, kind) in failed {
+            self.results[part as usize] = Err(kind);
+        }
+        if let Some(result) = self.results.last_mut() {
+            *result = last;
+        }
     }
 }
 
@@ -133,7 +173,7 @@ impl QueuePair {
     /// # Errors
     ///
     /// In the result, for each work request. If one is refused before posting (too long, foreign, more than
-    /// `max_send_wr`), none is posted and all have that error.
+    /// `max_send_wr` or 2^19), none is posted and all have that error.
     ///
     /// # Cancel safety
     ///
@@ -157,8 +197,8 @@ impl QueuePair {
     /// As [`post_batch`](Self::post_batch), for a queue pair whose receives at the peer are somebody else's: work that would
     /// consume one is refused, and the batch with it.
     pub(crate) fn post_one_sided<B: Source>(&self, batch: Batch<B>) -> BatchOp<B> {
-        let posted = submit_batch(self.send_queue(), self.flags, None, batch, Patience::Queue, |index, op| {
-            let what = match op {
+        let refusal = batch.entries.iter().enumerate().find_map(|(index, entry)| {
+            let what = match entry.op {
                 SendOp::Write(_) | SendOp::Read(_) => return None,
                 SendOp::Send => "SEND",
                 SendOp::SendWithImm(_) => "SEND with immediate data",
@@ -167,6 +207,7 @@ impl QueuePair {
             };
             Some(OpErrorKind::NotOneSided { index, what })
         });
+        let posted = submit_batch(self.send_queue(), self.flags, None, batch, Patience::Queue, refusal);
         match posted {
             Ok(operation) => operation,
             Err(_) => unreachable!("patience waits for room"),
@@ -174,42 +215,44 @@ impl QueuePair {
     }
 
     fn submit_batch<B: Source>(&self, batch: Batch<B>, patience: Patience) -> Result<BatchOp<B>, Batch<B>> {
-        submit_batch(self.send_queue(), self.flags, None, batch, patience, |_, op| match op {
-            SendOp::Read(_) => self.unsupported("READ", &[Transport::Rc]),
-            _ => self.unsupported("a batch", &[Transport::Rc, Transport::Uc]),
-        })
+        // What a batch is made of, RC has.
+        let refusal = self.unsupported("READ", &[Transport::Rc]).and_then(|no_read| {
+            batch.entries.iter().find_map(|entry| match entry.op {
+                SendOp::Read(_) => Some(no_read),
+                _ => self.unsupported("a batch", &[Transport::Uc]),
+            })
+        });
+        submit_batch(self.send_queue(), self.flags, None, batch, patience, refusal)
     }
 }
 
-/// Posts all of a batch, to `to` if it is not connected; nothing of it, if `refusal` has something against one of its work
-/// requests, of which it is told the place.
+/// Posts all of a batch, to `to` if it is not connected; nothing of it if there is a `refusal`.
 pub(super) fn submit_batch<B: Source>(
     queue: &Arc<WorkQueue>,
     common: SendFlags,
     to: Option<To<'_>>,
-    batch: Batch<B>,
+    mut batch: Batch<B>,
     patience: Patience,
-    refusal: impl Fn(usize, &SendOp) -> Option<OpErrorKind>,
+    refusal: Option<OpErrorKind>,
 ) -> Result<BatchOp<B>, Batch<B>> {
-    let Batch { entries, buffers, mut results, signal_every, flags } = batch;
-    results.clear();
-    let (in_flight, buffers) = match entries.iter().enumerate().find_map(|(index, entry)| refusal(index, &entry.op)) {
-        _ if entries.is_empty() => (None, buffers),
-        Some(kind) => {
-            results.resize(entries.len(), Err(kind));
-            (None, buffers)
+    if batch.is_empty() {
+        batch.end(Ok(()), &[]);
+        return Ok(BatchOp { in_flight: None, batch: Some(batch) });
+    }
+    if let Some(kind) = refusal {
+        return Ok(BatchOp::refused(kind, batch));
+    }
+    let (submitted, mut batch) = kept(batch, |batch| {
+        queue.submit_batch(&batch.entries, &batch.buffers, common, batch.signal_every, to, patience)
+    });
+    match submitted {
+        Ok(claim) => {
+            let in_flight = InFlight::new(claim, std::mem::take(&mut batch.buffers));
+            Ok(BatchOp { in_flight: Some(in_flight), batch: Some(batch) })
         }
-        None => match queue.submit_batch(&entries, common, to, signal_every, buffers, patience) {
-            Ok(in_flight) => (Some(in_flight), Vec::new()),
-            Err((Refusal::Full, buffers)) => return Err(Batch { entries, buffers, results, signal_every, flags }),
-            Err((Refusal::Error(kind), buffers)) => {
-                results.resize(entries.len(), Err(kind));
-                (None, buffers)
-            }
-        },
-    };
-    let batch = Batch { entries, buffers, results, signal_every, flags };
-    Ok(BatchOp { in_flight, batch: Some(batch) })
+        Err(Refusal::Full) => Err(batch),
+        Err(Refusal::Error(kind)) => Ok(BatchOp::refused(kind, batch)),
+    }
 }
 
 /// A batch in flight; gives a [`BatchResult`].
@@ -224,15 +267,14 @@ pub(super) fn submit_batch<B: Source>(
 #[must_use = "it is posted already, but only awaiting it tells whether it succeeded"]
 pub struct BatchOp<B: Source> {
     /// `None` if nothing was posted.
-    in_flight: Option<InFlightBatch<B>>,
+    in_flight: Option<InFlight<Vec<B>>>,
     batch: Option<Batch<B>>,
 }
 
 impl<B: Source> BatchOp<B> {
     /// None of it was posted.
     pub(super) fn refused(kind: OpErrorKind, mut batch: Batch<B>) -> Self {
-        batch.results.clear();
-        batch.results.resize(batch.entries.len(), Err(kind));
+        batch.fail(kind);
         Self { in_flight: None, batch: Some(batch) }
     }
 }
@@ -244,7 +286,9 @@ impl<B: Source> Future for BatchOp<B> {
         let Self { in_flight, batch } = &mut *self;
         let Some(posted) = batch else { panic!("a batch was polled after it had completed") };
         if let Some(in_flight) = in_flight {
-            posted.buffers = ready!(in_flight.poll(&mut posted.results, context));
+            let (buffers, last, failed) = ready!(in_flight.poll_batch(context));
+            posted.buffers = buffers;
+            posted.end(last, &failed);
         }
         match batch.take() {
             Some(batch) => Poll::Ready(BatchResult { batch }),
@@ -270,7 +314,7 @@ impl<B: Source> BatchResult<B> {
     /// True if all succeeded.
     #[must_use]
     pub fn is_ok(&self) -> bool {
-        self.results().iter().all(Result::is_ok)
+        !self.batch.failed
     }
 
     /// The outcome of each.
@@ -307,6 +351,9 @@ impl<B: Source> BatchResult<B> {
         let mut batch = self.batch;
         batch.entries.clear();
         batch.buffers.clear();
+        if std::mem::take(&mut batch.failed) {
+            batch.results.clear();
+        }
         batch
     }
 }

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::future::Future;
+use std::mem::ManuallyDrop;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -59,20 +60,20 @@ impl<F: Finish> Operation<F> {
     #[inline(always)]
     pub(super) fn post(queue: &Arc<WorkQueue>, what: What, flags: SendFlags, room: u64, held: F::Held) -> Self {
         // One place to put it together, so that it is where it will be awaited: no call is given all of it.
-        let (claim, held) = match queue.submit_now(what, flags, room, &held) {
-            Some(claim) => (claim, held),
-            None => {
-                let request = Request { what, flags, inline: None, window: None, to: None, room };
-                let own = held;
-                (submit(queue, request, &own), own)
-            }
+        // As `kept` does.
+        let held = ManuallyDrop::new(held);
+        let claim = match queue.submit_now(what, flags, room, &*held) {
+            Some(claim) => claim,
+            None => submit(queue, Request { what, flags, inline: None, window: None, to: None, room }, &*held),
         };
+        let held = ManuallyDrop::into_inner(held);
         Self { in_flight: InFlight::new(claim, held) }
     }
 
     /// As [`post`](Self::post), of any kind.
     pub(super) fn post_any(queue: &Arc<WorkQueue>, request: Request<'_>, held: F::Held) -> Self {
-        Self { in_flight: InFlight::new(submit(queue, request, &held), held) }
+        let (claim, held) = kept(held, |held| submit(queue, request, held));
+        Self { in_flight: InFlight::new(claim, held) }
     }
 
     /// Posts, if there is room.
@@ -82,7 +83,8 @@ impl<F: Finish> Operation<F> {
         request: Request<'_>,
         held: F::Held,
     ) -> Result<Self, TryError<F::Buffer>> {
-        match queue.submit(request, &held, Patience::Try) {
+        let (submitted, held) = kept(held, |held| queue.submit(request, held, Patience::Try));
+        match submitted {
             Ok(claim) => Ok(Self { in_flight: InFlight::new(claim, held) }),
             Err(Refusal::Full) => Err(TryError::Full(F::give_back(held))),
             Err(Refusal::Error(kind)) => Err(TryError::Refused(OpError::new(kind, F::give_back(held)))),
@@ -120,6 +122,15 @@ fn submit<B: Source>(queue: &Arc<WorkQueue>, request: Request<'_>, held: &B) -> 
         Err(Refusal::Error(kind)) => Claim::refused(kind),
         Err(Refusal::Full) => unreachable!("patience waits for room"),
     }
+}
+
+/// What `post` makes of what is posted, and that again. Posting may wake others, and says what it does to whoever traces; both may
+/// panic: what the device has, or what stands in line for it, is not dropped then but leaked.
+#[inline(always)]
+pub(super) fn kept<B, R>(held: B, post: impl FnOnce(&B) -> R) -> (R, B) {
+    let held = ManuallyDrop::new(held);
+    let made = post(&held);
+    (made, ManuallyDrop::into_inner(held))
 }
 
 impl<F: Finish> Future for Operation<F> {

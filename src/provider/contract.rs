@@ -8,6 +8,7 @@
 // Declares `unsafe fn`; holds no unsafe block.
 #![allow(unsafe_code)]
 
+use std::borrow::Borrow;
 use std::fmt::Debug;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
@@ -277,7 +278,18 @@ pub(crate) trait Qp: Debug + Send + Sync {
     ///
     /// The memory that the list names stays valid and untouched until its completion has been
     /// polled or the queue pair was dropped. The registration that a window is bound to outlives the window.
-    unsafe fn post_send(&self, list: &[SendWr<'_>]) -> Result<(), PostError>;
+    unsafe fn post_sends<'a>(&self, list: impl Iterator<Item = impl Borrow<SendWr<'a>>>) -> Result<(), PostError>;
+
+    /// As [`post_sends`](Self::post_sends), of a list that is there.
+    ///
+    /// # Safety
+    ///
+    /// As [`post_sends`](Self::post_sends).
+    #[inline]
+    unsafe fn post_send(&self, list: &[SendWr<'_>]) -> Result<(), PostError> {
+        // SAFETY: S1: the caller's promise is passed on unchanged.
+        unsafe { self.post_sends(list.iter()) }
+    }
 
     /// Posts one work request, as [`post_send`](Self::post_send). By value, for who posts it knows most of it when the
     /// program is compiled, and so does a provider that does it in place.

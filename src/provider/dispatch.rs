@@ -6,6 +6,7 @@
 // Passes the obligations of the contract's `unsafe fn`s through unchanged.
 #![allow(unsafe_code)]
 
+use std::borrow::Borrow;
 use std::net::SocketAddr;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
@@ -343,9 +344,9 @@ impl contract::Qp for Qp {
     }
 
     #[inline]
-    unsafe fn post_send(&self, list: &[SendWr<'_>]) -> Result<(), PostError> {
+    unsafe fn post_sends<'a>(&self, list: impl Iterator<Item = impl Borrow<SendWr<'a>>>) -> Result<(), PostError> {
         // SAFETY: S1: the caller's promise is passed on unchanged.
-        each!(self, inner => unsafe { inner.post_send(list) })
+        each!(self, inner => unsafe { inner.post_sends(list) })
     }
 
     #[inline(always)]

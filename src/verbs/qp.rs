@@ -2,6 +2,7 @@
 
 #![allow(unsafe_code)]
 
+use std::borrow::Borrow;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -239,6 +240,20 @@ impl Qp {
     pub unsafe fn post_send(&self, list: &[SendWr<'_>]) -> Result<(), PostError> {
         // SAFETY: S1: promised by the caller.
         unsafe { self.raw.post_send(list) }.map_err(PostError::from)
+    }
+
+    /// As [`post_send`](Self::post_send), of work requests that are put together where the device takes them.
+    ///
+    /// # Safety
+    ///
+    /// As [`post_send`](Self::post_send).
+    #[inline]
+    pub(crate) unsafe fn post_sends<'a>(
+        &self,
+        list: impl Iterator<Item = impl Borrow<SendWr<'a>>>,
+    ) -> Result<(), PostError> {
+        // SAFETY: S1: promised by the caller.
+        unsafe { self.raw.post_sends(list) }.map_err(PostError::from)
     }
 
     /// Posts one work request, as [`post_send`](Self::post_send).

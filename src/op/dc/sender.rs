@@ -148,8 +148,7 @@ impl<'a> DcSender<'a> {
     }
 
     fn submit_batch<B: Source>(&self, batch: Batch<B>, patience: Patience) -> Result<BatchOp<B>, Batch<B>> {
-        let refusal = self.refusal();
-        submit_batch(self.qp.send_queue(), self.flags, Some(self.peer.receiver()), batch, patience, |_, _| refusal)
+        submit_batch(self.qp.send_queue(), self.flags, Some(self.peer.receiver()), batch, patience, self.refusal())
     }
 
     fn atomic(&self, op: SendOp, remote: RemoteRegion) -> Atomic {

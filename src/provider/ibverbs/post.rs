@@ -3,6 +3,7 @@
 
 #![allow(unsafe_code)]
 
+use std::borrow::Borrow;
 use std::mem::MaybeUninit;
 use std::ptr::{self, NonNull};
 
@@ -23,21 +24,13 @@ struct Element {
     inline: ibv_sge,
 }
 
-/// What of `list` comes before the first request that a queue pair of `transport` cannot execute, and that one's refusal.
+/// Of a request that a queue pair cannot execute, behind `posted` that were.
 ///
 /// Drivers do not look: they take the address handle of a datagram for granted, and what they make of an operation that
 /// the transport does not have is theirs.
-pub(super) fn possible<'a, 'b>(
-    transport: Transport,
-    list: &'a [SendWr<'b>],
-) -> (&'a [SendWr<'b>], Result<(), PostError>) {
-    match list.iter().position(|wr| !is_possible(transport, wr)) {
-        None => (list, Ok(())),
-        Some(posted) => {
-            let error = VerbError::new("ibv_post_send", VerbError::EINVAL);
-            (&list[..posted], Err(PostError { posted, error }))
-        }
-    }
+#[cold]
+fn impossible(posted: usize) -> PostError {
+    PostError { posted, error: VerbError::new("ibv_post_send", VerbError::EINVAL) }
 }
 
 /// True for what is posted most, of which a reliable connection needs to ask nothing else.
@@ -46,8 +39,12 @@ pub(super) fn is_plain(wr: &SendWr<'_>) -> bool {
     matches!(wr.data, Data::Sges([_])) && wr.target.is_none() && !wr.op.is_local()
 }
 
-#[inline]
+#[inline(always)]
 fn is_possible(transport: Transport, wr: &SendWr<'_>) -> bool {
+    transport == Transport::Rc && is_plain(wr) || is_possible_at_all(transport, wr)
+}
+
+fn is_possible_at_all(transport: Transport, wr: &SendWr<'_>) -> bool {
     let binds = matches!(transport, Transport::Rc | Transport::Uc);
     let has_operation = match wr.op {
         SendOp::Send | SendOp::SendWithImm(_) => true,
@@ -108,25 +105,44 @@ pub(super) unsafe fn extended_in_place(qp: *mut ibv_qp_ex, wr: &SendWr<'_>) -> R
     sys::status("ibv_wr_complete", result)
 }
 
-/// Posts `list` by `post`, which takes a chain and says through its second argument which element was refused.
-pub(super) fn sends(
-    list: &[SendWr<'_>],
+/// Posts what of `list` comes before the first that a queue pair of `transport` cannot execute, by `post`, which takes a chain
+/// and says through its second argument which element was refused.
+#[inline]
+pub(super) fn sends<'a>(
+    transport: Transport,
+    mut list: impl Iterator<Item = impl Borrow<SendWr<'a>>>,
     mut post: impl FnMut(*mut ibv_send_wr, *mut *mut ibv_send_wr) -> Result<(), VerbError>,
 ) -> Result<(), PostError> {
     let mut chain = [const { MaybeUninit::<Element>::uninit() }; CHAIN];
     let first = chain.as_mut_ptr().cast::<Element>();
-    for (round, part) in list.chunks(CHAIN).enumerate() {
-        for (index, wr) in part.iter().enumerate() {
-            let next = if index + 1 < part.len() { first.wrapping_add(index + 1).cast() } else { ptr::null_mut() };
-            // SAFETY: S3: `index` is within the chain, which nobody else looks at.
-            unsafe { write_send(first.wrapping_add(index), next, wr) };
+    let mut posted = 0;
+    loop {
+        let (mut length, mut all_possible) = (0, true);
+        for wr in list.by_ref().take(CHAIN) {
+            all_possible = is_possible(transport, wr.borrow());
+            if !all_possible {
+                break;
+            }
+            // SAFETY: S3: `length` is within the chain, which nobody else looks at.
+            unsafe { write_send(first.wrapping_add(length), first.wrapping_add(length + 1).cast(), wr.borrow()) };
+            length += 1;
         }
-        let mut refused = ptr::null_mut();
-        if let Err(error) = post(first.cast(), &raw mut refused) {
-            return Err(PostError { posted: round * CHAIN + position(first, refused.cast()), error });
+        if length > 0 {
+            // SAFETY: S3: just written.
+            unsafe { (*first.wrapping_add(length - 1)).wr.next = ptr::null_mut() };
+            let mut refused = ptr::null_mut();
+            if let Err(error) = post(first.cast(), &raw mut refused) {
+                return Err(PostError { posted: posted + position(first, refused.cast()), error });
+            }
+            posted += length;
+        }
+        if !all_possible {
+            return Err(impossible(posted));
+        }
+        if length < CHAIN {
+            return Ok(());
         }
     }
-    Ok(())
 }
 
 /// Posts `list` by `post`; as [`sends`].
@@ -263,33 +279,44 @@ unsafe fn window(bind: &WindowBind) -> *mut ibv_mw {
     window
 }
 
-/// Posts all of `list` or nothing, by the calls of `ibv_wr_post(3)`.
+/// Posts what of `list` comes before the first that a queue pair of `transport` cannot execute, all of that or nothing, by the
+/// calls of `ibv_wr_post(3)`.
 ///
 /// # Safety
 ///
 /// `qp` is alive, `dc` is the same queue pair if it initiates dynamic connections, and the memory of the list is kept as for
 /// `ibv_post_send(3)`.
 #[inline]
-pub(super) unsafe fn extended(
+pub(super) unsafe fn extended<'a>(
     qp: *mut ibv_qp_ex,
     dc: Option<NonNull<mlx5dv_qp_ex>>,
-    list: &[SendWr<'_>],
+    transport: Transport,
+    list: impl Iterator<Item = impl Borrow<SendWr<'a>>>,
 ) -> Result<(), PostError> {
-    if list.is_empty() {
-        return Ok(());
-    }
+    let (mut posted, mut all_possible) = (0, true);
     // SAFETY: S1, S3: as the caller promises; each request is one operation and one or two setters, between start and
     // completion, as the manual page asks.
     let result = unsafe {
         ibv_wr_start(qp);
         for wr in list {
-            if !request(qp, dc, wr) {
+            all_possible = is_possible(transport, wr.borrow());
+            if !all_possible {
+                break;
+            }
+            if !request(qp, dc, wr.borrow()) {
                 return Err(PostError { posted: 0, error: abort(qp) });
             }
+            posted += 1;
         }
-        ibv_wr_complete(qp)
+        if posted == 0 {
+            abort(qp);
+            0
+        } else {
+            ibv_wr_complete(qp)
+        }
     };
-    sys::status("ibv_wr_complete", result).map_err(|error| PostError { posted: 0, error })
+    sys::status("ibv_wr_complete", result).map_err(|error| PostError { posted: 0, error })?;
+    if all_possible { Ok(()) } else { Err(impossible(posted)) }
 }
 
 /// Gives up what was begun, as it has an operation that the queue pair was not made for.

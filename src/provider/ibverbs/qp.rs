@@ -2,6 +2,7 @@
 
 #![allow(unsafe_code)]
 
+use std::borrow::Borrow;
 use std::mem;
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -199,18 +200,16 @@ impl contract::Qp for Qp {
     }
 
     #[inline(never)]
-    unsafe fn post_send(&self, list: &[SendWr<'_>]) -> Result<(), PostError> {
+    unsafe fn post_sends<'a>(&self, list: impl Iterator<Item = impl Borrow<SendWr<'a>>>) -> Result<(), PostError> {
         self.check("ibv_post_send", QpState::Rts as u8)?;
-        let (possible, refused) = post::possible(self.transport, list);
         match self.extended {
             // SAFETY: S1: the memory of the list is kept by the caller; S3: the queue pair is alive.
-            Some(qp) => unsafe { post::extended(qp.as_ptr(), self.dc, possible) },
-            None => post::sends(possible, |first, refused| {
+            Some(qp) => unsafe { post::extended(qp.as_ptr(), self.dc, self.transport, list) },
+            None => post::sends(self.transport, list, |first, refused| {
                 // SAFETY: S1: the memory of the list is kept by the caller; S3: the queue pair is alive, the chain ours.
                 sys::status("ibv_post_send", unsafe { ibv_post_send(self.raw(), first, refused) })
             }),
-        }?;
-        refused
+        }
     }
 
     #[inline]

@@ -5,6 +5,7 @@
 
 mod modify;
 
+use std::borrow::Borrow;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
@@ -365,7 +366,7 @@ impl QpInner {
     }
 
     /// What is wrong with a send work request, if anything; its length if nothing.
-    #[inline]
+    #[inline(always)]
     fn check_send(&self, wr: &SendWr<'_>) -> Option<u32> {
         let length = match wr.data {
             Data::Sges([one]) if self.caps.max_send_sge > 0 && !wr.op.is_local() => one.length,
@@ -457,7 +458,8 @@ impl contract::Qp for Qp {
         Ok((state, QpAttr { state: Some(state), ..sender.attr }))
     }
 
-    unsafe fn post_send(&self, list: &[SendWr<'_>]) -> Result<(), PostError> {
+    #[inline(never)]
+    unsafe fn post_sends<'a>(&self, list: impl Iterator<Item = impl Borrow<SendWr<'a>>>) -> Result<(), PostError> {
         let qp = &self.0;
         let deferred = Deferred::new();
         let mut result = Ok(());
@@ -466,7 +468,8 @@ impl contract::Qp for Qp {
             if matches!(sender.machine.state(), QpState::Reset | QpState::Init | QpState::Rtr) {
                 result = refuse("ibv_post_send", 0, VerbError::EINVAL);
             } else {
-                for (posted, wr) in list.iter().enumerate() {
+                for (posted, wr) in list.enumerate() {
+                    let wr = wr.borrow();
                     let Some(length) = qp.check_send(wr) else {
                         result = refuse("ibv_post_send", posted, VerbError::EINVAL);
                         break;
