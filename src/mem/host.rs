@@ -32,8 +32,10 @@ unsafe impl Sync for HostMemory {}
 impl HostMemory {
     /// Devices register whole pages.
     const PAGE: usize = 4096;
+    /// From so many bytes on memory is mapped.
+    const LARGE: usize = 1 << 20;
 
-    /// `len` zero bytes.
+    /// `len` zero bytes. Of 1 MiB and more, pages that nobody touches take no memory, unless a device pins them.
     ///
     /// # Errors
     ///
@@ -44,14 +46,12 @@ impl HostMemory {
     /// Does not; if the system has no memory the process ends, as with any allocation.
     pub fn zeroed(len: usize) -> Result<Self, LimitError> {
         let layout = Self::layout(len)?;
-        Ok(Self::allocated(len, layout).unwrap_or_else(|| handle_alloc_error(layout)))
+        Ok(Self::allocated(len, layout).unwrap_or_else(|_| handle_alloc_error(layout)))
     }
 
     /// As [`zeroed`](Self::zeroed), but that the system has no memory is an error: for lengths that others choose.
     pub(crate) fn try_zeroed(len: usize) -> Result<Self, SetupError> {
-        let layout = Self::layout(len)?;
-        let none = || VerbError::new("posix_memalign", VerbError::ENOMEM);
-        Ok(Self::allocated(len, layout).ok_or_else(none)?)
+        Ok(Self::allocated(len, Self::layout(len)?)?)
     }
 
     fn layout(len: usize) -> Result<Layout, LimitError> {
@@ -61,11 +61,23 @@ impl HostMemory {
         Layout::from_size_align(len.max(1), Self::PAGE).map_err(|_| LimitError { field: "memory", asked, allowed })
     }
 
-    fn allocated(len: usize, layout: Layout) -> Option<Self> {
+    fn allocated(len: usize, layout: Layout) -> Result<Self, VerbError> {
         debug_assert!(layout.size() >= len.max(1));
+        if len >= Self::LARGE {
+            let errno = |error: io::Error| error.raw_os_error().unwrap_or(VerbError::ENOMEM);
+            let map = MmapOptions::new().len(len).map_anon().map_err(|error| VerbError::new("mmap", errno(error)))?;
+            return Ok(Self::mapped(len, map));
+        }
         // SAFETY: S1: the layout has at least one byte.
-        let base = NonNull::new(unsafe { alloc_zeroed(layout) })?;
-        Some(Self { base, len, backing: Backing::Heap(layout) })
+        let base = NonNull::new(unsafe { alloc_zeroed(layout) });
+        let base = base.ok_or(VerbError::new("posix_memalign", VerbError::ENOMEM))?;
+        Ok(Self { base, len, backing: Backing::Heap(layout) })
+    }
+
+    /// The first `len` bytes of `map`, which has as many.
+    fn mapped(len: usize, mut map: MmapMut) -> Self {
+        let base = NonNull::from(&mut map[..len]).cast();
+        Self { base, len, backing: Backing::Mapped { _map: map } }
     }
 
     /// `len` zero bytes on huge pages of the system's default size: of those that are reserved
@@ -79,7 +91,7 @@ impl HostMemory {
     pub fn huge(len: usize) -> io::Result<Self> {
         const HUGE: usize = 2 << 20;
         let whole = len.max(1).checked_next_multiple_of(HUGE).ok_or(io::ErrorKind::InvalidInput)?;
-        let mut map = match MmapOptions::new().len(whole).huge(None).map_anon() {
+        let map = match MmapOptions::new().len(whole).huge(None).map_anon() {
             Ok(map) => map,
             Err(error) => {
                 tracing::debug!(%error, len, "no huge pages are reserved, asking for transparent ones");
@@ -91,8 +103,7 @@ impl HostMemory {
                 map
             }
         };
-        let base = NonNull::from(&mut map[..]).cast();
-        Ok(Self { base, len, backing: Backing::Mapped { _map: map } })
+        Ok(Self::mapped(len, map))
     }
 
     /// First byte.
@@ -117,7 +128,7 @@ impl Drop for HostMemory {
     fn drop(&mut self) {
         // A mapping unmaps itself.
         if let Backing::Heap(layout) = self.backing {
-            // SAFETY: S1: allocated in `zeroed` with this layout; registrations of it were dropped before.
+            // SAFETY: S1: allocated in `allocated` with this layout; registrations of it were dropped before.
             unsafe { dealloc(self.base.as_ptr(), layout) }
         }
     }
@@ -126,5 +137,33 @@ impl Drop for HostMemory {
 impl fmt::Debug for HostMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("HostMemory").field("base", &self.base).field("len", &self.len).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_length_has_pages_of_its_own() {
+        for len in [0, 1, 4095, 4096, HostMemory::LARGE - 1, HostMemory::LARGE, HostMemory::LARGE + 1, 3 << 20] {
+            let memory = HostMemory::zeroed(len).unwrap();
+            assert_eq!((memory.len(), memory.base().addr().get() % HostMemory::PAGE), (len, 0));
+        }
+        assert!(HostMemory::zeroed(usize::MAX).is_err());
+        assert!(HostMemory::try_zeroed(1 << 55).is_err(), "more than there are addresses");
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn large_memory_takes_what_is_touched() {
+        let resident = || {
+            let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
+            pages.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * HostMemory::PAGE
+        };
+        let before = resident();
+        let memory = HostMemory::zeroed(1 << 30).unwrap();
+        // Of other tests, too, which run at the same time.
+        assert!(resident() < before + memory.len() / 2);
     }
 }
