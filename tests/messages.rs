@@ -541,6 +541,19 @@ fn bytes_of_the_user_that_no_peer_could_be_told_are_refused_before_anybody_asks(
             Err(EstablishError::Setup(SetupError::Limit(limit))) => assert_eq!(limit.field, "retry_count"),
             other => panic!("{other:?}"),
         }
+        let (other, pd) = self::device(&Network::new());
+        let queue = CompletionQueue::new(&other, CompletionMode::Event).unwrap();
+        let settings = [
+            ("protection domain", config().protection_domain(&pd)),
+            ("completion queue", config().completion_queue(&queue)),
+        ];
+        for (what, settings) in settings {
+            let bound = Listener::bind_with(&device, connected::address(&device), &settings).await;
+            assert!(
+                matches!(bound, Err(EstablishError::Setup(SetupError::Foreign { what: said })) if said == what),
+                "{what}: {bound:?}"
+            );
+        }
     });
 }
 

@@ -11,7 +11,7 @@ use crate::cm;
 use crate::completion::{CompletionMode, CompletionQueue};
 use crate::error::{LimitError, SetupError};
 use crate::op::{ConnectOptions, Path};
-use crate::types::{DeviceAttr, Gid, PortNum};
+use crate::types::{Gid, PortNum};
 use crate::verbs::{Device, ProtectionDomain};
 
 /// Settings of a [`Connection`](super::Connection). The two ends need not agree: each tells the other what it can receive.
@@ -254,9 +254,9 @@ impl ConnectionConfig {
 
     /// Where to make the queue pair.
     pub(super) fn domain(&self, device: &Device) -> Result<ProtectionDomain, SetupError> {
+        self.check(device)?;
         match &self.protection_domain {
-            Some(pd) if pd.device().same(device) => Ok(pd.clone()),
-            Some(_) => Err(SetupError::Foreign { what: "protection domain" }),
+            Some(pd) => Ok(pd.clone()),
             None => Ok(device.protection_domain()?),
         }
     }
@@ -287,7 +287,13 @@ impl ConnectionConfig {
     }
 
     /// Checks that all of it is possible, and possible on this device.
-    pub(super) fn check(&self, device: &DeviceAttr) -> Result<(), SetupError> {
+    pub(super) fn check(&self, device: &Device) -> Result<(), SetupError> {
+        let foreign = |what, of: &Device| if of.same(device) { Ok(()) } else { Err(SetupError::Foreign { what }) };
+        self.protection_domain.as_ref().map_or(Ok(()), |pd| foreign("protection domain", pd.device()))?;
+        if let Completions::Shared(queue) = &self.completions {
+            foreign("completion queue", queue.device())?;
+        }
+        let attr = device.attr();
         let at_least = SetupError::at_least;
         at_least("receive_buffer_size", self.receive_buffer_size.into(), OFFER_LEN as u64)?;
         at_least("receive_buffers", self.receive_buffers.into(), 1)?;
@@ -306,9 +312,9 @@ impl ConnectionConfig {
         }
         LimitError::check("receive_buffer_size", self.receive_buffer_size.into(), 1 << 31)?;
         LimitError::check("receive_buffers", self.receive_buffers.into(), (MAX_RECEIVES - RESERVE).into())?;
-        LimitError::check("receive_buffers", self.receives().into(), device.max_qp_wr.into())?;
-        LimitError::check("max_send_wr", self.max_send_wr.into(), device.max_qp_wr.into())?;
-        LimitError::check("max_inline", self.max_inline.into(), device.max_inline.into())?;
+        LimitError::check("receive_buffers", self.receives().into(), attr.max_qp_wr.into())?;
+        LimitError::check("max_send_wr", self.max_send_wr.into(), attr.max_qp_wr.into())?;
+        LimitError::check("max_inline", self.max_inline.into(), attr.max_inline.into())?;
         LimitError::check("max_message", self.max_message, isize::MAX as u64)?;
         self.options.check()?;
         Ok(())

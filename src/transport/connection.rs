@@ -382,7 +382,7 @@ impl Prepared {
         config: &ConnectionConfig,
         describe: impl FnOnce(QueuePairBuilder) -> QueuePairBuilder,
     ) -> Result<Self, SetupError> {
-        config.check(pd.device().attr())?;
+        config.check(pd.device())?;
         let receives = config.receives();
         let queue = match &config.completions {
             Completions::Shared(queue) => queue.clone(),

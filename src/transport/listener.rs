@@ -106,7 +106,7 @@ impl Listener {
         address: impl ToSocketAddrs,
         config: &ConnectionConfig,
     ) -> Result<Self, EstablishError> {
-        config.check(device.attr())?;
+        config.check(device)?;
         // What cannot be said to any peer would have all of them rejected, and nobody told why.
         config.cm_options(RESPONSE_DATA)?;
         let inner = cm::Listener::bind(device, address).await?;
