@@ -21,12 +21,15 @@
 
 #![allow(unsafe_code)]
 
+mod parts;
+
 use std::any::Any;
 use std::ops::Deref;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::task::Waker;
 
+pub(super) use self::parts::{FailedParts, MAX_PARTS};
 use super::slots::INDEX_BITS;
 use super::work_queue::WorkQueue;
 use crate::error::OpErrorKind;
@@ -57,14 +60,8 @@ const GENERATION: u64 = 1 << (u64::BITS - GENERATION_BITS);
 pub(super) const PLACE_BITS: u32 = u64::BITS - GENERATION_BITS;
 pub(super) const OWNER_BITS: u32 = PLACE_BITS - INDEX_BITS;
 
-/// Work requests of a batch, which take a number of a life each: half of those, so that two lives are still told apart.
-pub(super) const MAX_PARTS: u32 = 1 << (GENERATION_BITS - 1);
-
 /// How a work request ended: the device says how, or it never got a completion.
 pub(crate) type Outcome = Result<WorkCompletion, OpErrorKind>;
-
-/// Parts of a batch that failed, each once, in any order.
-pub(super) type FailedParts = Vec<(u32, OpErrorKind)>;
 
 /// Whatever an abandoned operation owned: its buffers.
 pub(crate) type Held = Box<dyn Any + Send>;
@@ -200,31 +197,6 @@ impl Slot {
         self.position.store(position, Ordering::Relaxed);
     }
 
-    /// As [`place`](Self::place), if it may be a batch of which this is one work request, and the others are posted before and
-    /// behind it.
-    pub(super) fn place_part(&self, id: WrId, position: u32) {
-        let part = self.part(id).unwrap_or(0);
-        let start = position.wrapping_sub(part);
-        self.start.store(start, Ordering::Relaxed);
-        self.place(start.wrapping_add(self.parts() - 1));
-    }
-
-    /// Number of work request `part`.
-    pub(super) fn id_of(&self, part: u32) -> WrId {
-        WrId(self.id().0.wrapping_sub(u64::from(self.parts() - 1 - part) * GENERATION))
-    }
-
-    /// Numbers of its work requests, in order.
-    #[inline]
-    pub(super) fn ids(&self) -> PartIds {
-        PartIds(self.id_of(0))
-    }
-
-    /// Notes that parts of the batch have failed.
-    pub(super) fn fail_parts(&self) {
-        self.state.fetch_or(FAILED, Ordering::Relaxed);
-    }
-
     /// Notes which slot comes after it in the table.
     pub(super) fn link(&self, next: &Self) {
         self.next.store(ptr::from_ref(next).cast_mut(), Ordering::Relaxed);
@@ -235,33 +207,6 @@ impl Slot {
     #[inline]
     pub(super) fn position(&self) -> u32 {
         self.position.load(Ordering::Relaxed)
-    }
-
-    /// Position of the first work request.
-    pub(super) fn start(&self) -> u32 {
-        self.start.load(Ordering::Relaxed)
-    }
-
-    /// Work requests in it.
-    #[inline]
-    pub(super) fn parts(&self) -> u32 {
-        self.parts.load(Ordering::Acquire)
-    }
-
-    /// Which of its work requests `id` is, if one of the life it is in.
-    pub(super) fn part(&self, id: WrId) -> Option<u32> {
-        // Before the number of the last.
-        let parts = self.parts();
-        let behind = self.id().0.wrapping_sub(id.0);
-        let part = u64::from(parts - 1).checked_sub(behind / GENERATION)?;
-        behind.is_multiple_of(GENERATION).then_some(part as u32)
-    }
-
-    /// As [`part`](Self::part), if that life is not over.
-    pub(super) fn current_part(&self, id: WrId) -> Option<u32> {
-        // As `phase_in`.
-        let state = self.state.load(Ordering::Acquire);
-        matches!(state & PHASE, SUBMITTED | WAITING | DETACHED).then(|| self.part(id))?
     }
 
     /// The phase, if `id` is the life it is in.
@@ -393,20 +338,6 @@ impl Slot {
     pub(super) fn free(&self) -> bool {
         self.id.store(self.id().0.wrapping_add(GENERATION), Ordering::Relaxed);
         self.state.swap(FREE, Ordering::AcqRel) & ORPHAN != 0
-    }
-
-    /// The parts that failed, of a batch that is over; there is one work request in the slot from now on.
-    #[inline]
-    pub(super) fn end_parts(&self) -> FailedParts {
-        let parts = self.parts();
-        if parts == 1 {
-            return FailedParts::new();
-        }
-        self.parts.store(1, Ordering::Release);
-        if self.state.load(Ordering::Relaxed) & FAILED == 0 {
-            return FailedParts::new();
-        }
-        self.queue().map_or_else(FailedParts::new, |queue| queue.take_failed_parts(self.id()))
     }
 
     /// Takes what a detached operation owned and frees the slot.
@@ -571,18 +502,6 @@ impl Slot {
     #[inline]
     fn phase(&self, state: u32, phase: u32) -> u32 {
         state & !PHASE | phase
-    }
-}
-
-/// Numbers of the work requests of a batch.
-pub(super) struct PartIds(WrId);
-
-impl PartIds {
-    #[inline(always)]
-    pub(super) fn next(&mut self) -> WrId {
-        let id = self.0;
-        self.0 = WrId(id.0.wrapping_add(GENERATION));
-        id
     }
 }
 
