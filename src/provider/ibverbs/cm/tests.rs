@@ -411,8 +411,8 @@ fn device_that_is_taken_away_tells_every_id() {
     a.until_removed(&active.0);
     b.until_removed(&passive.0);
     b.until_removed(&listener);
+    // What the kernel still knows of the connection depends on how far it has got with the removal.
     assert_eq!(active.0.disconnect(), Ok(()));
-    assert!(active.0.qp_attr(QpState::Rtr).is_err());
     drop((active, passive, listener));
     assert_eq!((a.channel.0.ids.lock().len(), b.channel.0.ids.lock().len()), (0, 0));
 }
