@@ -258,7 +258,9 @@ impl QpInner {
     /// Encoded onto the network.
     fn pump_queued(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) -> bool {
         let here = self.device();
-        sender.share_link();
+        if !sender.may_go() {
+            return false;
+        }
         let pace = self.pace().map(|pace| (pace, here.network.scheduler.now()));
         let mut out = SendSide { qp: self, deferred };
         let mut outbox = Outbox::new(here);
@@ -315,7 +317,7 @@ impl QpInner {
         half
     }
 
-    /// Sends what packets led to.
+    /// Sends what packets led to, or what its turn on the way to the peer lets it send.
     pub(super) fn answer(self: &Arc<Self>, half: Half) {
         let deferred = Deferred::new();
         match half {

@@ -4,6 +4,7 @@
 #![allow(unsafe_code)]
 
 mod modify;
+mod way;
 
 use std::borrow::Borrow;
 use std::fmt;
@@ -29,7 +30,7 @@ use super::device::{ContextInner, DeviceInner, PORT};
 use super::requester::{Destination, Flow, Requester, SendCompletions, SendConfig, SendCounters};
 use super::responder::{ReceiveConfig, ReceiveCounters, ReceiveWqe, Receiver, Responder};
 use super::srq::SrqInner;
-use super::udp::{Busy, PeerLink};
+use super::udp::Place;
 
 pub(super) struct QpInner {
     qpn: Qpn,
@@ -81,48 +82,8 @@ pub(super) struct Sender {
     notify_drained: bool,
     /// Failure was noticed and passed on to the other half.
     failed: bool,
-    /// The way to the peer, over UDP.
-    link: Option<Arc<PeerLink>>,
-    /// Something is on that way.
-    busy: Option<Busy>,
-}
-
-impl Sender {
-    /// An initiator of dynamic connections sends to `to`.
-    pub(super) fn follow(&mut self, to: Destination, device: &DeviceInner) {
-        if self.peer_at.gid != to.gid || self.link.is_none() {
-            self.busy = None;
-            self.link = device.endpoint().map(|endpoint| endpoint.link_to(to.gid));
-            self.share_link();
-        }
-        if (self.peer_at.gid, self.peer_at.qpn) != (to.gid, to.qpn) {
-            self.target = Weak::new();
-        }
-        self.peer_at = to;
-    }
-
-    /// Over UDP: takes part in the use of the way to the peer, and keeps to its share of it.
-    pub(super) fn share_link(&mut self) {
-        if let Some(link) = &self.link {
-            let busy = self.busy.get_or_insert_with(|| link.enter());
-            self.machine.config.flow = busy.share(self.machine.config.mtu);
-        }
-    }
-
-    /// True if it takes part in the use of the way to the peer.
-    #[cfg(test)]
-    pub(super) const fn is_on_the_way(&self) -> bool {
-        self.busy.is_some()
-    }
-
-    /// After something was sent, acknowledged, or given up: leaves the way to others if nothing is on it.
-    pub(super) fn rest(&mut self) {
-        match (self.machine.underway(), &mut self.busy) {
-            (0, busy) => *busy = None,
-            (packets, Some(busy)) => busy.tell(packets, self.machine.config.mtu),
-            (_, None) => {}
-        }
-    }
+    /// On the way to the peer, over UDP.
+    place: Option<Place>,
 }
 
 /// Responder half.
@@ -273,8 +234,7 @@ pub(super) fn create(context: &Arc<ContextInner>, pd: u32, init: &QpInit<'_, Sof
                 passed_over: false,
                 notify_drained: false,
                 failed: false,
-                link: None,
-                busy: None,
+                place: None,
             }),
             receiver: Mutex::new(ReceiverHalf { machine: Responder::new(receive), replying: false, unconfirmed: None }),
         })
@@ -326,7 +286,9 @@ impl QpInner {
 
     fn flush_both(self: &Arc<Self>, sender: &mut Sender, receiver: &mut ReceiverHalf, deferred: &Deferred) {
         sender.failed = true;
-        sender.busy = None;
+        if let Some(place) = &sender.place {
+            place.leave();
+        }
         if sender.machine.state() != QpState::Err {
             tracing::debug!(qpn = %self.qpn, from = ?sender.machine.state(), "queue pair enters ERR");
             sender.machine.set_state(QpState::Err, &mut SendSide { qp: self, deferred });

@@ -15,8 +15,10 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use super::cm::Manager;
 use super::dc::DctInner;
 use super::device::DeviceInner;
+use super::exchange::Half;
 use super::network::Delivery;
 use super::qp::QpInner;
+use super::udp::PeerLink;
 
 /// Something to do. Holds nothing alive.
 #[derive(Debug)]
@@ -25,6 +27,10 @@ pub(super) enum Job {
     Timer(Weak<QpInner>),
     /// More packets of the requester than one slice took.
     Continue(Weak<QpInner>),
+    /// Its turn has come on the way to the peer.
+    Enter(Weak<QpInner>),
+    /// Somebody waits long for the way to a peer.
+    TurnPage(Weak<PeerLink>),
     /// More replies of the responder than one slice took.
     Reply(Weak<QpInner>),
     /// More replies of the sessions of a DC target than one slice took.
@@ -46,6 +52,16 @@ impl Job {
             Self::Continue(qp) => {
                 if let Some(qp) = qp.upgrade() {
                     qp.on_continue();
+                }
+            }
+            Self::Enter(qp) => {
+                if let Some(qp) = qp.upgrade() {
+                    qp.answer(Half::Sender);
+                }
+            }
+            Self::TurnPage(link) => {
+                if let Some(link) = link.upgrade() {
+                    link.on_tick();
                 }
             }
             Self::Reply(qp) => {

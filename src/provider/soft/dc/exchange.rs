@@ -95,7 +95,7 @@ impl QpInner {
 
     /// The target now at `to`.
     fn find_target(&self, sender: &mut Sender, to: Destination) -> Option<Arc<DctInner>> {
-        sender.follow(to, self.device());
+        sender.follow(to);
         sender.target.upgrade().or_else(|| {
             let found = self.device().network.target(to.gid, to.qpn)?;
             sender.target = Arc::downgrade(&found);
@@ -110,14 +110,19 @@ impl QpInner {
         deferred: &Deferred,
     ) -> bool {
         let here = self.device();
-        sender.share_link();
+        // Nothing is underway to the target before: what comes next is asked of the way to this one.
+        if let Some(to) = sender.machine.turns_to() {
+            sender.turn_to(self, to);
+        }
+        if !sender.may_go() {
+            return false;
+        }
         let mut out = SendSide { qp: self, deferred };
         let mut outbox = Outbox::new(here);
         let mut budget = Budget::slice();
         let mut gather = Gather::new();
         while let Some(outgoing) = sender.machine.next_packet(&here.keys, &mut gather, &mut out) {
             let Some(header) = sender.machine.header() else { return false };
-            sender.follow(outgoing.to, here);
             let payload = payload_of(&sender.machine, &outgoing, &gather);
             outbox.push_framed(&(outgoing.packet, header), outgoing.to.gid, &payload);
             budget.spend(payload.len());

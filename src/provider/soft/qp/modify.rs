@@ -84,7 +84,7 @@ impl QpInner {
     }
 
     /// Passes the attributes on to the machines.
-    fn apply(&self, sender: &mut Sender, receiver: &mut ReceiverHalf) {
+    fn apply(self: &Arc<Self>, sender: &mut Sender, receiver: &mut ReceiverHalf) {
         let attr = &sender.attr;
         let send = &mut sender.machine.config;
         let receive = &mut receiver.machine.config;
@@ -92,13 +92,12 @@ impl QpInner {
             (send.dest, receive.peer) = (qpn, qpn);
             sender.peer_at.qpn = qpn;
         }
+        let mut turns = false;
         // Each work request of an initiator of dynamic connections has its own.
         if let Some(address) = attr.address.filter(|_| self.transport != Transport::Dci) {
             receive.peer_gid = address.dgid;
+            turns = sender.place.is_none() || sender.peer_at.gid != address.dgid;
             sender.peer_at.gid = address.dgid;
-            sender.busy = None;
-            let reliable = self.transport == Transport::Rc;
-            sender.link = self.device().endpoint().filter(|_| reliable).map(|endpoint| endpoint.link_to(address.dgid));
         }
         sender.peer = None;
         if let Some(mtu) = attr.path_mtu {
@@ -114,6 +113,9 @@ impl QpInner {
         receive.access = attr.access.unwrap_or(receive.access);
         receive.min_rnr_timer = attr.min_rnr_timer.unwrap_or(receive.min_rnr_timer);
         receive.max_dest_rd_atomic = attr.max_dest_rd_atomic.unwrap_or(receive.max_dest_rd_atomic);
+        if turns && self.transport == Transport::Rc {
+            sender.take_way(self, sender.peer_at.gid);
+        }
     }
 
     /// Empties everything; the queue pair is as just created.
@@ -131,7 +133,7 @@ impl QpInner {
         sender.machine.set_state(QpState::Reset, &mut SendSide { qp: self, deferred });
         receiver.machine.set_state(QpState::Reset, &mut ReceiveSide { qp: self, deferred });
         sender.attr = QpAttr::default();
-        (sender.busy, sender.link) = (None, None);
+        sender.place = None;
         sender.peer = None;
         sender.target = Weak::new();
         sender.failed = false;

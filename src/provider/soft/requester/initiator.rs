@@ -81,6 +81,11 @@ impl Initiator {
         }
     }
 
+    /// True if OPEN is to be sent once more.
+    pub(super) fn opens_again(&self) -> bool {
+        self.phase == Phase::Opening { sent: false }
+    }
+
     /// A packet of the session besides those of its requests.
     fn packet(&self, psn: Psn, body: Body) -> Outgoing {
         let packet = Packet::of_dc(self.target.qpn, psn, body);
@@ -93,6 +98,12 @@ impl Requester {
     /// `config.transport` says.
     pub(in crate::provider::soft) fn initiator(config: SendConfig, incarnation: u32) -> Self {
         Self { initiator: Some(Box::new(Initiator::new(incarnation))), ..Self::new(config) }
+    }
+
+    /// The target of what it sends next, if it is free to turn to another.
+    pub(in crate::provider::soft) fn turns_to(&self) -> Option<Destination> {
+        let free = self.unacked == self.next_psn;
+        self.queue.front().filter(|_| free).map(|head| head.to)
     }
 
     /// What packets sent now have besides those of RC; of an initiator.

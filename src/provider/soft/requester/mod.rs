@@ -17,10 +17,12 @@ mod answers;
 mod initiator;
 mod local;
 mod quiet;
+mod turns;
 mod wqe;
 
 use initiator::{Facing, Initiator};
 pub(super) use quiet::Whole;
+pub(super) use turns::Asks;
 pub(super) use wqe::Destination;
 use wqe::{SendWqe, body_of, consumes_receive, left_in_request, local_fault};
 
@@ -170,6 +172,8 @@ pub(in crate::provider::soft) struct Requester {
     progressed: bool,
     /// Timeouts since the last progress.
     silences: u32,
+    /// It waits for its turn on the way to the peer.
+    paused: bool,
     /// Went back because of a gap in the responses, and no progress since: late ones change nothing.
     gap_seen: bool,
     drained_reported: bool,
@@ -198,6 +202,7 @@ impl Requester {
             deadline: None,
             progressed: false,
             silences: 0,
+            paused: false,
             gap_seen: false,
             drained_reported: true,
             position: 0,
@@ -218,15 +223,6 @@ impl Requester {
     /// True if work is queued.
     pub(in crate::provider::soft) const fn has_work(&self) -> bool {
         !self.queue.is_empty()
-    }
-
-    /// Packets that were sent and are not acknowledged, or are answers to READs that have not come; none while the peer, which
-    /// has dropped them, is not ready.
-    pub(in crate::provider::soft) fn underway(&self) -> u32 {
-        if self.wait != Wait::None {
-            return 0;
-        }
-        self.sent_end.distance_from(self.unacked).max(0) as u32
     }
 
     /// First sequence number, given on the way to RTS.
@@ -508,7 +504,8 @@ impl Requester {
 
     #[cold]
     fn settle_slow(&mut self, now: u64) -> Option<u64> {
-        if !matches!(self.state, QpState::Rts | QpState::Sqd) || self.config.transport != Transport::Rc {
+        let idle = self.paused && self.wait == Wait::None;
+        if idle || !matches!(self.state, QpState::Rts | QpState::Sqd) || self.config.transport != Transport::Rc {
             self.deadline = None;
         } else if std::mem::take(&mut self.progressed) || self.deadline.is_none() {
             let duration = match self.wait {

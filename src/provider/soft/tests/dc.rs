@@ -532,3 +532,34 @@ fn large_messages_move_in_slices_both_ways() {
         assert_eq!(back.bytes(0, len), source.bytes(0, len), "{kind}");
     }
 }
+
+#[test]
+fn crowd_of_initiators_shares_the_way_to_its_targets() {
+    const CROWD: u64 = 200;
+    let network = over_udp(&["a", "b", "c"]);
+    let setup = Setup { mtu: Mtu::Mtu4096, cqe: 8, ..Setup::default() };
+    let targets = ["b", "c"].map(|name| Serving::new(&network, name, &setup));
+    let initiators: Vec<_> = (0..CROWD).map(|_| Asking::new(&network, "a", &setup)).collect();
+    let device = initiators[0].qp.0.device();
+    device.endpoint().unwrap().limit_receive_buffer();
+    let len = 24 << 10;
+    let memory = targets.each_ref().map(|target| target.buffer(len));
+    memory[0].fill((0..len).map(|at| at as u8));
+    let back: Vec<_> = initiators.iter().map(|it| it.buffer(len)).collect();
+    // To one and the other by turns.
+    for (it, back) in initiators.iter().zip(&back) {
+        for wr_id in 0..4 {
+            let to = wr_id as usize % 2;
+            let op = [SendOp::Read(memory[0].remote(0)), SendOp::Write(memory[1].remote(0))][to];
+            it.send(wr_id, op, &targets[to].place(), &[back.sge(0, len)]).unwrap();
+        }
+    }
+    let expected: Vec<_> = (0..4).map(|wr_id| (wr_id, WcStatus::SUCCESS)).collect();
+    for (it, back) in initiators.iter().zip(&back) {
+        assert_eq!(outcome(&it.wait(4)), expected);
+        assert_eq!(back.bytes(0, len), memory[0].bytes(0, len));
+    }
+    assert_eq!(memory[1].bytes(0, len), memory[0].bytes(0, len));
+    let idle = |it: &Asking| !it.qp.0.sender.lock().is_on_the_way();
+    assert!(initiators.iter().all(idle), "nothing is underway");
+}

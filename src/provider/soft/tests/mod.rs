@@ -1,5 +1,6 @@
 //! The device as its users see it: verbs in, completions out.
 
+mod admission;
 mod campaign;
 mod cost;
 mod dc;

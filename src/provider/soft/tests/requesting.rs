@@ -6,7 +6,7 @@ use crate::types::WcStatus;
 
 use super::super::dma::{Gather, Payload};
 use super::super::keys::Keys;
-use super::super::requester::{Flow, Requester, SendConfig};
+use super::super::requester::{Asks, Flow, Requester, SendConfig};
 use super::super::wire::{Aeth, Body, Nak, Packet, Part, Reth, Syndrome};
 
 struct Requesting {
@@ -247,6 +247,34 @@ fn read_is_asked_for_when_its_answers_fit_beside_what_is_underway() {
     it.ack(9, Syndrome::ACK);
     assert_eq!(it.steps(), [10]);
     assert_eq!(it.machine.underway(), 8);
+}
+
+#[test]
+fn who_waits_for_its_turn_does_not_run_out_of_retries() {
+    let mut it = Requesting::with(1, 8);
+    it.machine.config.flow = Flow::of(8);
+    assert_eq!(it.machine.asks(), None, "there is nothing to send");
+    it.post(0, SendOp::Write(FAR), 600, NONE);
+    it.post(1, SendOp::Read(FAR), 20 * 256, NONE);
+    let asks = |least, turn| Some(Asks { least, turn });
+    assert_eq!(it.machine.asks(), asks(1, 3));
+    assert_eq!(it.steps(), [0, 1, 2]);
+    assert_eq!(it.machine.asks(), None, "it is on the way");
+    it.expire();
+    assert!(it.machine.is_silent());
+    assert_eq!(it.machine.asks(), asks(1, 1), "all is to be sent again, with care");
+    it.machine.pause(true);
+    assert_eq!(it.machine.settle(|| 0), None, "no time runs");
+    it.machine.pause(false);
+    assert_eq!(it.steps(), [0, 1, 2]);
+    it.ack(2, Syndrome::ACK);
+    assert!(!it.machine.is_silent() && it.machine.is_answered());
+    // Of a READ, what one request asks for.
+    assert_eq!(it.machine.asks(), asks(8, 8));
+    assert_eq!(it.steps(), [3]);
+    it.data(3, Part::First, 256);
+    it.expire();
+    assert_eq!(it.machine.asks(), asks(7, 7));
 }
 
 #[test]

@@ -21,6 +21,7 @@ use crate::provider::soft::exchange::Half;
 use crate::provider::soft::faults::LinkCounters;
 use crate::provider::soft::network::NetworkInner;
 use crate::provider::soft::qp::QpInner;
+use crate::provider::soft::scheduler::Scheduler;
 use crate::provider::soft::wire::Packet;
 use crate::types::{Gid, Mtu};
 
@@ -148,7 +149,7 @@ impl Endpoint {
     }
 
     /// The way to `peer`, the same for all who ask.
-    pub(in crate::provider::soft) fn link_to(&self, peer: Gid) -> Arc<PeerLink> {
+    pub(in crate::provider::soft) fn link_to(&self, peer: Gid, scheduler: &Arc<Scheduler>) -> Arc<PeerLink> {
         let mut links = self.links.lock();
         if let Some(link) = links.get(&peer).and_then(Weak::upgrade) {
             return link;
@@ -156,7 +157,7 @@ impl Endpoint {
         if links.len() == links.capacity() {
             links.retain(|_, link| link.strong_count() > 0);
         }
-        let link = Arc::new(PeerLink::default());
+        let link = Arc::new(PeerLink::new(scheduler));
         links.insert(peer, Arc::downgrade(&link));
         link
     }
@@ -164,6 +165,12 @@ impl Endpoint {
     /// Of packets that nobody acknowledges.
     pub(in crate::provider::soft) const fn pace(&self) -> &Pace {
         &self.pace
+    }
+
+    /// Its socket holds what Linux gives by default (`net.core.rmem_max` 212992).
+    #[cfg(test)]
+    pub(in crate::provider::soft) fn limit_receive_buffer(&self) {
+        self.socket.limit_receive_buffer(212_992).unwrap();
     }
 
     /// Path MTU of the route to `peer`; fails if there is none.

@@ -26,4 +26,4 @@ pub use config::UdpConfig;
 pub(super) use endpoint::{Endpoint, Turn};
 pub(super) use outbox::Outbox;
 pub(super) use pace::Pace;
-pub(super) use peer_link::{Busy, PeerLink};
+pub(super) use peer_link::{PeerLink, Place};

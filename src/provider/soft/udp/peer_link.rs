@@ -1,14 +1,34 @@
 //! The way to a peer, shared by all queue pairs that send there.
 //!
 //! A peer's socket holds what its kernel gives it, 208 KiB by default, whoever sends. So what is underway to one peer from one
-//! device is bounded, and queue pairs with something underway share that equally. Who comes when others still have the larger
-//! shares of before waits for these to shrink. Each may always have one packet underway, or what one READ asks for, so none
-//! waits for ever; with very many the bound is exceeded, packets may be lost, and are sent again.
+//! device is bounded, whatever the number of queue pairs. Who has nothing underway and finds no room waits in line; as others'
+//! packets are acknowledged, those at its head are let in. Who is on the way may have an equal share underway, at least one
+//! packet, and stands in line again when nothing of it is underway any more and others wait. Who has waited has a turn of several
+//! packets, as each change costs.
+//!
+//! ```text
+//!  Off ── no room ──▶ Waiting ── its turn ──▶ Entered ── sent ──▶ On
+//!   └──── room ─────────────────────────────────▲                 │
+//!   ▲──────────────── all acknowledged, failed, ended ────────────┘
+//! ```
+//!
+//! A queue pair that nobody answers must not keep out the others. The socket hands out packets in the order in which they came.
+//! So what is underway stands on two pages: what was sent since the page was turned, and what was sent before. When somebody who
+//! has sent since is acknowledged, all from before has left the socket, or was lost: it counts no more, and the page is turned.
+//! If nobody is acknowledged, but somebody waits, it is turned after [`PATIENCE`], again and again. That ends each wait.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+mod pages;
 
-use crate::provider::soft::requester::Flow;
+use std::collections::VecDeque;
+use std::sync::{Arc, Weak};
+
+use parking_lot::Mutex;
+use smallvec::SmallVec;
+
+use self::pages::{Load, Pages};
+use crate::provider::soft::qp::QpInner;
+use crate::provider::soft::requester::{Asks, Flow};
+use crate::provider::soft::scheduler::{Job, Scheduler};
 use crate::types::Mtu;
 
 /// Bytes underway to a peer. As much as fits: with half of it a receiver has taken in all before the next comes, and both ends
@@ -16,103 +36,283 @@ use crate::types::Mtu;
 pub(super) const TO_PEER: u32 = 128 << 10;
 /// Packets of one queue pair, however small: each also costs its receiver some hundred bytes.
 pub(super) const PACKETS: u32 = 64;
+/// Nanoseconds after which a page is turned though nobody is acknowledged. Longer than a peer is usually kept from its
+/// processor; what is let in too early finds the socket full at worst, and is sent again.
+const PATIENCE: u64 = 50_000_000;
+/// It halves each time, down to this: so a thousand queue pairs find out in time that nobody is there.
+const LEAST_PATIENCE: u64 = 5_000_000;
 
 /// See the module.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(in crate::provider::soft) struct PeerLink {
-    /// Queue pairs with something underway.
-    busy: AtomicU32,
-    /// Bytes that they have underway, or are answers to what they have asked for.
-    underway: AtomicU32,
+    scheduler: Arc<Scheduler>,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    pages: Pages,
+    line: VecDeque<Ask>,
+    entries: Vec<Entry>,
+    /// Entries that nobody has.
+    free: Vec<usize>,
+    /// The page when the scheduler looked last whether it is to be turned, while it is to look again.
+    watched: Option<u64>,
+    /// Times that it was turned since somebody was acknowledged.
+    silences: u32,
+}
+
+/// Who waits in line, and for how many bytes.
+#[derive(Debug)]
+struct Ask {
+    index: usize,
+    bytes: u32,
+}
+
+#[derive(Debug)]
+struct Entry {
+    qp: Weak<QpInner>,
+    standing: Standing,
+    /// The page when it went last.
+    went: u64,
+}
+
+/// See the module.
+#[derive(Debug, Clone, Copy)]
+enum Standing {
+    Off,
+    Waiting,
+    Entered(Load),
+    On(Load),
+}
+
+/// Who is to be told that it has been let in.
+type LetIn = SmallVec<[Weak<QpInner>; 4]>;
+
+impl State {
+    /// It stands nowhere; `heard`: as all that it has sent was answered.
+    fn clear(&mut self, index: usize, heard: bool) {
+        match std::mem::replace(&mut self.entries[index].standing, Standing::Off) {
+            Standing::Off => {}
+            Standing::Waiting => self.line.retain(|ask| ask.index != index),
+            Standing::Entered(load) => self.pages.remove(load),
+            Standing::On(load) => {
+                self.pages.remove(load);
+                if heard {
+                    self.silences = 0;
+                    if load.page == Some(self.pages.now()) {
+                        self.pages.turn();
+                    }
+                }
+            }
+        }
+    }
+
+    fn has_room(&self, bytes: u32) -> bool {
+        let (underway, _) = self.pages.total();
+        underway == 0 || underway.saturating_add(bytes) <= TO_PEER
+    }
+
+    /// Lets in who fits, in order; all but `asking` are to be told.
+    fn let_in(&mut self, asking: Option<usize>) -> LetIn {
+        let mut all = LetIn::new();
+        while let Some(&Ask { index, bytes }) = self.line.front().filter(|first| self.has_room(first.bytes)) {
+            self.line.pop_front();
+            let entry = &mut self.entries[index];
+            entry.standing = Standing::Entered(self.pages.add(bytes, None));
+            if asking != Some(index) {
+                all.push(Weak::clone(&entry.qp));
+            }
+        }
+        all
+    }
+
+    /// Room for what it asks for, or a place at the end of the line.
+    fn ask(&mut self, index: usize, asks: Asks, mtu: u32, heard: bool) -> LetIn {
+        if matches!(self.entries[index].standing, Standing::Waiting | Standing::Entered(_)) {
+            return LetIn::new();
+        }
+        self.clear(index, heard);
+        let (least, turn) = (asks.least.saturating_mul(mtu), asks.turn.saturating_mul(mtu));
+        let at_once = self.line.is_empty() && self.has_room(least);
+        self.entries[index].standing = Standing::Waiting;
+        self.line.push_back(Ask { index, bytes: if at_once { least } else { turn } });
+        self.let_in(Some(index))
+    }
+
+    /// It goes now: what it may have underway.
+    fn share(&mut self, index: usize, mtu: u32) -> Flow {
+        self.entries[index].went = self.pages.now();
+        let entry = &self.entries[index];
+        let own = match entry.standing {
+            Standing::Entered(load) | Standing::On(load) if self.pages.counts(load) => Some(load.bytes),
+            _ => None,
+        };
+        let (bytes, pairs) = self.pages.total();
+        let pairs = pairs + u32::from(own.is_none());
+        let others = bytes.saturating_sub(own.unwrap_or(0));
+        let mut equal = TO_PEER / (pairs + self.line.len() as u32);
+        if let Some(first) = self.line.front() {
+            // It fits at last, whatever it asks for.
+            equal = equal.min(TO_PEER.saturating_sub(first.bytes) / pairs);
+        }
+        // What it was let in for it has.
+        let entered = if matches!(entry.standing, Standing::Entered(_)) { own.unwrap_or(0) } else { 0 };
+        Flow::of((equal.min(TO_PEER.saturating_sub(others)).max(entered) / mtu).clamp(1, PACKETS))
+    }
+
+    /// So much of it is underway; `sent`: more than before, or again.
+    fn tell(&mut self, index: usize, bytes: u32, sent: bool) {
+        let Entry { standing, went, .. } = self.entries[index];
+        let standing = match standing {
+            Standing::Waiting => return,
+            Standing::Off if !sent => return,
+            Standing::Off => Standing::On(self.pages.add(bytes, Some(went))),
+            Standing::Entered(load) | Standing::On(load) if sent => {
+                self.pages.remove(load);
+                Standing::On(self.pages.add(bytes, Some(went)))
+            }
+            Standing::Entered(load) => Standing::Entered(self.pages.lower(load, bytes)),
+            Standing::On(load) => Standing::On(self.pages.lower(load, bytes)),
+        };
+        self.entries[index].standing = standing;
+    }
 }
 
 impl PeerLink {
-    /// One more has something underway, until the result is dropped.
-    pub(in crate::provider::soft) fn enter(self: &Arc<Self>) -> Busy {
-        self.busy.fetch_add(1, Ordering::Relaxed);
-        Busy { link: Arc::clone(self), underway: 0, allowed: TO_PEER }
+    pub(in crate::provider::soft) fn new(scheduler: &Arc<Scheduler>) -> Self {
+        Self { scheduler: Arc::clone(scheduler), state: Mutex::default() }
+    }
+
+    /// A place for `qp`, which has nothing underway.
+    pub(in crate::provider::soft) fn place(self: &Arc<Self>, qp: Weak<QpInner>) -> Place {
+        let entry = Entry { qp, standing: Standing::Off, went: 0 };
+        let mut state = self.state.lock();
+        let index = match state.free.pop() {
+            Some(index) => {
+                state.entries[index] = entry;
+                index
+            }
+            None => {
+                state.entries.push(entry);
+                state.entries.len() - 1
+            }
+        };
+        drop(state);
+        Place { link: Arc::clone(self), index, packets: 0 }
+    }
+
+    /// The scheduler: nobody who waits is kept out by what was sent long ago.
+    pub(in crate::provider::soft) fn on_tick(self: &Arc<Self>) {
+        let let_in = {
+            let mut state = self.state.lock();
+            if state.watched.take() == Some(state.pages.now()) {
+                state.pages.turn();
+                state.silences = state.silences.saturating_add(1);
+            }
+            state.let_in(None)
+        };
+        self.tell_them(let_in);
+        self.tick();
+    }
+
+    /// As long as somebody waits.
+    fn tick(self: &Arc<Self>) {
+        let mut state = self.state.lock();
+        if state.watched.is_none() && !state.line.is_empty() {
+            state.watched = Some(state.pages.now());
+            let patience = PATIENCE.checked_shr(state.silences).unwrap_or(0).max(LEAST_PATIENCE);
+            drop(state);
+            let at = self.scheduler.now() + patience;
+            self.scheduler.schedule(at, Job::TurnPage(Arc::downgrade(self)));
+        }
+    }
+
+    /// The scheduler goes on with them: each has a lock, and the caller may hold that of another.
+    fn tell_them(&self, let_in: LetIn) {
+        for qp in let_in {
+            self.scheduler.schedule(self.scheduler.now(), Job::Enter(qp));
+        }
     }
 }
 
-/// A queue pair with something underway.
+/// The place of a queue pair on the way to its peer.
 #[derive(Debug)]
-pub(in crate::provider::soft) struct Busy {
+pub(in crate::provider::soft) struct Place {
     link: Arc<PeerLink>,
-    /// Bytes, as last told.
-    underway: u32,
-    /// Bytes, as last said.
-    allowed: u32,
+    index: usize,
+    /// Packets that it had ever sent, as last told.
+    packets: u64,
 }
 
-impl Busy {
-    /// What it may have underway now.
-    pub(in crate::provider::soft) fn share(&mut self, mtu: Mtu) -> Flow {
+impl Place {
+    /// It would send: how much it may have underway, or none if it waits in line and is told when it is let in. `asks`: if
+    /// nothing of it is underway; `heard`: as all was answered.
+    pub(in crate::provider::soft) fn go(&self, asks: Option<Asks>, heard: bool, mtu: Mtu) -> Option<Flow> {
         let mtu = mtu.bytes() as u32;
-        let PeerLink { busy, underway } = &*self.link;
-        let equal = TO_PEER / busy.load(Ordering::Relaxed).max(1);
-        let others = underway.load(Ordering::Relaxed).saturating_sub(self.underway);
-        let packets = (equal.min(TO_PEER.saturating_sub(others)) / mtu).clamp(1, PACKETS);
-        self.allowed = packets * mtu;
-        Flow::of(packets)
+        let mut state = self.link.state.lock();
+        let let_in = asks.map(|asks| state.ask(self.index, asks, mtu, heard)).unwrap_or_default();
+        let waits = asks.is_some() && matches!(state.entries[self.index].standing, Standing::Waiting);
+        let flow = (!waits).then(|| state.share(self.index, mtu));
+        let tick = waits && state.watched.is_none();
+        drop(state);
+        self.link.tell_them(let_in);
+        if tick {
+            self.link.tick();
+        }
+        flow
     }
 
-    /// So many packets are underway. What is above its share does not count: it was sent when that was larger, and is acknowledged
-    /// soon, or lost, and sent again a share at a time.
-    pub(in crate::provider::soft) fn tell(&mut self, packets: u32, mtu: Mtu) {
-        let now = packets.saturating_mul(mtu.bytes() as u32).min(self.allowed);
-        // Wraps around to what it would be by addition and subtraction.
-        self.link.underway.fetch_add(now.wrapping_sub(self.underway), Ordering::Relaxed);
-        self.underway = now;
+    /// So many packets, or answers, are underway; `sent`: packets that it has ever sent.
+    pub(in crate::provider::soft) fn tell(&mut self, underway: u32, sent: u64, mtu: Mtu) {
+        let bytes = underway.saturating_mul(mtu.bytes() as u32);
+        let before = std::mem::replace(&mut self.packets, sent);
+        let let_in = {
+            let mut state = self.link.state.lock();
+            state.tell(self.index, bytes, before != sent);
+            state.let_in(None)
+        };
+        self.link.tell_them(let_in);
+    }
+
+    /// Nothing of it is underway; if it was let in, its turn is over. `heard`: all that it has sent was answered.
+    pub(in crate::provider::soft) fn rest(&self, heard: bool) {
+        let let_in = {
+            let mut state = self.link.state.lock();
+            if matches!(state.entries[self.index].standing, Standing::Waiting) {
+                return;
+            }
+            state.clear(self.index, heard);
+            state.let_in(None)
+        };
+        self.link.tell_them(let_in);
+    }
+
+    /// It has nothing to send any more, and does not wait.
+    pub(in crate::provider::soft) fn leave(&self) {
+        let let_in = {
+            let mut state = self.link.state.lock();
+            state.clear(self.index, false);
+            state.let_in(None)
+        };
+        self.link.tell_them(let_in);
+    }
+
+    /// True if something of it is underway.
+    #[cfg(test)]
+    pub(in crate::provider::soft) fn is_on(&self) -> bool {
+        matches!(self.link.state.lock().entries[self.index].standing, Standing::Entered(_) | Standing::On(_))
     }
 }
 
-impl Drop for Busy {
+impl Drop for Place {
     fn drop(&mut self) {
-        self.link.underway.fetch_sub(self.underway, Ordering::Relaxed);
-        self.link.busy.fetch_sub(1, Ordering::Relaxed);
+        self.leave();
+        let mut state = self.link.state.lock();
+        state.entries[self.index].qp = Weak::new();
+        state.free.push(self.index);
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn queue_pairs_share_equally_and_none_starves() {
-        let link = Arc::new(PeerLink::default());
-        let mut first = link.enter();
-        assert_eq!(first.share(Mtu::Mtu4096), Flow::of(32));
-        assert_eq!(first.share(Mtu::Mtu256), Flow::of(64));
-        let more: Vec<_> = (0..3).map(|_| link.enter()).collect();
-        assert_eq!(first.share(Mtu::Mtu4096), Flow::of(8));
-        let many: Vec<_> = (0..1000).map(|_| link.enter()).collect();
-        assert_eq!(first.share(Mtu::Mtu4096), Flow::of(1));
-        drop((more, many));
-        assert_eq!(first.share(Mtu::Mtu4096), Flow::of(32));
-        drop(first);
-        assert_eq!(link.busy.load(Ordering::Relaxed), 0);
-    }
-
-    #[test]
-    fn who_comes_later_waits_for_the_shares_of_the_others_to_shrink() {
-        let mtu = Mtu::Mtu4096;
-        let link = Arc::new(PeerLink::default());
-        let mut first = link.enter();
-        assert_eq!(first.share(mtu), Flow::of(32));
-        first.tell(32, mtu);
-        let mut second = link.enter();
-        assert_eq!(second.share(mtu), Flow::of(1), "all there is has been taken");
-        second.tell(1, mtu);
-        first.tell(20, mtu);
-        assert_eq!(second.share(mtu), Flow::of(12));
-        first.tell(4, mtu);
-        assert_eq!((first.share(mtu), second.share(mtu)), (Flow::of(16), Flow::of(16)), "no more than its equal share");
-        // One whose peer is gone counts with its share only.
-        first.tell(32, mtu);
-        assert_eq!(second.share(mtu), Flow::of(16));
-        drop(first);
-        assert_eq!(second.share(mtu), Flow::of(32));
-        drop(second);
-        assert_eq!((link.busy.load(Ordering::Relaxed), link.underway.load(Ordering::Relaxed)), (0, 0));
-    }
-}
+mod tests;

@@ -91,6 +91,12 @@ impl Socket {
         if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 
+    /// Has the kernel give no more than it does with this `net.core.rmem_max`.
+    #[cfg(test)]
+    pub(super) fn limit_receive_buffer(&self, limit: c_int) -> io::Result<()> {
+        self.set(libc::SOL_SOCKET, libc::SO_RCVBUF, limit)
+    }
+
     /// Takes the messages that are there; `wait`: after waiting for one. None after [`close`](Self::close).
     pub(super) fn receive(&self, inbox: &mut Inbox, wait: bool) -> io::Result<()> {
         inbox.count = 0;

@@ -1,0 +1,64 @@
+//! What is underway, and what a reliable queue pair asks for when it comes to the way that it shares with others.
+
+use crate::types::{QpState, SendOp};
+
+use super::wqe::left_in_request;
+use super::{Requester, Wait};
+
+/// Packets, or answers, that somebody asks the way for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::provider::soft) struct Asks {
+    /// With which it can begin.
+    pub(in crate::provider::soft) least: u32,
+    /// Of a turn for which it has waited: one at a time would cost more than it brings.
+    pub(in crate::provider::soft) turn: u32,
+}
+
+impl Requester {
+    /// Packets that were sent and are not acknowledged, or are answers to READs that have not come; none while the peer, which
+    /// has dropped them, is not ready.
+    pub(in crate::provider::soft) fn underway(&self) -> u32 {
+        if self.wait != Wait::None {
+            return 0;
+        }
+        self.sent_end.distance_from(self.unacked).max(0) as u32
+    }
+
+    /// True if the peer has answered all that was sent.
+    pub(in crate::provider::soft) fn is_answered(&self) -> bool {
+        self.unacked == self.sent_end && self.state != QpState::Err
+    }
+
+    /// What it would send now, if nothing of it is on the way: all has been acknowledged, or is to be sent again. None
+    /// otherwise, or if it can send nothing.
+    pub(in crate::provider::soft) fn asks(&self) -> Option<Asks> {
+        if !matches!(self.state, QpState::Rts | QpState::Sqd) || self.wait != Wait::None {
+            return None;
+        }
+        let over = self.initiator.as_ref().is_some_and(|initiator| initiator.opens_again());
+        if self.unacked != self.sent_end && !self.at_unacked() && !over {
+            return None;
+        }
+        let wqe = self.queue.get(self.cursor).filter(|wqe| wqe.started || self.state == QpState::Rts)?;
+        let packets =
+            if wqe.started { wqe.packets } else { wqe.length.div_ceil(self.config.mtu.bytes() as u32).max(1) };
+        let number = self.cursor_packet;
+        let turn = (packets - number).min(left_in_request(number, &self.config));
+        Some(match wqe.op {
+            SendOp::Read(_) => Asks { least: turn, turn },
+            // Nobody answers: it tries with little.
+            _ if self.is_silent() => Asks { least: 1, turn: 1 },
+            _ => Asks { least: 1, turn },
+        })
+    }
+
+    /// True if nothing has been heard since a timeout.
+    pub(in crate::provider::soft) const fn is_silent(&self) -> bool {
+        self.silences > 0
+    }
+
+    /// While it waits for its turn nothing is to be acknowledged, and no time runs.
+    pub(in crate::provider::soft) const fn pause(&mut self, paused: bool) {
+        self.paused = paused;
+    }
+}
