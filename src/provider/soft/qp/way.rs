@@ -21,6 +21,7 @@ impl Sender {
     /// An initiator of dynamic connections, of whom nothing is underway, turns to `to`, over a network.
     pub(in crate::provider::soft) fn turn_to(&mut self, qp: &Arc<QpInner>, to: Destination) {
         if self.peer_at.gid != to.gid || self.place.is_none() {
+            self.rest();
             self.take_way(qp, to.gid);
         }
         self.follow(to);

@@ -53,6 +53,8 @@ pub(super) struct Initiator {
     phase: Phase,
     /// When a message was started last.
     used: u64,
+    /// One was, in this session.
+    begun: bool,
 }
 
 impl Initiator {
@@ -64,6 +66,7 @@ impl Initiator {
             cookie: 0,
             phase: Phase::Closed,
             used: 0,
+            begun: false,
         }
     }
 
@@ -84,6 +87,11 @@ impl Initiator {
     /// True if OPEN is to be sent once more.
     pub(super) fn opens_again(&self) -> bool {
         self.phase == Phase::Opening { sent: false }
+    }
+
+    /// True if the target has just accepted the session: no message has been started in it.
+    pub(super) fn begins(&self) -> bool {
+        self.phase == Phase::Open && !self.begun
     }
 
     /// A packet of the session besides those of its requests.
@@ -141,8 +149,8 @@ impl Requester {
             Phase::Open => {
                 let now = out.now();
                 let fresh = now.saturating_sub(initiator.used) < PAUSE;
-                if initiator.target == to && (fresh || !idle) {
-                    initiator.used = now;
+                if initiator.target == to && (fresh || !idle || initiator.begins()) {
+                    (initiator.used, initiator.begun) = (now, true);
                     return Facing::Target;
                 }
                 if !idle {
@@ -176,7 +184,7 @@ impl Requester {
             initiator.target = Destination { key: Some(key), ..to };
             initiator.session = initiator.session.next((random >> 32) as u32);
             initiator.cookie = 0;
-            initiator.used = now;
+            (initiator.used, initiator.begun) = (now, false);
             initiator.phase = Phase::Opening { sent: false };
         }
         self.open_again()

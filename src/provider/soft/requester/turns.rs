@@ -15,13 +15,19 @@ pub(in crate::provider::soft) struct Asks {
 }
 
 impl Requester {
-    /// Packets that were sent and are not acknowledged, or are answers to READs that have not come; none while the peer, which
-    /// has dropped them, is not ready.
+    /// Packets that are on their way, or answers to READs that have not come: none while the peer, which has dropped them, is not
+    /// ready, and of what is to be sent again only what has been. Of one that has been silent for long, one.
     pub(in crate::provider::soft) fn underway(&self) -> u32 {
-        if self.wait != Wait::None {
+        let opens_again = self.initiator.as_ref().is_some_and(|initiator| initiator.opens_again());
+        if self.wait != Wait::None || opens_again {
             return 0;
         }
-        self.sent_end.distance_from(self.unacked).max(0) as u32
+        let end = match self.queue.get(self.cursor) {
+            Some(wqe) if wqe.started => wqe.first_psn.add(self.cursor_packet),
+            _ => self.sent_end,
+        };
+        let packets = end.distance_from(self.unacked).max(0) as u32;
+        if self.is_long_silent() { packets.min(1) } else { packets }
     }
 
     /// True if the peer has answered all that was sent.
@@ -30,22 +36,28 @@ impl Requester {
     }
 
     /// What it would send now, if nothing of it is on the way: all has been acknowledged, or is to be sent again. None
-    /// otherwise, or if it can send nothing.
+    /// otherwise, or if it can send nothing, or begins a session with a DC target, for which its turn has come already.
     pub(in crate::provider::soft) fn asks(&self) -> Option<Asks> {
         if !matches!(self.state, QpState::Rts | QpState::Sqd) || self.wait != Wait::None {
             return None;
         }
-        let over = self.initiator.as_ref().is_some_and(|initiator| initiator.opens_again());
-        if self.unacked != self.sent_end && !self.at_unacked() && !over {
+        let (begins, again) =
+            self.initiator.as_ref().map_or((false, false), |initiator| (initiator.begins(), initiator.opens_again()));
+        if begins || self.unacked != self.sent_end && !self.at_unacked() && !again {
             return None;
         }
-        let wqe = self.queue.get(self.cursor).filter(|wqe| wqe.started || self.state == QpState::Rts)?;
+        // What is local takes no way.
+        let mut at = self.cursor;
+        while self.queue.get(at)?.op.is_local() {
+            at += 1;
+        }
+        let wqe = self.queue.get(at).filter(|wqe| wqe.started || self.state == QpState::Rts)?;
         let packets =
             if wqe.started { wqe.packets } else { wqe.length.div_ceil(self.config.mtu.bytes() as u32).max(1) };
-        let number = self.cursor_packet;
+        let number = if at == self.cursor { self.cursor_packet } else { 0 };
         let turn = (packets - number).min(left_in_request(number, &self.config));
         Some(match wqe.op {
-            SendOp::Read(_) => Asks { least: turn, turn },
+            SendOp::Read(_) if !self.is_long_silent() => Asks { least: turn, turn },
             // Nobody answers: it tries with little.
             _ if self.is_silent() => Asks { least: 1, turn: 1 },
             _ => Asks { least: 1, turn },
@@ -55,6 +67,11 @@ impl Requester {
     /// True if nothing has been heard since a timeout.
     pub(in crate::provider::soft) const fn is_silent(&self) -> bool {
         self.silences > 0
+    }
+
+    /// Nor after what was sent again.
+    const fn is_long_silent(&self) -> bool {
+        self.silences > 1
     }
 
     /// While it waits for its turn nothing is to be acknowledged, and no time runs.

@@ -58,7 +58,7 @@ fn thousand_queue_pairs_write_and_read_at_once_and_little_is_lost() {
     println!("{failed} failed, {packets} packets, {again} again, {timeouts} timeouts, {took:?}");
     assert_eq!(failed, 0);
     // Without a line it is more than all of them; a receiver that gets no processor for long loses some.
-    assert!(again < packets / 4, "{again} of {packets} packets were sent again, {timeouts} timeouts");
+    assert!(again < packets / 2, "{again} of {packets} packets were sent again, {timeouts} timeouts");
     for (index, (here, there)) in buffers.iter().enumerate() {
         let expected: Vec<u8> = (0..WRITTEN + READ).map(|at| pattern(index, at)).collect();
         assert!(here.bytes(0, expected.len()) == expected && there.bytes(0, expected.len()) == expected, "{index}");

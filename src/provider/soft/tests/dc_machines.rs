@@ -541,6 +541,22 @@ fn initiator_whose_session_is_gone_fails_if_something_was_underway() {
 }
 
 #[test]
+fn session_that_is_accepted_late_is_used_at_once() {
+    let mut it = Asking::new();
+    it.post(0, 20, 8);
+    assert!(it.machine.asks().is_some());
+    let open = it.packet();
+    it.side.now += 5_000_000_000;
+    it.answer(open, 1, Body::Accept);
+    assert_eq!(it.machine.asks(), None, "its turn has come already");
+    let sent = it.packet();
+    assert_eq!((kinds(&[sent])[0], sent.1.session), ("request", open.1.session));
+    it.answer(sent, 1, ACK);
+    it.post(1, 20, 8);
+    assert!(it.machine.asks().is_some());
+}
+
+#[test]
 fn session_is_renewed_after_a_pause_and_after_a_reset() {
     let mut it = Asking::new();
     let mut sessions = Vec::new();

@@ -278,6 +278,44 @@ fn who_waits_for_its_turn_does_not_run_out_of_retries() {
 }
 
 #[test]
+fn read_that_nobody_answers_for_long_asks_for_little() {
+    let mut it = Requesting::with(2, 8);
+    it.machine.config.flow = Flow::of(8);
+    it.post(0, SendOp::Read(FAR), 20 * 256, NONE);
+    let all = Some(Asks { least: 8, turn: 8 });
+    for _ in 0..2 {
+        assert_eq!((it.machine.asks(), it.machine.underway()), (all, 0));
+        assert_eq!(it.steps(), [0]);
+        assert_eq!(it.machine.underway(), 8);
+        it.expire();
+    }
+    assert_eq!(it.machine.asks(), Some(Asks { least: 1, turn: 1 }));
+    assert_eq!(it.steps(), [0]);
+    assert_eq!(it.machine.underway(), 1);
+    it.data(0, Part::First, 256);
+    assert_eq!(it.machine.underway(), 7);
+}
+
+#[test]
+fn what_is_to_be_sent_again_is_not_underway_and_what_is_local_asks_for_no_way() {
+    let mut it = Requesting::with(1, 8);
+    it.machine.config.flow = Flow::of(8);
+    it.post(0, SendOp::Write(FAR), 8 * 256, NONE);
+    assert_eq!(it.steps(), [0, 1, 2, 3, 4, 5, 6, 7]);
+    assert_eq!(it.machine.underway(), 8);
+    it.expire();
+    assert_eq!(it.machine.underway(), 0);
+    it.machine.config.flow = Flow::of(1);
+    assert_eq!((it.steps().len(), it.machine.underway()), (1, 1));
+    it.ack(7, Syndrome::ACK);
+    assert_eq!((it.machine.underway(), it.log.completions.len()), (0, 1));
+    it.post(1, SendOp::LocalInvalidate(Rkey(0)), 0, NONE);
+    assert_eq!(it.machine.asks(), None);
+    it.post(2, SendOp::Read(FAR), 3 * 256, NONE);
+    assert_eq!(it.machine.asks(), Some(Asks { least: 3, turn: 3 }));
+}
+
+#[test]
 fn lost_read_response_asks_for_the_rest() {
     let mut it = Requesting::new();
     it.post(0, SendOp::Read(FAR), 1000, NONE);

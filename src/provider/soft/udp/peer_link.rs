@@ -42,6 +42,11 @@ const PATIENCE: u64 = 50_000_000;
 /// It halves each time, down to this: so a thousand queue pairs find out in time that nobody is there.
 const LEAST_PATIENCE: u64 = 5_000_000;
 
+/// What a packet counts as, in bytes: a small one takes room besides its payload.
+fn counts_as(mtu: Mtu) -> u32 {
+    (mtu.bytes() as u32).max(512)
+}
+
 /// See the module.
 #[derive(Debug)]
 pub(in crate::provider::soft) struct PeerLink {
@@ -249,7 +254,7 @@ impl Place {
     /// It would send: how much it may have underway, or none if it waits in line and is told when it is let in. `asks`: if
     /// nothing of it is underway; `heard`: as all was answered.
     pub(in crate::provider::soft) fn go(&self, asks: Option<Asks>, heard: bool, mtu: Mtu) -> Option<Flow> {
-        let mtu = mtu.bytes() as u32;
+        let mtu = counts_as(mtu);
         let mut state = self.link.state.lock();
         let let_in = asks.map(|asks| state.ask(self.index, asks, mtu, heard)).unwrap_or_default();
         let waits = asks.is_some() && matches!(state.entries[self.index].standing, Standing::Waiting);
@@ -265,7 +270,7 @@ impl Place {
 
     /// So many packets, or answers, are underway; `sent`: packets that it has ever sent.
     pub(in crate::provider::soft) fn tell(&mut self, underway: u32, sent: u64, mtu: Mtu) {
-        let bytes = underway.saturating_mul(mtu.bytes() as u32);
+        let bytes = underway.saturating_mul(counts_as(mtu));
         let before = std::mem::replace(&mut self.packets, sent);
         let let_in = {
             let mut state = self.link.state.lock();
