@@ -209,16 +209,23 @@ impl PeerLink {
 
     /// The scheduler: nobody who waits is kept out by what was sent long ago.
     pub(in crate::provider::soft) fn on_tick(self: &Arc<Self>) {
-        let let_in = {
-            let mut state = self.state.lock();
+        self.change(|state| {
             if state.watched.take() == Some(state.pages.now()) {
                 state.pages.turn();
                 state.silences = state.silences.saturating_add(1);
             }
+        });
+        self.tick();
+    }
+
+    /// Lets in who fits after `change`.
+    fn change(&self, change: impl FnOnce(&mut State)) {
+        let let_in = {
+            let mut state = self.state.lock();
+            change(&mut state);
             state.let_in(None)
         };
         self.tell_them(let_in);
-        self.tick();
     }
 
     /// As long as somebody waits.
@@ -272,35 +279,21 @@ impl Place {
     pub(in crate::provider::soft) fn tell(&mut self, underway: u32, sent: u64, mtu: Mtu) {
         let bytes = underway.saturating_mul(counts_as(mtu));
         let before = std::mem::replace(&mut self.packets, sent);
-        let let_in = {
-            let mut state = self.link.state.lock();
-            state.tell(self.index, bytes, before != sent);
-            state.let_in(None)
-        };
-        self.link.tell_them(let_in);
+        self.link.change(|state| state.tell(self.index, bytes, before != sent));
     }
 
     /// Nothing of it is underway; if it was let in, its turn is over. `heard`: all that it has sent was answered.
     pub(in crate::provider::soft) fn rest(&self, heard: bool) {
-        let let_in = {
-            let mut state = self.link.state.lock();
-            if matches!(state.entries[self.index].standing, Standing::Waiting) {
-                return;
+        self.link.change(|state| {
+            if !matches!(state.entries[self.index].standing, Standing::Waiting) {
+                state.clear(self.index, heard);
             }
-            state.clear(self.index, heard);
-            state.let_in(None)
-        };
-        self.link.tell_them(let_in);
+        });
     }
 
     /// It has nothing to send any more, and does not wait.
     pub(in crate::provider::soft) fn leave(&self) {
-        let let_in = {
-            let mut state = self.link.state.lock();
-            state.clear(self.index, false);
-            state.let_in(None)
-        };
-        self.link.tell_them(let_in);
+        self.link.change(|state| state.clear(self.index, false));
     }
 
     /// True if something of it is underway.
