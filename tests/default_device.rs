@@ -12,7 +12,11 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::time::Duration;
 
 use tokio_rdma::software::{UdpConfig, UdpError};
-use tokio_rdma::{Connection, Device, Listener, OpenError};
+use tokio_rdma::types::{AckTimeout, WcStatus};
+use tokio_rdma::{
+    Access, CompletionMode, CompletionQueue, ConnectOptions, Connection, Device, ExposedRegion, Listener, OpErrorKind,
+    OpenError, Pool, QueuePair,
+};
 
 /// Only a hang takes this long.
 const HANG: Duration = Duration::from_secs(60);
@@ -98,6 +102,48 @@ fn clients_of_a_service_have_an_address_each_and_reach_it() {
             theirs.send(from.to_string().into_bytes()).await.unwrap();
             assert_eq!(&ours.recv().await.unwrap().unwrap()[..], from.to_string().as_bytes());
         }
+    };
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    runtime.block_on(async { tokio::time::timeout(HANG, scenario).await.expect("hangs") });
+}
+
+/// A queue pair, and memory that its peer may write.
+fn end(device: &Device) -> (QueuePair, Pool, ExposedRegion) {
+    let pd = device.protection_domain().unwrap();
+    let queue = CompletionQueue::new(device, CompletionMode::Event).unwrap();
+    let pool = Pool::new(&pd, 64, 2).unwrap();
+    let region = ExposedRegion::new(&pd, vec![0; 64], Access::REMOTE_ALL).unwrap();
+    (QueuePair::new(&pd, &queue).unwrap(), pool, region)
+}
+
+/// Connects a queue pair of `writer` to one of `target`, both ways, and writes. The result, and what the target's memory holds.
+async fn write_from(writer: &Device, target: &Device) -> (Result<(), OpErrorKind>, u8) {
+    let ((qp, pool, _ours), (theirs, _pool, region)) = (end(writer), end(target));
+    // The fewest repetitions that a busy machine does not exceed: the writer that is not heard has to use them all.
+    let options = ConnectOptions { timeout: AckTimeout::from_code(16), retry_count: 3, ..Default::default() };
+    qp.connect_with(&theirs.endpoint(), &options).unwrap();
+    theirs.connect_with(&qp.endpoint(), &options).unwrap();
+    let written = qp.write(pool.copy_from(&[7; 8]).unwrap(), region.grant()).await;
+    let mut byte = [0];
+    region.read(0, &mut byte).unwrap();
+    (written.map(drop).map_err(|error| error.kind()), byte[0])
+}
+
+#[test]
+fn client_of_one_service_executes_nothing_from_a_third_address() {
+    if !runs() {
+        return;
+    }
+    let (server, at) = somewhere();
+    let (third, _) = somewhere();
+    let client = Device::open_default_to(at).unwrap();
+    let open = Device::open_default_towards(at).unwrap();
+    let scenario = async {
+        let (refused, byte) = write_from(&third, &client).await;
+        let Err(OpErrorKind::Completion(error)) = refused else { panic!("executed: {refused:?}, {byte}") };
+        assert_eq!((error.status, byte), (WcStatus::RETRY_EXC_ERR, 0));
+        assert_eq!(write_from(&server, &client).await, (Ok(()), 7), "the service is heard");
+        assert_eq!(write_from(&third, &open).await, (Ok(()), 7), "a client of several hosts hears all of them");
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     runtime.block_on(async { tokio::time::timeout(HANG, scenario).await.expect("hangs") });

@@ -163,8 +163,8 @@ impl Device {
         let address = address.to_canonical();
         match named() {
             Some(name) if name != Self::SOFTWARE => Self::open(&name),
-            Some(_) => Self::over_udp(&[address]),
-            None => Self::real_at(address).or_else(|()| Self::over_udp(&[address])),
+            Some(_) => Self::over_udp(&[address], None),
+            None => Self::real_at(address).or_else(|()| Self::over_udp(&[address], None)),
         }
     }
 
@@ -175,8 +175,10 @@ impl Device {
     /// address from 127.0.0.254 down to 127.0.0.2 then, or, for a peer by IPv6, at `::1`. That is one address only: a
     /// software device at `::1` has no clients on IPv6, so let its service listen in 127.0.0.0/8 instead.
     ///
-    /// The device is not for this peer alone: it reaches, and hears, others as well, as a client does that is told of further
-    /// servers by its first. What [`open_default_at`](Self::open_default_at) says of security holds for it.
+    /// A software device hears `peer` only: packets from all other addresses are dropped before the device reads them, as by
+    /// [`UdpConfig::allow`](crate::software::UdpConfig::allow). A client of several hosts takes
+    /// [`open_default_towards`](Self::open_default_towards). A real device hears every host, and so does SoftRoCE. RoCE v2
+    /// has no authentication, so a host that forges the address of `peer` is heard as well.
     ///
     /// Nothing is sent, and nothing is waited for but what is said there.
     ///
@@ -189,13 +191,33 @@ impl Device {
     /// - [`AllTaken`](crate::software::UdpError::AllTaken): other programs have the port at all the addresses of loopback;
     /// - [`NotOneHost`](crate::software::UdpError::NotOneHost): `peer` is `0.0.0.0`, `::`, or the address of a group.
     pub fn open_default_to(peer: IpAddr) -> Result<Self, OpenError> {
+        Self::open_client(peer, Some(peer.to_canonical()))
+    }
+
+    /// Opens the device at the address from which `peer` is reached, chosen as by [`open_default_to`](Self::open_default_to),
+    /// and hears every host: for a client that connects to several hosts, or listens itself.
+    ///
+    /// # Security
+    ///
+    /// As [`open_default_at`](Self::open_default_at).
+    ///
+    /// # Errors
+    ///
+    /// As [`open_default_to`](Self::open_default_to).
+    pub fn open_default_towards(peer: IpAddr) -> Result<Self, OpenError> {
+        Self::open_client(peer, None)
+    }
+
+    /// Opens the device at the address from which `peer` is reached. A software device hears `only` that address, if there is
+    /// one.
+    fn open_client(peer: IpAddr, only: Option<IpAddr>) -> Result<Self, OpenError> {
         let (peer, named) = (peer.to_canonical(), named());
         if let Some(name) = named.as_ref().filter(|name| *name != Self::SOFTWARE) {
             return Self::open(name);
         }
         UdpError::check_host(peer)?;
         let by_route = source_to(peer)?;
-        let software = || Self::over_udp(&sources_to(peer, by_route, interface_at(peer).is_some()));
+        let software = || Self::over_udp(&sources_to(peer, by_route, interface_at(peer).is_some()), only);
         if named.is_some() { software() } else { Self::real_at(by_route).or_else(|()| software()) }
     }
 
@@ -390,9 +412,10 @@ impl Device {
         })
     }
 
-    /// A software device that speaks over UDP, at the first of these addresses that is free.
-    fn over_udp(addresses: &[IpAddr]) -> Result<Self, OpenError> {
-        let (network, address) = soft::Network::at_first_free(soft::UdpConfig::PORT, addresses)?;
+    /// A software device that speaks over UDP, at the first of these addresses that is free; with `only`, it hears no other
+    /// address.
+    fn over_udp(addresses: &[IpAddr], only: Option<IpAddr>) -> Result<Self, OpenError> {
+        let (network, address) = soft::Network::at_first_free(soft::UdpConfig::PORT, addresses, only)?;
         Self::software_in(&network, &address.to_string())
     }
 

@@ -50,7 +50,7 @@ async fn main() -> Result<(), Failure> {
             let service = found.first().ok_or("the service has no address")?;
             let ip = service.ip();
             // On the service's own host others reach us at its address, unless a node there has it.
-            let device = Device::open_default_at(ip).or_else(|_| Device::open_default_to(ip))?;
+            let device = Device::open_default_at(ip).or_else(|_| Device::open_default_towards(ip))?;
             meet(&device, name, &peer, &url).await
         }
         (["demo"], None) => {

@@ -33,7 +33,7 @@ async fn two_nodes_find_each_other_and_write_into_each_other() {
 #[tokio::test(flavor = "multi_thread")]
 async fn nodes_with_devices_for_other_processes_meet() {
     let url = serve().await;
-    let device = || Device::open_default_to(Ipv4Addr::LOCALHOST.into()).unwrap();
+    let device = || Device::open_default_towards(Ipv4Addr::LOCALHOST.into()).unwrap();
     let devices = [device(), device()];
     let (a, b) = (node("a", "b", &url), node("b", "a", &url));
     let (of_a, of_b) = tokio::join!(a.run(&devices[0]), b.run(&devices[1]));

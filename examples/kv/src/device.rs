@@ -18,7 +18,7 @@ pub(crate) fn connecting(server: SocketAddr, from: Option<IpAddr>) -> Result<Dev
 pub(crate) fn both(udp: bool) -> Result<[Device; 2]> {
     if udp {
         // As two processes would, wherever nobody else is.
-        let free = || Device::open_default_to(Ipv4Addr::LOCALHOST.into());
+        let free = || Device::open_default_towards(Ipv4Addr::LOCALHOST.into());
         return Ok([free()?, free()?]);
     }
     let device = Device::open_default()?;

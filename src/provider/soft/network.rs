@@ -115,12 +115,17 @@ impl Network {
     }
 
     /// A network over UDP with one device, at the first of these addresses whose port nobody has. If others are left to try,
-    /// no port is waited for.
-    pub(crate) fn at_first_free(port: u16, addresses: &[IpAddr]) -> Result<(Self, IpAddr), UdpError> {
+    /// no port is waited for. With `only`, the device hears no other address.
+    pub(crate) fn at_first_free(
+        port: u16,
+        addresses: &[IpAddr],
+        only: Option<IpAddr>,
+    ) -> Result<(Self, IpAddr), UdpError> {
         let (&[first, ..], &[.., last]) = (addresses, addresses) else { return Err(UdpError::NoDevice) };
         for &address in addresses {
             // Whoever names an address wants it to be reached.
             let config = UdpConfig::new().address(address).port(port).expose();
+            let config = only.into_iter().fold(config, |config, peer| config.allow(peer, UdpConfig::whole(peer)));
             match Self::of_sockets(&config, first == last) {
                 Ok(network) => return Ok((network, address)),
                 Err(UdpError::PortTaken { soft_roce: false, .. }) if first != last => {}

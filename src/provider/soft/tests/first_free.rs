@@ -23,20 +23,20 @@ fn first_free_address_is_taken_until_there_is_none() {
     let (port, addresses) = free();
     let [a, b, c] = addresses;
     let other = UdpSocket::bind((b, port)).unwrap();
-    let (first, at) = Network::at_first_free(port, &addresses).unwrap();
+    let (first, at) = Network::at_first_free(port, &addresses, None).unwrap();
     assert_eq!(at, a);
-    let (_third, at) = Network::at_first_free(port, &addresses).unwrap();
+    let (_third, at) = Network::at_first_free(port, &addresses, None).unwrap();
     assert_eq!(at, c, "another program has {b}");
     let none = UdpError::AllTaken { first: a, last: c, port };
-    assert_eq!(Network::at_first_free(port, &addresses).unwrap_err(), none);
+    assert_eq!(Network::at_first_free(port, &addresses, None).unwrap_err(), none);
     assert_eq!(
         none.to_string(),
         format!("port {port} is taken by other programs at all addresses tried, first {a}, last {c}")
     );
     drop(other);
-    assert_eq!(Network::at_first_free(port, &addresses).unwrap().1, b);
+    assert_eq!(Network::at_first_free(port, &addresses, None).unwrap().1, b);
     drop(first);
-    assert_eq!(Network::at_first_free(port, &addresses).unwrap().1, a);
+    assert_eq!(Network::at_first_free(port, &addresses, None).unwrap().1, a);
 }
 
 #[test]
@@ -44,8 +44,11 @@ fn only_address_says_who_has_it_and_nothing_else_is_tried_where_all_fail() {
     let (port, [a, b, _]) = free();
     let _other = UdpSocket::bind((a, port)).unwrap();
     let taken = UdpError::PortTaken { address: a, port, soft_roce: false };
-    assert_eq!(Network::at_first_free(port, &[a]).unwrap_err(), taken);
+    assert_eq!(Network::at_first_free(port, &[a], None).unwrap_err(), taken);
     let nobody: IpAddr = "198.51.100.1".parse().unwrap();
-    assert_eq!(Network::at_first_free(port, &[a, nobody, b]).unwrap_err(), UdpError::NotLocal { address: nobody });
-    assert_eq!(Network::at_first_free(port, &[]).unwrap_err(), UdpError::NoDevice);
+    assert_eq!(
+        Network::at_first_free(port, &[a, nobody, b], None).unwrap_err(),
+        UdpError::NotLocal { address: nobody }
+    );
+    assert_eq!(Network::at_first_free(port, &[], None).unwrap_err(), UdpError::NoDevice);
 }

@@ -68,6 +68,11 @@ impl UdpConfig {
         self
     }
 
+    /// Length of the prefix that is one address.
+    pub(in crate::provider::soft) const fn whole(address: IpAddr) -> u8 {
+        bits(address)
+    }
+
     /// Name and address of each device.
     pub(in crate::provider::soft) fn devices(&self) -> impl Iterator<Item = (&str, IpAddr)> {
         self.devices.iter().map(|(name, address)| (name.as_str(), *address))

@@ -23,7 +23,7 @@ pub(crate) async fn run(options: &Client) -> Result<()> {
     let wanted = Wanted { pages: options.pages, copies: options.copies.into() };
     let device = match options.address {
         Some(address) => Device::open_default_at(address)?,
-        None => Device::open_default_to(an_owner(&directory, wanted).await?)?,
+        None => Device::open_default_towards(an_owner(&directory, wanted).await?)?,
     };
     let work = &options.work;
     let (cache, in_flight, readahead) = (work.cache, work.in_flight, work.readahead);
