@@ -181,7 +181,8 @@ impl WorkQueue {
         let claim = self.slots.claim_next()?;
         claim.place(posting.posted as u32);
         let wr_id = claim.id();
-        let wr = SendWr { wr_id, op, flags, data: Data::Sges(&[sge]), target: None };
+        let sges = [sge];
+        let wr = SendWr { wr_id, op, flags, data: Data::Sges(&sges), target: None };
         // SAFETY: S1: the element names a buffer that the operation owns. It keeps it until the slot is COMPLETE,
         // or leaves it in the slot, which is emptied only when the device is done or the queue was destroyed.
         if unsafe { qp.post_send_one(wr) }.is_err() {
