@@ -187,7 +187,7 @@ impl Responder {
         self.counters.duplicates += 1;
         match packet.body {
             Body::Send { .. } | Body::Write { .. } => {
-                self.acknowledge(self.expected.sub(1), Syndrome::ACK);
+                self.acknowledge_duplicate(packet.psn);
             }
             Body::ReadRequest(again) => {
                 let saved = self.resources.iter().find_map(|resource| match *resource {
@@ -237,6 +237,30 @@ impl Responder {
                 }
             }
             _ => self.counters.dropped += 1,
+        }
+    }
+
+    /// Acknowledges a SEND or WRITE that was executed before, and what followed it, but no READ or atomic: the peer may
+    /// not have that response. SoftRoCE completes a READ without its data on an acknowledgement of its sequence number.
+    fn acknowledge_duplicate(&mut self, psn: Psn) {
+        let executed = self.expected.distance_from(psn);
+        // A peer has no more READs and atomics outstanding than there are resources.
+        let reads = self.resources.iter().filter_map(|resource| {
+            let (first, packets, msn) = match *resource {
+                Resource::Read { psn, packets, msn, .. } => (psn, packets, msn),
+                Resource::Atomic { psn, msn, .. } => (psn, 1, msn),
+            };
+            let last = first.add(packets - 1).distance_from(psn);
+            (0..executed).contains(&last).then_some((last, first, msn))
+        });
+        let (psn, msn) = match reads.min_by_key(|&(last, ..)| last) {
+            Some((_, first, msn)) => (first.sub(1), msn.wrapping_sub(1)),
+            None => (self.expected.sub(1), self.msn),
+        };
+        // Its response acknowledges what precedes it.
+        let covers = |reply: &Reply| !matches!(reply, Reply::Acknowledge { .. }) && reply.psn().distance_from(psn) > 0;
+        if !self.replies.iter().any(covers) {
+            self.acknowledge_as_of(msn, psn, Syndrome::ACK);
         }
     }
 

@@ -401,12 +401,17 @@ impl Responder {
     /// Queues an acknowledgement; it stands for all before it.
     #[inline]
     fn acknowledge(&mut self, psn: Psn, syndrome: Syndrome) {
-        let reply = Reply::Acknowledge { psn, syndrome, msn: self.msn & 0x00ff_ffff };
+        self.acknowledge_as_of(self.msn, psn, syndrome);
+    }
+
+    /// Queues an acknowledgement that says that `msn` requests are completed.
+    #[inline]
+    fn acknowledge_as_of(&mut self, msn: u32, psn: Psn, syndrome: Syndrome) {
+        let reply = Reply::Acknowledge { psn, syndrome, msn: msn & 0x00ff_ffff };
         match self.replies.back_mut() {
             // Of two the later says all: a refusal what an acknowledgement of all before it says, and an acknowledgement
             // of what was missing that it is no longer.
             Some(last @ Reply::Acknowledge { .. }) if psn.distance_from(last.psn()) >= 0 => *last = reply,
-            Some(last @ Reply::Acknowledge { syndrome: Syndrome::Ack(_), .. }) => *last = reply,
             Some(Reply::Acknowledge { .. }) if syndrome == Syndrome::ACK => {}
             None => self.replies.push_back(reply),
             Some(_) => self.acknowledge_behind(psn, reply),
@@ -446,7 +451,8 @@ impl Responder {
         out.failed();
     }
 
-    /// Enters ERR. Acknowledgements that are queued still go out.
+    /// Enters ERR. Replies that are queued still go out, up to the first READ: it is not answered any more, and what
+    /// follows would acknowledge it.
     pub(in crate::provider::soft) fn flush(&mut self, out: &mut impl Receiver) {
         if self.receive_held {
             self.fail_receive(WcStatus::WR_FLUSH_ERR, out);
@@ -466,7 +472,8 @@ impl Responder {
         }
         self.state = QpState::Err;
         self.message = None;
-        self.replies.retain(|reply| !matches!(reply, Reply::Read(_)));
+        let read = self.replies.iter().position(|reply| matches!(reply, Reply::Read(_)));
+        self.replies.truncate(read.unwrap_or(self.replies.len()));
         self.resources.clear();
     }
 }
