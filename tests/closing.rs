@@ -646,11 +646,7 @@ fn connection_by_address_carries_user_data_and_ends_with_its_link() {
         let rejecting = async { listener.request().await.unwrap().reject(b"no room").await.unwrap() };
         let (refused, ()) = soon("reject", async { tokio::join!(asking, rejecting) }).await;
         match refused {
-            Err(tokio_rdma::EstablishError::Connect(tokio_rdma::cm::ConnectError::Rejected {
-                private_data, ..
-            })) => {
-                assert_eq!(&private_data[..7], b"no room");
-            }
+            Err(tokio_rdma::EstablishError::Rejected { user_data, .. }) => assert_eq!(&user_data[..], b"no room"),
             other => panic!("{other:?}"),
         }
     });

@@ -11,7 +11,7 @@ use std::task::{Context, Poll, Wake};
 use std::time::Duration;
 
 use tokio_rdma::cm::{
-    self, ConnectError, Disconnection, Link, ListenOptions, Listener, Options, RejectReason, Request, Step,
+    self, Attempt, ConnectError, Disconnection, Link, ListenOptions, Listener, Options, RejectReason, Request, Step,
 };
 use tokio_rdma::software::{Faults, Network};
 use tokio_rdma::types::{QpAttr, QpState, TransitionError, Transport};
@@ -183,7 +183,7 @@ fn request_that_is_rejected_or_dropped_tells_the_peer() {
             let mut said = Vec::new();
             for _ in 0..3 {
                 match a.connect(listener.local_addr(), &options).await {
-                    Err(ConnectError::Rejected { reason: RejectReason::CONSUMER, private_data }) => {
+                    Err(ConnectError::Rejected { reason: RejectReason::CONSUMER, private_data, .. }) => {
                         said.push(private_data);
                     }
                     other => panic!("{other:?}"),
@@ -204,7 +204,7 @@ fn address_that_is_taken_or_not_ours_is_named() {
         let listener = b.listen().await;
         let address = listener.local_addr();
         let error = Listener::bind(&b.device, address).await.unwrap_err();
-        assert_eq!(error, ConnectError::AddressInUse { address });
+        assert!(matches!(&error, ConnectError::AddressInUse { address: at, .. } if *at == address), "{error:?}");
         assert_eq!(error.io_kind(), std::io::ErrorKind::AddrInUse);
         drop(listener);
         // A provider that may block gives it back in its own time.
@@ -220,7 +220,41 @@ fn address_that_is_taken_or_not_ours_is_named() {
         // A network for documentation: RFC 5737.
         let foreign: SocketAddr = "192.0.2.1:7471".parse().unwrap();
         let error = Listener::bind(&a.device, foreign).await.unwrap_err();
-        assert_eq!(error, ConnectError::AddressNotAvailable { address: foreign });
+        assert_eq!(error, ConnectError::AddressNotAvailable { address: foreign, step: Step::Listen });
+    });
+}
+
+#[test]
+fn every_failure_to_connect_names_the_address_and_the_step() {
+    run("named failures", || async {
+        let network = Network::new();
+        let (a, b) = of_network(&network);
+        let listener = b.listen().await;
+        let (taken, foreign) = (listener.local_addr(), "192.0.2.1:7471".parse::<SocketAddr>().unwrap());
+        let nobody = SocketAddr::new(taken.ip(), if taken.port() == 1 { 2 } else { 1 });
+        let brief = Options::default().timeout(Duration::from_millis(50));
+        let failing = cm::connect(&a.device, taken, &brief, |_| Err(SetupError::Closed)).await.map(drop);
+        let datagram = |route: &cm::Route| route.prepare(a.builder()).transport(Transport::Ud).build();
+        let other_queue_pair = cm::connect(&a.device, taken, &brief, datagram).await.map(drop);
+        let failures: [(Result<(), ConnectError>, Step, SocketAddr); 6] = [
+            (Listener::bind(&b.device, taken).await.map(drop), Step::Listen, taken),
+            (Listener::bind(&b.device, foreign).await.map(drop), Step::Listen, foreign),
+            (cm::resolve(&a.device, foreign).await.map(drop), Step::Resolve, foreign),
+            (a.connect(nobody, &brief).await.map(drop), Step::Response, nobody),
+            (failing, Step::Prepare, taken),
+            (other_queue_pair, Step::Prepare, taken),
+        ];
+        for (result, step, address) in failures {
+            let error = result.expect_err("it fails");
+            assert_eq!((error.step(), error.address()), (Some(step), Some(address)), "{error}");
+            assert!(error.to_string().starts_with(&Attempt { step, address }.to_string()), "{error}");
+        }
+        // Of a listener that holds the address, the process knows the device.
+        let taken = Listener::bind(&b.device, taken).await.unwrap_err();
+        assert!(
+            taken.to_string().contains(&format!("another listener of this process, on device {}", b.device.name())),
+            "{taken}"
+        );
     });
 }
 
@@ -254,10 +288,10 @@ fn source_address_is_what_the_peer_sees_or_is_refused() {
         // A network for documentation: RFC 5737.
         let foreign: SocketAddr = "192.0.2.1:0".parse().unwrap();
         let error = cm::resolve_with(&a.device, address, &options.clone().source(foreign.ip())).await.unwrap_err();
-        assert_eq!(error, ConnectError::AddressNotAvailable { address: foreign });
+        assert_eq!(error, ConnectError::AddressNotAvailable { address: foreign, step: Step::Resolve });
         let other = if address.is_ipv4() { "::1" } else { "127.0.0.1" };
         let error = cm::resolve_with(&a.device, address, &options.source(other.parse().unwrap())).await.unwrap_err();
-        assert!(matches!(error, ConnectError::Setup(SetupError::Mismatch { .. })), "{error:?}");
+        assert!(matches!(error, ConnectError::Setup { error: SetupError::Mismatch { .. }, .. }), "{error:?}");
     });
 }
 
@@ -270,7 +304,8 @@ fn peer_that_never_accepts_is_given_up() {
         let route = cm::resolve(&a.device, listener.local_addr()).await.unwrap();
         let queue_pair = route.prepare(a.builder()).build().unwrap();
         let error = soon("deadline", route.connect(&queue_pair, &Options::default().timeout(after))).await.unwrap_err();
-        assert_eq!(error, ConnectError::TimedOut { step: Step::Response, after });
+        let address = Some(listener.local_addr());
+        assert_eq!(error, ConnectError::TimedOut { address, step: Step::Response, after });
         assert_eq!(state(&queue_pair), QpState::Err);
         // The request was taken back, so the next one is another.
         let options = Options::default().private_data(*b"second");
@@ -342,7 +377,7 @@ fn accept_that_is_dropped_loses_no_request_and_rejects_when_it_has_begun() {
         };
         let (result, ()) = soon("end", async { tokio::join!(active, passive) }).await;
         match result {
-            Err(ConnectError::Rejected { .. } | ConnectError::Disconnected) => {}
+            Err(ConnectError::Rejected { .. } | ConnectError::Disconnected { .. }) => {}
             // The answer was quicker: then the goodbye is what it sees.
             Ok((_, link)) => assert_eq!(soon("goodbye", link.disconnected()).await, Disconnection::Peer),
             Err(other) => panic!("{other:?}"),
@@ -443,7 +478,8 @@ fn private_data_and_queue_pairs_that_do_not_fit_are_refused_untouched() {
     run("misfits", || async {
         let (a, b) = sides();
         let listener = b.listen().await;
-        let to = || cm::resolve(&a.device, listener.local_addr());
+        let address = listener.local_addr();
+        let to = || cm::resolve(&a.device, address);
         let fresh = |route: &cm::Route| route.prepare(a.builder()).build().unwrap();
 
         let route = to().await.unwrap();
@@ -455,18 +491,22 @@ fn private_data_and_queue_pairs_that_do_not_fit_are_refused_untouched() {
         let route = to().await.unwrap();
         let datagrams = route.prepare(a.builder()).transport(Transport::Ud).build().unwrap();
         let error = route.connect(&datagrams, &Options::default()).await.unwrap_err();
-        assert!(matches!(error, ConnectError::Setup(SetupError::Mismatch { what: "transport", .. })), "{error:?}");
+        assert!(
+            matches!(error, ConnectError::Setup { error: SetupError::Mismatch { what: "transport", .. }, .. }),
+            "{error:?}"
+        );
 
         let route = to().await.unwrap();
         queue_pair.modify(&QpAttr::to_state(QpState::Err)).unwrap();
         let error = route.connect(&queue_pair, &Options::default()).await.unwrap_err();
         let expected = TransitionError::NotInState { claimed: QpState::Init, actual: QpState::Err };
-        assert_eq!(error, ConnectError::Setup(SetupError::Transition(expected)));
+        let prepare = |error| ConnectError::Setup { attempt: Some(Attempt { step: Step::Prepare, address }), error };
+        assert_eq!(error, prepare(SetupError::Transition(expected)));
 
         let route = to().await.unwrap();
         let foreign = b.builder().build().unwrap();
         let error = route.connect(&foreign, &Options::default()).await.unwrap_err();
-        assert_eq!(error, ConnectError::Setup(SetupError::Foreign { what: "queue pair" }));
+        assert_eq!(error, prepare(SetupError::Foreign { what: "queue pair" }));
         let route = to().await.unwrap();
         let (port, gid) = a.device.default_path().unwrap();
         // The software device has one GID only.
@@ -475,7 +515,7 @@ fn private_data_and_queue_pairs_that_do_not_fit_are_refused_untouched() {
             Some(other) => {
                 let elsewhere = a.builder().source(route.port(), other.index).build().unwrap();
                 let error = route.connect(&elsewhere, &Options::default()).await.unwrap_err();
-                assert!(matches!(error, ConnectError::Setup(SetupError::Mismatch { .. })), "{error:?}");
+                assert!(matches!(error, ConnectError::Setup { error: SetupError::Mismatch { .. }, .. }), "{error:?}");
             }
         }
         // None of them has sent anything.
@@ -600,13 +640,13 @@ fn device_that_is_lost_ends_listeners_links_and_handshakes() {
             error
         };
         let (handshake, error) = soon("kill", async { tokio::join!(handshake, kill) }).await;
-        assert_eq!(error, ConnectError::DeviceRemoved);
+        assert!(matches!(error, ConnectError::DeviceRemoved { .. }), "{error:?}");
         assert!(matches!(handshake, Err(ConnectError::TimedOut { step: Step::Response, .. })), "{:?}", handshake.err());
         assert_eq!(soon("removal", other.disconnected()).await, Disconnection::DeviceRemoved);
         soon("drained", other.drained()).await.unwrap();
         assert!(link.is_connected(), "it cannot know");
         let error = cm::Listener::bind(&b.device, b_address()).await.unwrap_err();
-        assert!(matches!(error, ConnectError::Verb(_) | ConnectError::DeviceRemoved), "{error:?}");
+        assert!(matches!(error, ConnectError::Verb { .. } | ConnectError::DeviceRemoved { .. }), "{error:?}");
         // A goodbye that nobody answers ends with its repetitions or the deadline, whichever comes first.
         assert!(matches!(
             soon("goodbye", link.disconnect()).await,

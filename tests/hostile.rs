@@ -374,24 +374,38 @@ fn hellos_that_are_none_are_refused_here_and_there() {
             assert!(matches!(refused, Err(cm::ConnectError::Rejected { .. })), "{what}: {refused:?}");
         }
         let connection = soon("connect", Connection::connect_with(&client, address, &config())).await.unwrap();
-        let (accepted, _listener) = soon("accept", accepting).await.unwrap();
+        let (accepted, listener) = soon("accept", accepting).await.unwrap();
         connection.send("x").await.unwrap();
         assert_eq!(connected::recv(&accepted).await, "x");
+        let _accepting = tokio::spawn(async move { listener.accept().await.map(drop) });
+
+        // A program without messages is told what it has met, and the reverse.
+        let make = |route: &cm::Route| route.prepare(QueuePair::builder(&client_pd, &queue)).build();
+        let plain = soon("reject", cm::connect(&client, address, &cm::Options::default(), make)).await.unwrap_err();
+        let (text, expected) = (plain.to_string(), format!("waiting for {address} to answer the connection request"));
+        assert!(text.starts_with(&expected) && text.contains("connect with tokio_rdma::Connection"), "{text}");
 
         // A listener of another protocol is none.
         let other = cm::Listener::bind(&device, "127.0.0.1:0").await.unwrap();
         let (address, server_queue) =
             (other.local_addr(), CompletionQueue::new(&device, CompletionMode::Event).unwrap());
-        let serving = async {
+        let serving = async |answer: &str| {
             let request = other.accept().await.unwrap();
             let qp = request.prepare(QueuePair::builder(&pd, &server_queue)).build().unwrap();
-            drop(request.accept(&qp, &cm::Options::default().private_data("HTTP/1.1")).await);
+            drop(request.accept(&qp, &cm::Options::default().private_data(answer)).await);
         };
         let config = config();
-        let connecting = Connection::connect_with(&client, address, &config);
-        let ((), refused) = soon("connect", async { tokio::join!(serving, connecting) }).await;
+        let connecting = || Connection::connect_with(&client, address, &config);
+        let ((), refused) = soon("connect", async { tokio::join!(serving(""), connecting()) }).await;
+        let text = refused.unwrap_err().to_string();
+        let expected = format!("{address} accepted the connection request but is no tokio_rdma::Listener for messages");
+        assert!(text.starts_with(&expected) && text.contains("the peer sent no hello"), "{text}");
+        let ((), refused) = soon("connect", async { tokio::join!(serving("HTTP/1.1"), connecting()) }).await;
         assert!(
-            matches!(refused, Err(EstablishError::Hello(HelloError::Magic { found: [b'H', b'T', b'T', b'P'] }))),
+            matches!(
+                &refused,
+                Err(EstablishError::OtherProtocol { error: HelloError::Magic { found: [b'H', b'T', b'T', b'P'] }, .. })
+            ),
             "{refused:?}"
         );
     });

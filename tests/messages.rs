@@ -576,7 +576,10 @@ fn gid_is_chosen_by_peer_or_by_number_and_an_address_must_lead_there() {
         let stranger: Gid = IpAddr::from([10, 9, 9, 9]).into();
         for (asked, wrong) in [("peer", config().peer(stranger)), ("source", config().source(number, !index))] {
             match soon("refuse", Connection::connect_with(&device, address, &wrong)).await {
-                Err(EstablishError::Connect(cm::ConnectError::Setup(SetupError::Mismatch { what, .. }))) => {
+                Err(EstablishError::Connect(cm::ConnectError::Setup {
+                    error: SetupError::Mismatch { what, .. },
+                    ..
+                })) => {
                     assert_eq!(what, asked);
                 }
                 other => panic!("{asked}: {other:?}"),

@@ -43,13 +43,14 @@ pub async fn connect(
     for address in lookup(address, options).await? {
         let attempt = async {
             let route = resolve_one(device, address, options).await?;
-            let queue_pair = make(&route)?;
+            let unprepared = |error| ConnectError::from(error).during(Step::Prepare, address);
+            let queue_pair = make(&route).map_err(unprepared)?;
             let link = route.connect(&queue_pair, options).await?;
             Ok((queue_pair, link))
         };
         match attempt.await {
             Ok(connected) => return Ok(connected),
-            Err(error) => last = error,
+            Err(error) => last = ConnectError::during(error, Step::Resolve, address),
         }
     }
     Err(last)
@@ -98,7 +99,7 @@ pub async fn resolve_with(
     for address in lookup(address, options).await? {
         match resolve_one(device, address, options).await {
             Ok(route) => return Ok(route),
-            Err(error) => last = error,
+            Err(error) => last = error.during(Step::Resolve, address),
         }
     }
     Err(last)
@@ -132,7 +133,9 @@ async fn resolve_one(device: &Device, address: SocketAddr, options: &Options) ->
         endpoint
             .call(move |id| {
                 id.resolve_addr(source, address, timeout).map_err(|error| match (error.errno, source) {
-                    (VerbError::EADDRNOTAVAIL, Some(address)) => ConnectError::AddressNotAvailable { address },
+                    (VerbError::EADDRNOTAVAIL, Some(address)) => {
+                        ConnectError::AddressNotAvailable { address, step: Step::Resolve }
+                    }
                     // Found out at once.
                     (ENETUNREACH | EHOSTUNREACH | VerbError::ENODEV, _) => unresolved(error.errno),
                     _ => error.into(),
@@ -219,7 +222,7 @@ impl Route {
         let Self { endpoint, path, address, .. } = self;
         let device = endpoint.router().device().clone();
         let (_, transport) = options.checked(REQUEST_DATA)?;
-        path.check(&device, queue_pair)?;
+        path.check(&device, queue_pair).map_err(|error| ConnectError::from(error).during(Step::Prepare, address))?;
         let halfway = Halfway::new(queue_pair);
         let reads = Reads::of(&device, options);
         let peer = within(options.deadline(), Step::Response, async {
@@ -229,10 +232,11 @@ impl Route {
                     let (private_data, transport) = options.checked(REQUEST_DATA)?;
                     Ok(id.connect(&reads.params(&ours, private_data, transport))?)
                 })
-                .await?;
+                .await
+                .map_err(|error| error.during(Step::Request, address))?;
             let peer = endpoint
                 .until(|happened| match (&happened.end, &happened.response) {
-                    (Some(end), _) => Some(Err(ConnectError::ended(end, address))),
+                    (Some(end), _) => Some(Err(ConnectError::ended(end, Step::Response, address))),
                     (None, Some(peer)) => Some(Ok(peer.clone())),
                     (None, None) => None,
                 })
@@ -245,10 +249,11 @@ impl Route {
                     Ok(id.establish()?)
                 })
                 .await;
-            endpoint.blame(confirmed, address).await?;
+            endpoint.blame(confirmed, Step::Confirm, address).await?;
             Ok(peer)
         })
-        .await?;
+        .await
+        .map_err(|error| error.during(Step::Response, address))?;
         halfway.arrived();
         let local = endpoint.local_addr().unwrap_or(SocketAddr::new(path.gid.to_ip(), 0));
         Ok(Link::new(endpoint, peer.private_data, (local, address), options.deadline()))

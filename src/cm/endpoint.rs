@@ -90,20 +90,21 @@ impl Endpoint {
     pub(super) async fn blame<T>(
         &self,
         result: Result<T, ConnectError>,
+        step: Step,
         address: SocketAddr,
     ) -> Result<T, ConnectError> {
         /// For the event, which may be there and not taken yet. If there is none, the refusal is this much later.
         const GRACE: Duration = Duration::from_millis(100);
         let Err(error) = result else { return result };
-        if !matches!(error, ConnectError::Verb(_) | ConnectError::Setup(_)) {
+        if !matches!(error, ConnectError::Verb { .. } | ConnectError::Setup { .. }) {
             return Err(error);
         }
         // One that the refused call itself has raised does not make the channel readable.
         self.router.drain();
         let end = self.until(|happened| happened.end.clone());
         match tokio::time::timeout(GRACE, end).await {
-            Ok(end) => Err(ConnectError::ended(&end, address)),
-            Err(_) => Err(error),
+            Ok(end) => Err(ConnectError::ended(&end, step, address)),
+            Err(_) => Err(error.during(step, address)),
         }
     }
 
@@ -128,13 +129,13 @@ pub(super) async fn where_it_may_block<T: Send + 'static>(
     }
 }
 
-/// `future`, or an error that names the step when it takes too long.
+/// `future`, or an error that names the step when it takes too long; the caller adds the address by [`ConnectError::during`].
 pub(super) async fn within<T>(
     after: Duration,
     step: Step,
     future: impl Future<Output = Result<T, ConnectError>>,
 ) -> Result<T, ConnectError> {
-    tokio::time::timeout(after, future).await.unwrap_or(Err(ConnectError::TimedOut { step, after }))
+    tokio::time::timeout(after, future).await.unwrap_or(Err(ConnectError::TimedOut { address: None, step, after }))
 }
 
 impl Drop for Endpoint {

@@ -10,80 +10,122 @@ use crate::types::RejectReason;
 
 use super::router::End;
 
-/// No connection, or no listener.
+/// An attempt to listen or to connect failed, or a connection ended before it was complete.
+///
+/// Each variant names the address and the step of the attempt, as far as there is an address: a lookup has none yet, and
+/// [`Limit`](Self::Limit) is refused before anything is attempted.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ConnectError {
-    /// The host name means nothing, or its lookup failed.
+    /// The lookup of the host name failed, or gave no address.
     Lookup {
         /// Kind of the error.
         kind: io::ErrorKind,
-        /// What the resolver says.
+        /// Text of the resolver's error.
         message: String,
     },
-    /// No device leads to the address, or nobody has it.
+    /// No device leads to the address, or no host has it.
     Resolve {
-        /// The address.
+        /// Address to connect to.
         address: SocketAddr,
         /// Reason, as in `errno(3)`.
         errno: i32,
     },
     /// The address is reached over another device than the one that was asked.
     OtherDevice {
-        /// The address.
+        /// Address to connect to.
         address: SocketAddr,
         /// Name of the device that leads there.
         device: String,
     },
-    /// Somebody listens there already.
+    /// Another listener has the address.
     AddressInUse {
-        /// The address.
+        /// Address to listen at.
         address: SocketAddr,
+        /// Name of the device of that listener, if it belongs to this process.
+        device: Option<String>,
     },
-    /// Not an address of ours.
+    /// The device does not have the address to listen at, or to connect from.
     AddressNotAvailable {
-        /// The address.
+        /// Address to listen at, or [source](super::Options::source).
         address: SocketAddr,
+        /// [`Step::Listen`] or [`Step::Resolve`].
+        step: Step,
     },
-    /// Nobody listens there.
+    /// No listener has the address.
     Refused {
-        /// The address.
+        /// Address to connect to.
         address: SocketAddr,
     },
-    /// The other side said no.
+    /// The peer rejected the request, or gave its own request up.
     Rejected {
-        /// Why.
+        /// Address of the peer, and step of the attempt.
+        attempt: Attempt,
+        /// Reason given by the peer.
         reason: RejectReason,
-        /// What it has to say, filled up with zeros to 148 bytes; or nothing.
+        /// Private data of the rejection. They are padded with zeros to 148 bytes, because their length does not travel; or
+        /// they are empty.
         private_data: Vec<u8>,
     },
-    /// The other side does not answer, whatever is repeated.
+    /// The peer does not answer, and all retransmissions are used up.
     Unreachable {
+        /// Address of the peer, and step of the attempt.
+        attempt: Attempt,
         /// Reason, as in `errno(3)`.
         errno: i32,
     },
     /// The deadline has passed.
     TimedOut {
-        /// What was waited for.
+        /// Address of the peer; none for a lookup.
+        address: Option<SocketAddr>,
+        /// Step that took too long.
         step: Step,
         /// The time allowed.
         after: Duration,
     },
-    /// The other side said goodbye before the connection was complete.
-    Disconnected,
-    /// Our address was moved to another device, or another network interface of it, before the connection was complete.
-    AddressChanged,
-    /// The device was taken away.
-    DeviceRemoved,
-    /// More than fits, private data for example.
+    /// The peer disconnected before the connection was complete.
+    Disconnected {
+        /// Address of the peer, and step of the attempt.
+        attempt: Attempt,
+    },
+    /// The local address was moved to another device, or another network interface, before the connection was complete.
+    AddressChanged {
+        /// Address of the peer, and step of the attempt.
+        attempt: Attempt,
+    },
+    /// The device was removed.
+    DeviceRemoved {
+        /// Address of the listener or the peer, and step of the attempt.
+        attempt: Attempt,
+    },
+    /// A setting is beyond its limit, private data for example.
     Limit(LimitError),
     /// The queue pair does not fit the connection, or cannot be made ready.
-    Setup(SetupError),
+    Setup {
+        /// Address of the peer, and step of the attempt.
+        attempt: Option<Attempt>,
+        /// Reason.
+        error: SetupError,
+    },
     /// The provider refused.
-    Verb(VerbError),
+    Verb {
+        /// Address of the listener or the peer, and step of the attempt.
+        attempt: Option<Attempt>,
+        /// Verb and reason.
+        error: VerbError,
+    },
 }
 
-/// A part of the way to a connection.
+/// What an attempt was doing when it failed: its step and the address of the listener or the peer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Attempt {
+    /// Step that failed.
+    pub step: Step,
+    /// Address to listen at, or of the peer.
+    pub address: SocketAddr,
+}
+
+/// A step of listening, connecting or disconnecting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Step {
@@ -91,42 +133,106 @@ pub enum Step {
     Lookup,
     /// From an address to a device and a route.
     Resolve,
-    /// The answer to a request.
+    /// Binds the address and listens there.
+    Listen,
+    /// Makes a queue pair for the connection.
+    Prepare,
+    /// Sends the connection request.
+    Request,
+    /// Waits for the answer to the connection request.
     Response,
-    /// The confirmation of our answer.
+    /// Brings the queue pair to RTS and confirms the answer.
+    Confirm,
+    /// Answers a connection request.
+    Accept,
+    /// Waits for the confirmation of the answer.
     Establish,
-    /// The answer to a goodbye.
+    /// Rejects a connection request.
+    Reject,
+    /// Waits for the answer to a disconnect request.
     Disconnect,
-    /// The end of TIMEWAIT, after the end of a connection.
+    /// Waits for the end of TIMEWAIT, after the end of a connection.
     Timewait,
 }
 
 impl ConnectError {
-    /// From the end of a handshake with the peer at `address`.
-    pub(super) fn ended(end: &End, address: SocketAddr) -> Self {
+    /// From the end of a handshake with the peer at `address`, which came in `step`.
+    pub(super) fn ended(end: &End, step: Step, address: SocketAddr) -> Self {
+        let attempt = Attempt { step, address };
         match end {
             End::Rejected { reason: RejectReason::INVALID_SERVICE_ID, .. } => Self::Refused { address },
             End::Rejected { reason, private_data } => {
-                Self::Rejected { reason: *reason, private_data: private_data.clone() }
+                Self::Rejected { attempt, reason: *reason, private_data: private_data.clone() }
             }
-            End::Unreachable(errno) | End::Error(errno) => Self::Unreachable { errno: *errno },
-            End::Disconnected | End::TimewaitExit => Self::Disconnected,
-            End::AddressChange => Self::AddressChanged,
-            End::DeviceRemoval => Self::DeviceRemoved,
+            End::Unreachable(errno) | End::Error(errno) => Self::Unreachable { attempt, errno: *errno },
+            End::Disconnected | End::TimewaitExit => Self::Disconnected { attempt },
+            End::AddressChange => Self::AddressChanged { attempt },
+            End::DeviceRemoval => Self::DeviceRemoved { attempt },
+        }
+    }
+
+    /// Names the attempt in an error that does not name one yet.
+    pub(super) fn during(mut self, step: Step, address: SocketAddr) -> Self {
+        match &mut self {
+            Self::Setup { attempt, .. } | Self::Verb { attempt, .. } => {
+                attempt.get_or_insert(Attempt { step, address });
+            }
+            Self::TimedOut { address: unknown, .. } => {
+                unknown.get_or_insert(address);
+            }
+            _ => {}
+        }
+        self
+    }
+
+    /// Step that failed; none for a [`Limit`](Self::Limit).
+    #[must_use]
+    pub const fn step(&self) -> Option<Step> {
+        match self {
+            Self::Lookup { .. } => Some(Step::Lookup),
+            Self::Resolve { .. } | Self::OtherDevice { .. } => Some(Step::Resolve),
+            Self::AddressInUse { .. } => Some(Step::Listen),
+            Self::Refused { .. } => Some(Step::Response),
+            Self::AddressNotAvailable { step, .. } | Self::TimedOut { step, .. } => Some(*step),
+            Self::Rejected { attempt, .. }
+            | Self::Unreachable { attempt, .. }
+            | Self::Disconnected { attempt }
+            | Self::AddressChanged { attempt }
+            | Self::DeviceRemoved { attempt } => Some(attempt.step),
+            Self::Setup { attempt: Some(attempt), .. } | Self::Verb { attempt: Some(attempt), .. } => {
+                Some(attempt.step)
+            }
+            Self::Setup { attempt: None, .. } | Self::Verb { attempt: None, .. } | Self::Limit(_) => None,
+        }
+    }
+
+    /// Address of the listener or the peer, if the attempt had one.
+    #[must_use]
+    pub const fn address(&self) -> Option<SocketAddr> {
+        match self {
+            Self::Resolve { address, .. }
+            | Self::OtherDevice { address, .. }
+            | Self::AddressInUse { address, .. }
+            | Self::AddressNotAvailable { address, .. }
+            | Self::Refused { address } => Some(*address),
+            Self::TimedOut { address, .. } => *address,
+            Self::Rejected { attempt, .. }
+            | Self::Unreachable { attempt, .. }
+            | Self::Disconnected { attempt }
+            | Self::AddressChanged { attempt }
+            | Self::DeviceRemoved { attempt } => Some(attempt.address),
+            Self::Setup { attempt: Some(attempt), .. } | Self::Verb { attempt: Some(attempt), .. } => {
+                Some(attempt.address)
+            }
+            Self::Setup { attempt: None, .. }
+            | Self::Verb { attempt: None, .. }
+            | Self::Limit(_)
+            | Self::Lookup { .. } => None,
         }
     }
 
     pub(super) fn lookup(error: &io::Error) -> Self {
         Self::Lookup { kind: error.kind(), message: error.to_string() }
-    }
-
-    /// From a verb about the address of a listener or a source.
-    pub(super) fn at(address: SocketAddr) -> impl Fn(VerbError) -> Self {
-        move |error| match error.errno {
-            VerbError::EADDRINUSE => Self::AddressInUse { address },
-            VerbError::EADDRNOTAVAIL => Self::AddressNotAvailable { address },
-            _ => Self::Verb(error),
-        }
     }
 
     /// Nearest kind of I/O error.
@@ -135,41 +241,80 @@ impl ConnectError {
         use io::ErrorKind;
         match self {
             Self::Lookup { kind, .. } => *kind,
-            Self::Resolve { errno, .. } | Self::Unreachable { errno } => io::Error::from_raw_os_error(*errno).kind(),
+            Self::Resolve { errno, .. } | Self::Unreachable { errno, .. } => {
+                io::Error::from_raw_os_error(*errno).kind()
+            }
             Self::OtherDevice { .. } | Self::AddressNotAvailable { .. } => ErrorKind::AddrNotAvailable,
             Self::AddressInUse { .. } => ErrorKind::AddrInUse,
             Self::Refused { .. } | Self::Rejected { .. } => ErrorKind::ConnectionRefused,
             Self::TimedOut { .. } => ErrorKind::TimedOut,
-            Self::Disconnected | Self::AddressChanged => ErrorKind::ConnectionAborted,
-            Self::DeviceRemoved => ErrorKind::NotConnected,
+            Self::Disconnected { .. } | Self::AddressChanged { .. } => ErrorKind::ConnectionAborted,
+            Self::DeviceRemoved { .. } => ErrorKind::NotConnected,
             Self::Limit(_) => ErrorKind::InvalidInput,
-            Self::Setup(error) => io::Error::from(error.clone()).kind(),
-            Self::Verb(error) => io::Error::from(*error).kind(),
+            Self::Setup { error, .. } => io::Error::from(error.clone()).kind(),
+            Self::Verb { error, .. } => io::Error::from(*error).kind(),
         }
     }
 }
 
 impl fmt::Display for ConnectError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(step) = self.step() {
+            match self.address() {
+                Some(address) => Attempt { step, address }.fmt(f)?,
+                None => f.write_str("looking up the host name")?,
+            }
+            f.write_str(": ")?;
+        }
         let reason = |errno: i32| io::Error::from_raw_os_error(errno);
         match self {
-            Self::Lookup { message, .. } => write!(f, "lookup: {message}"),
-            Self::Resolve { address, errno } => write!(f, "no RDMA device leads to {address}: {}", reason(*errno)),
-            Self::OtherDevice { address, device } => {
-                write!(f, "{address} is reached over {device}, which was not asked")
+            Self::Lookup { message, .. } => f.write_str(message),
+            Self::Resolve { errno, .. } => write!(f, "no RDMA device leads there: {}", reason(*errno)),
+            Self::OtherDevice { device, .. } => {
+                write!(f, "the route leaves by device {device}, not by the device that was passed; open {device}")
             }
-            Self::AddressInUse { address } => write!(f, "{address} is in use"),
-            Self::AddressNotAvailable { address } => write!(f, "{address} is not an address of this device"),
-            Self::Refused { address } => write!(f, "nobody listens at {address}"),
+            Self::AddressInUse { device: Some(device), .. } => {
+                write!(f, "another listener of this process, on device {device}, has the address")
+            }
+            Self::AddressInUse { device: None, .. } => f.write_str("the address is in use"),
+            Self::AddressNotAvailable { step: Step::Listen, .. } => f.write_str("the device does not have the address"),
+            Self::AddressNotAvailable { .. } => f.write_str("the device does not have this source address"),
+            Self::Refused { .. } => f.write_str("refused: no listener has the address"),
+            Self::Rejected { private_data, .. } if is_for_messages(private_data) => f.write_str(
+                "rejected: the listener is a tokio_rdma::Listener for messages, and the request carries no hello; \
+                 connect with tokio_rdma::Connection",
+            ),
             Self::Rejected { reason, .. } => write!(f, "rejected: {reason}"),
-            Self::Unreachable { errno } => write!(f, "the peer does not answer: {}", reason(*errno)),
-            Self::TimedOut { step, after } => write!(f, "{step} took longer than {after:?}"),
-            Self::Disconnected => f.write_str("the peer left before the connection was complete"),
-            Self::AddressChanged => f.write_str("our address was moved before the connection was complete"),
-            Self::DeviceRemoved => f.write_str("the device was taken away"),
+            Self::Unreachable { errno, .. } => write!(f, "the peer does not answer: {}", reason(*errno)),
+            Self::TimedOut { after, .. } => write!(f, "took longer than {after:?}"),
+            Self::Disconnected { .. } => f.write_str("the peer disconnected before the connection was complete"),
+            Self::AddressChanged { .. } => {
+                f.write_str("the local address was moved to another device or network interface")
+            }
+            Self::DeviceRemoved { .. } => f.write_str("the device was removed"),
             Self::Limit(error) => error.fmt(f),
-            Self::Setup(error) => error.fmt(f),
-            Self::Verb(error) => error.fmt(f),
+            Self::Setup { error, .. } => error.fmt(f),
+            Self::Verb { error, .. } => error.fmt(f),
+        }
+    }
+}
+
+impl fmt::Display for Attempt {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { step, address } = self;
+        match step {
+            Step::Lookup => write!(f, "looking up {address}"),
+            Step::Resolve => write!(f, "resolving a route to {address}"),
+            Step::Listen => write!(f, "listening at {address}"),
+            Step::Prepare => write!(f, "preparing a queue pair for {address}"),
+            Step::Request => write!(f, "sending a connection request to {address}"),
+            Step::Response => write!(f, "waiting for {address} to answer the connection request"),
+            Step::Confirm => write!(f, "confirming the answer of {address}"),
+            Step::Accept => write!(f, "accepting the connection request of {address}"),
+            Step::Establish => write!(f, "waiting for {address} to confirm the connection"),
+            Step::Reject => write!(f, "rejecting the connection request of {address}"),
+            Step::Disconnect => write!(f, "waiting for {address} to answer the disconnect request"),
+            Step::Timewait => write!(f, "waiting for the end of TIMEWAIT of the connection to {address}"),
         }
     }
 }
@@ -177,26 +322,31 @@ impl fmt::Display for ConnectError {
 impl fmt::Display for Step {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Lookup => "the lookup of the host",
-            Self::Resolve => "the resolution of the route",
-            Self::Response => "the answer to the request",
-            Self::Establish => "the confirmation of the answer",
-            Self::Disconnect => "the answer to the goodbye",
-            Self::Timewait => "the end of TIMEWAIT",
+            Self::Lookup => "lookup of the host name",
+            Self::Resolve => "resolution of the route",
+            Self::Listen => "listening",
+            Self::Prepare => "preparation of the queue pair",
+            Self::Request => "connection request",
+            Self::Response => "answer to the connection request",
+            Self::Confirm => "confirmation of the answer",
+            Self::Accept => "acceptance of the request",
+            Self::Establish => "confirmation by the peer",
+            Self::Reject => "rejection of the request",
+            Self::Disconnect => "answer to the disconnect request",
+            Self::Timewait => "end of TIMEWAIT",
         })
     }
 }
 
-impl std::error::Error for ConnectError {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        match self {
-            Self::Limit(error) => Some(error),
-            Self::Setup(error) => Some(error),
-            Self::Verb(error) => Some(error),
-            _ => None,
-        }
-    }
+/// Private data with which a message [`Listener`](crate::Listener) rejects a request without a hello: what it is, in words for
+/// programs in C, too.
+pub(crate) const FOR_MESSAGES: &[u8] = b"tRDM: this is a tokio-rdma listener for messages; the request has no hello";
+
+fn is_for_messages(private_data: &[u8]) -> bool {
+    private_data.starts_with(FOR_MESSAGES)
 }
+
+impl std::error::Error for ConnectError {}
 
 impl From<LimitError> for ConnectError {
     fn from(error: LimitError) -> Self {
@@ -206,13 +356,13 @@ impl From<LimitError> for ConnectError {
 
 impl From<SetupError> for ConnectError {
     fn from(error: SetupError) -> Self {
-        Self::Setup(error)
+        Self::Setup { attempt: None, error }
     }
 }
 
 impl From<VerbError> for ConnectError {
     fn from(error: VerbError) -> Self {
-        Self::Verb(error)
+        Self::Verb { attempt: None, error }
     }
 }
 

@@ -103,7 +103,7 @@ impl Link {
         self.endpoint.inbox().fail_queue_pair();
         within(self.deadline, Step::Disconnect, async {
             let said = self.endpoint.call(|id| Ok(id.disconnect()?)).await;
-            match self.endpoint.blame(said, self.peer).await {
+            match self.endpoint.blame(said, Step::Disconnect, self.peer).await {
                 // Over already.
                 Err(_) if self.peer_knows() => return Ok(()),
                 said => said?,
@@ -112,6 +112,7 @@ impl Link {
             Ok(())
         })
         .await
+        .map_err(|error| error.during(Step::Disconnect, self.peer))
     }
 
     /// Waits until the connection is over, and says how it ended. Any number of tasks may wait.
@@ -175,6 +176,7 @@ impl Link {
             Ok(())
         })
         .await
+        .map_err(|error| error.during(Step::Timewait, self.peer))
     }
 }
 
@@ -261,7 +263,8 @@ mod tests {
             // One that the manager knows nothing of.
             ours.endpoint.inbox().on_event(CmEventKind::Disconnected);
             let after = Duration::from_millis(1);
-            assert_eq!(ours.drained_within(after).await, Err(ConnectError::TimedOut { step: Step::Timewait, after }));
+            let (address, step) = (Some(ours.peer_addr()), Step::Timewait);
+            assert_eq!(ours.drained_within(after).await, Err(ConnectError::TimedOut { address, step, after }));
         });
     }
 
@@ -274,7 +277,7 @@ mod tests {
             let nobody = tokio::time::timeout(Duration::from_millis(1), listener.accept()).await;
             assert!(nobody.is_err(), "it waits on: {nobody:?}");
             inbox.on_event(CmEventKind::DeviceRemoval);
-            assert!(matches!(listener.accept().await, Err(ConnectError::DeviceRemoved)));
+            assert!(matches!(listener.accept().await, Err(ConnectError::DeviceRemoved { .. })));
         });
     }
 }

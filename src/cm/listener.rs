@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 use tokio::net::ToSocketAddrs;
 use tokio::sync::Notify;
 
-use crate::error::LimitError;
+use crate::error::{LimitError, SetupError, VerbError};
 use crate::op::{QueuePair, QueuePairBuilder};
 use crate::provider::cm_contract::{CmId as _, CmPeer, REJECT_DATA, RESPONSE_DATA};
 use crate::provider::dispatch::CmId;
@@ -31,6 +31,7 @@ use super::router::{Inbox, Router};
 pub struct Listener {
     endpoint: Endpoint,
     address: SocketAddr,
+    _held: Held,
 }
 
 impl Listener {
@@ -71,12 +72,12 @@ impl Listener {
         address: impl ToSocketAddrs,
         options: &ListenOptions,
     ) -> Result<Self, ConnectError> {
-        let router = Router::of(device).await?;
         let mut last = no_address();
         for address in lookup(address, &Options::default()).await? {
-            match Self::bind_one(&router, address, options).await {
+            let attempt = async { Self::bind_one(&Router::of(device).await?, address, options).await };
+            match attempt.await {
                 Ok(listener) => return Ok(listener),
-                Err(error) => last = error,
+                Err(error) => last = error.during(Step::Listen, address),
             }
         }
         Err(last)
@@ -89,17 +90,23 @@ impl Listener {
     ) -> Result<Self, ConnectError> {
         let backlog = options.most_waiting();
         let endpoint = Endpoint::new(router, router.create_id()?, Inbox::new(Some(Incoming::new(backlog))));
+        let refused = move |error: VerbError| match error.errno {
+            VerbError::EADDRINUSE => ConnectError::AddressInUse { address, device: Held::device_at(address) },
+            VerbError::EADDRNOTAVAIL => ConnectError::AddressNotAvailable { address, step: Step::Listen },
+            _ => error.into(),
+        };
         let bound = endpoint
             .call(move |id| {
-                id.bind(address).map_err(ConnectError::at(address))?;
-                id.listen(backlog).map_err(ConnectError::at(address))?;
+                id.bind(address).map_err(refused)?;
+                id.listen(backlog).map_err(refused)?;
                 Ok(id.local_addr())
             })
             .await?;
         router.watch();
         let address = bound.unwrap_or(address);
+        let held = Held::new(address, router.device().name());
         tracing::debug!(%address, backlog, device = router.device().name(), "listening");
-        Ok(Self { endpoint, address })
+        Ok(Self { endpoint, address, _held: held })
     }
 
     /// Address that it listens at, with the port that was taken.
@@ -161,7 +168,7 @@ impl Listener {
             }
             let end = inbox.happened().end.clone();
             if let Some(end) = end {
-                return Err(ConnectError::ended(&end, self.address));
+                return Err(ConnectError::ended(&end, Step::Listen, self.address));
             }
             notified.await;
         }
@@ -171,6 +178,37 @@ impl Listener {
 impl fmt::Debug for Listener {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Listener").field("address", &self.address).finish_non_exhaustive()
+    }
+}
+
+/// Addresses of the listeners of this process, with the names of their devices.
+static HELD: Mutex<Vec<(SocketAddr, String)>> = Mutex::new(Vec::new());
+
+/// An entry of [`HELD`], from which its drop removes it.
+struct Held(SocketAddr, String);
+
+impl Held {
+    fn new(address: SocketAddr, device: &str) -> Self {
+        HELD.lock().push((address, device.to_owned()));
+        Self(address, device.to_owned())
+    }
+
+    /// Name of the device of a listener that has `address`; the unspecified address is each one.
+    fn device_at(address: SocketAddr) -> Option<String> {
+        let meet = |(held, _): &&(SocketAddr, String)| {
+            let any = held.ip().is_unspecified() || address.ip().is_unspecified();
+            held.port() == address.port() && (any || held.ip() == address.ip())
+        };
+        HELD.lock().iter().find(meet).map(|(_, device)| device.clone())
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        let mut held = HELD.lock();
+        if let Some(at) = held.iter().position(|(address, device)| *address == self.0 && *device == self.1) {
+            held.swap_remove(at);
+        }
     }
 }
 
@@ -330,7 +368,7 @@ impl Request {
         let Self { endpoint, peer, path, local, address, .. } = self;
         let (_, transport) = options.checked(RESPONSE_DATA)?;
         let device = endpoint.router().device().clone();
-        path.check(&device, queue_pair)?;
+        path.check(&device, queue_pair).map_err(|error| ConnectError::from(error).during(Step::Prepare, address))?;
         let halfway = Halfway::new(queue_pair);
         let reads = Reads::of(&device, options).agreed(&peer);
         within(options.deadline(), Step::Establish, async {
@@ -343,17 +381,18 @@ impl Request {
                     Ok(id.accept(&reads.params(&ours, private_data, transport))?)
                 })
                 .await;
-            endpoint.blame(said, address).await?;
+            endpoint.blame(said, Step::Accept, address).await?;
             endpoint
                 .until(|happened| match (happened.established, &happened.end) {
                     // It may be over already: what the peer sent before is there all the same.
                     (true, _) => Some(Ok(())),
-                    (false, Some(end)) => Some(Err(ConnectError::ended(end, address))),
+                    (false, Some(end)) => Some(Err(ConnectError::ended(end, Step::Establish, address))),
                     (false, None) => None,
                 })
                 .await
         })
-        .await?;
+        .await
+        .map_err(|error| error.during(Step::Establish, address))?;
         halfway.arrived();
         Ok(Link::new(endpoint, peer.private_data, (local, address), options.deadline()))
     }
@@ -372,7 +411,21 @@ impl Request {
         LimitError::check("private_data", private_data.len() as u64, REJECT_DATA as u64)?;
         let data = private_data.to_vec();
         let said = self.endpoint.call(move |id| Ok(id.reject(&data)?)).await;
-        self.endpoint.blame(said, self.address).await
+        self.endpoint.blame(said, Step::Reject, self.address).await
+    }
+}
+
+impl Request {
+    /// Rejects the request with this private data, as far as that is possible; waits for no event.
+    pub(crate) async fn refuse(self, private_data: &'static [u8]) {
+        if let Err(error) = self.endpoint.call(move |id| Ok(id.reject(private_data)?)).await {
+            tracing::debug!(peer = %self.address, %error, "the request was withdrawn before it was rejected");
+        }
+    }
+
+    /// No queue pair can be made for this request.
+    pub(crate) fn unprepared(&self, error: SetupError) -> ConnectError {
+        ConnectError::from(error).during(Step::Prepare, self.address)
     }
 }
 

@@ -61,7 +61,8 @@ mod reactor;
 mod router;
 
 pub use connector::{Route, connect, resolve, resolve_with};
-pub use error::{ConnectError, Step};
+pub(crate) use error::FOR_MESSAGES;
+pub use error::{Attempt, ConnectError, Step};
 pub use link::{Disconnection, Link};
 pub use listener::{Listener, Request};
 pub use options::{ListenOptions, Options};

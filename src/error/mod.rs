@@ -1,4 +1,7 @@
-//! Errors: who is at fault, and the numbers.
+//! Errors: the side at fault, the object and the numbers.
+//!
+//! Every error of this crate prints its whole cause: `{error}` is complete, in a log line too. [`source`](std::error::Error::source)
+//! returns `None`, so that a report which prints the chain prints nothing twice. The cause as a value is in the variant.
 
 use std::fmt;
 use std::io;
@@ -250,7 +253,9 @@ impl fmt::Display for SetupError {
                 "completion queue: {asked} entries needed for the new queues, {free} not spoken for; \
                  make it larger or the queues smaller"
             ),
-            Self::Mismatch { what, ours, theirs } => write!(f, "{what} differs: ours is {ours}, the peer's {theirs}"),
+            Self::Mismatch { what, ours, theirs } => {
+                write!(f, "mismatch in {what}: ours is {ours}, the peer's is {theirs}")
+            }
             Self::NoGid { port } => write!(f, "port {port} is not active, or has no such GID to send from"),
             Self::Unsupported { what } => write!(f, "the device has no {what}"),
             Self::Closed => f.write_str("the object is closed"),
@@ -260,16 +265,6 @@ impl fmt::Display for SetupError {
 
 macro_rules! wraps {
     ($outer:ident: $($variant:ident($inner:ty)),*) => {
-        impl std::error::Error for $outer {
-            fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-                match self {
-                    $(Self::$variant(error) => Some(error),)*
-                    #[allow(unreachable_patterns, reason = "some enums hold nothing but wrapped errors")]
-                    _ => None,
-                }
-            }
-        }
-
         $(impl From<$inner> for $outer {
             fn from(error: $inner) -> Self {
                 Self::$variant(error)
@@ -277,6 +272,10 @@ macro_rules! wraps {
         })*
     };
 }
+
+impl std::error::Error for OpenError {}
+
+impl std::error::Error for SetupError {}
 
 wraps!(OpenError: Verb(VerbError), Udp(UdpError));
 wraps!(SetupError: Verb(VerbError), Limit(LimitError), Transition(TransitionError));
@@ -414,7 +413,7 @@ impl fmt::Display for OpErrorKind {
             Self::Limit(error) => error.fmt(f),
             Self::Foreign { what } => write!(f, "{what} belongs to another protection domain"),
             Self::Rights { missing } => write!(f, "the region lacks the access rights {missing:?}"),
-            Self::Unsupported { what } => write!(f, "{what} does not exist on this transport"),
+            Self::Unsupported { what } => write!(f, "unsupported on this transport: {what}"),
             Self::NotOneSided { index, what } => {
                 write!(f, "work request {index} of the batch is a {what}, which takes a receive of the peer's messages")
             }
@@ -427,16 +426,7 @@ impl fmt::Display for OpErrorKind {
     }
 }
 
-impl std::error::Error for OpErrorKind {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        match self {
-            Self::Completion(error) => Some(error),
-            Self::Limit(error) => Some(error),
-            Self::Post(error) | Self::CompletionQueue(error) => Some(error),
-            _ => None,
-        }
-    }
-}
+impl std::error::Error for OpErrorKind {}
 
 /// An operation that failed, with the buffers it was given.
 ///
@@ -483,11 +473,7 @@ impl<B> fmt::Display for OpError<B> {
     }
 }
 
-impl<B> std::error::Error for OpError<B> {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        std::error::Error::source(&self.failure.0)
-    }
-}
+impl<B> std::error::Error for OpError<B> {}
 
 impl<B> From<OpError<B>> for OpErrorKind {
     fn from(error: OpError<B>) -> Self {

@@ -128,7 +128,7 @@ impl fmt::Display for UdpError {
             }
             Self::NoRoute { peer, error } => write!(f, "no way to {peer}: {error}"),
             Self::NotLocal { address } => write!(f, "{address} is not an address of this host"),
-            Self::NotLinux => f.write_str("RoCE v2 over UDP needs Linux"),
+            Self::NotLinux => f.write_str("this is not Linux, which software devices over UDP need"),
             Self::System { address, error } => write!(f, "{address}: {error}"),
         }
     }

@@ -17,7 +17,7 @@ use super::core::{ConnectionCounters, Core};
 use super::driver::{Shared, Times, drive};
 use super::error::{CloseReason, EstablishError, MessageError};
 use super::halves::{RecvHalf, SendHalf, Turn};
-use super::hello::{Hello, HelloError};
+use super::hello::{Hello, HelloError, Rejection};
 use crate::cm::{self, Link};
 use crate::completion::CompletionQueue;
 use crate::error::{OpErrorKind, SetupError};
@@ -100,8 +100,9 @@ impl Connection {
     ///
     /// [`EstablishError::Connect`] if the two sides do not meet, also within
     /// [`connect_timeout`](ConnectionConfig::connect_timeout), [`EstablishError::Setup`] for settings that the device does
-    /// not allow, [`EstablishError::Hello`] if the other side is no listener of this kind, or for more
-    /// [`user_data`](ConnectionConfig::user_data) than a request has room for. An address that leads elsewhere than
+    /// not allow, [`EstablishError::Hello`] for more [`user_data`](ConnectionConfig::user_data) than a request carries,
+    /// [`EstablishError::OtherProtocol`] if the other side is no listener of this kind, [`EstablishError::Rejected`] if its
+    /// service rejects the connection. An address that leads elsewhere than
     /// [`peer`](ConnectionConfig::peer) or [`source`](ConnectionConfig::source) of the settings say is passed over; if there is no
     /// other, that is [`ConnectError::Setup`](cm::ConnectError::Setup) with [`SetupError::Mismatch`].
     ///
@@ -125,9 +126,12 @@ impl Connection {
             let made = Prepared::new(&pd, config, |builder| route.prepare(builder))?;
             Ok(prepared.insert(made).qp.clone())
         })
-        .await?;
+        .await
+        .map_err(rejected)?;
         let Some(prepared) = prepared else { unreachable!("a queue pair was connected") };
-        let (hello, user_data) = Hello::decode(link.private_data())?;
+        let address = link.peer_addr();
+        let (hello, user_data) =
+            Hello::decode(link.private_data()).map_err(|error| EstablishError::OtherProtocol { address, error })?;
         let user_data = Bytes::copy_from_slice(user_data);
         prepared.start(hello, user_data, Some(link))
     }
@@ -364,6 +368,17 @@ impl Sink<Bytes> for Connection {
 
     fn poll_close(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<(), MessageError>> {
         Pin::new(&mut self.send).poll_close(context)
+    }
+}
+
+/// An error of connecting, with the user data of the listener's service if that rejected the connection.
+fn rejected(error: cm::ConnectError) -> EstablishError {
+    match &error {
+        cm::ConnectError::Rejected { attempt, private_data, .. } => match Rejection::decode(private_data) {
+            Some(Rejection { user_data }) => EstablishError::Rejected { address: attempt.address, user_data },
+            None => error.into(),
+        },
+        _ => error.into(),
     }
 }
 

@@ -2,6 +2,9 @@
 
 use std::fmt;
 use std::io;
+use std::net::SocketAddr;
+
+use bytes::Bytes;
 
 use super::hello::HelloError;
 use crate::cm::ConnectError;
@@ -161,26 +164,9 @@ impl fmt::Display for Violation {
     }
 }
 
-impl std::error::Error for MessageError {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        match self {
-            Self::TooLong(error) => Some(error),
-            Self::Register(error) => Some(error),
-            Self::Closed(reason) => Some(reason),
-            Self::Finished => None,
-        }
-    }
-}
+impl std::error::Error for MessageError {}
 
-impl std::error::Error for CloseReason {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        match self {
-            Self::Operation(kind) => Some(kind),
-            Self::Violation(violation) => Some(violation),
-            _ => None,
-        }
-    }
-}
+impl std::error::Error for CloseReason {}
 
 impl std::error::Error for Violation {}
 
@@ -226,8 +212,24 @@ pub enum EstablishError {
     Setup(SetupError),
     /// The two sides did not meet.
     Connect(ConnectError),
-    /// The peer's hello was refused.
+    /// The peer's hello was refused, or there is too much [`user_data`](super::ConnectionConfig::user_data) for one.
     Hello(HelloError),
+    /// The listener accepted, but not as a [`Listener`](super::Listener) for messages does: a plain
+    /// [`cm::Listener`](crate::cm::Listener), a program of another kind, or another version of this crate.
+    OtherProtocol {
+        /// Address of the listener.
+        address: SocketAddr,
+        /// What is wrong with its hello.
+        error: HelloError,
+    },
+    /// The service at the other end rejected the connection by
+    /// [`ConnectionRequest::reject`](super::ConnectionRequest::reject).
+    Rejected {
+        /// Address of the listener.
+        address: SocketAddr,
+        /// What the service passed to `reject`, with its length.
+        user_data: Bytes,
+    },
     /// There is no Tokio runtime with time enabled to run it on.
     NoRuntime,
 }
@@ -238,21 +240,24 @@ impl fmt::Display for EstablishError {
             Self::Setup(error) => error.fmt(f),
             Self::Connect(error) => error.fmt(f),
             Self::Hello(error) => error.fmt(f),
+            Self::OtherProtocol { address, error } if error.is_foreign() => write!(
+                f,
+                "{address} accepted the connection request but is no tokio_rdma::Listener for messages: {error}; connect \
+                 with tokio_rdma::cm::connect, or have the peer listen with tokio_rdma::Listener"
+            ),
+            Self::OtherProtocol { address, error } => {
+                write!(f, "{address} accepted the connection request with an unusable hello: {error}")
+            }
+            Self::Rejected { address, user_data } => {
+                write!(f, "connecting to {address}: rejected by the peer's service")?;
+                if user_data.is_empty() { Ok(()) } else { write!(f, " ({} bytes of user data)", user_data.len()) }
+            }
             Self::NoRuntime => f.write_str("a connection is made within a Tokio runtime"),
         }
     }
 }
 
-impl std::error::Error for EstablishError {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        match self {
-            Self::Setup(error) => Some(error),
-            Self::Connect(error) => Some(error),
-            Self::Hello(error) => Some(error),
-            Self::NoRuntime => None,
-        }
-    }
-}
+impl std::error::Error for EstablishError {}
 
 impl From<SetupError> for EstablishError {
     fn from(error: SetupError) -> Self {
@@ -277,7 +282,10 @@ impl From<EstablishError> for io::Error {
         let kind = match &error {
             EstablishError::Setup(setup) => Self::from(setup.clone()).kind(),
             EstablishError::Connect(connect) => connect.io_kind(),
-            EstablishError::Hello(hello) => Self::from(*hello).kind(),
+            EstablishError::Hello(hello) | EstablishError::OtherProtocol { error: hello, .. } => {
+                Self::from(*hello).kind()
+            }
+            EstablishError::Rejected { .. } => io::ErrorKind::ConnectionRefused,
             EstablishError::NoRuntime => io::ErrorKind::Unsupported,
         };
         Self::new(kind, error)

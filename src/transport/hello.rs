@@ -2,8 +2,12 @@
 
 use std::fmt;
 
+use bytes::Bytes;
+
 use super::flow::RESERVE;
 use super::frame::{MAX_RECEIVES, OFFER_LEN};
+use crate::error::LimitError;
+use crate::provider::cm_contract::REJECT_DATA;
 
 /// What an end says of itself while it connects: how much it can receive.
 ///
@@ -96,6 +100,49 @@ impl Hello {
     }
 }
 
+/// Rejection of a connection for messages, with bytes of the service that rejects it. It carries their length, as a connection
+/// manager pads private data with zeros.
+///
+/// ```text
+///  0        4         5      6          7
+/// ┌────────┬─────────┬──────┬──────────┬──────┐
+/// │ "tRDM" │ version │ 1    │ user len │ zero │ user bytes
+/// └────────┴─────────┴──────┴──────────┴──────┘
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Rejection {
+    pub(super) user_data: Bytes,
+}
+
+impl Rejection {
+    /// Bytes without the user's.
+    const LEN: usize = 8;
+    /// Most bytes that a service can add.
+    pub(super) const MAX_USER_DATA: usize = REJECT_DATA - Self::LEN;
+    /// Distinguishes it from other rejections.
+    const KIND: u8 = 1;
+
+    /// As it travels.
+    pub(super) fn encode(user_data: &[u8]) -> Result<Vec<u8>, LimitError> {
+        LimitError::check("user_data of a rejection", user_data.len() as u64, Self::MAX_USER_DATA as u64)?;
+        let mut bytes = Vec::with_capacity(Self::LEN + user_data.len());
+        bytes.extend_from_slice(&Hello::MAGIC);
+        bytes.extend_from_slice(&[Hello::VERSION, Self::KIND, user_data.len() as u8, 0]);
+        bytes.extend_from_slice(user_data);
+        Ok(bytes)
+    }
+
+    /// `None` for private data that are something else.
+    pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
+        let (magic, rest) = bytes.split_first_chunk::<4>()?;
+        let (&[version, kind, user_len, zero], rest) = rest.split_first_chunk()?;
+        let (user, padding) = rest.split_at_checked(user_len.into())?;
+        let known = *magic == Hello::MAGIC && (version, kind, zero) == (Hello::VERSION, Self::KIND, 0);
+        let padded = padding.iter().all(|&byte| byte == 0);
+        (known && padded).then(|| Self { user_data: Bytes::copy_from_slice(user) })
+    }
+}
+
 /// Why a peer's [`Hello`] was refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
@@ -149,11 +196,21 @@ pub enum HelloError {
     },
 }
 
+impl HelloError {
+    /// True if the peer sent something that is no hello of any version.
+    pub(super) const fn is_foreign(&self) -> bool {
+        matches!(self, Self::Magic { .. } | Self::Truncated { .. })
+    }
+}
+
 impl fmt::Display for HelloError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Self::Truncated { len: 0 } | Self::Magic { found: [0, 0, 0, 0] } => f.write_str("the peer sent no hello"),
             Self::Truncated { len } => write!(f, "the peer's hello ends after {len} bytes"),
-            Self::Magic { found } => write!(f, "the peer speaks something else: it starts with {found:02x?}"),
+            Self::Magic { found } => {
+                write!(f, "the peer sent something other than a hello: it starts with \"{}\"", found.escape_ascii())
+            }
             Self::Version { theirs, ours } => write!(f, "the peer speaks version {theirs}, ours is {ours}"),
             Self::Reserved { flags, zero } => {
                 write!(f, "the peer's hello has flags {flags:#x} and {zero:#x} where there is nothing")
@@ -164,7 +221,9 @@ impl fmt::Display for HelloError {
             Self::Trailing { bytes } => {
                 write!(f, "the peer's hello is followed by {bytes} bytes that are not all zero")
             }
-            Self::UserData { len, allowed } => write!(f, "{len} bytes of user data, at most {allowed} are possible"),
+            Self::UserData { len, allowed } => {
+                write!(f, "user_data: {len} bytes, at most {allowed} are possible in what carries the hello")
+            }
         }
     }
 }
@@ -195,6 +254,22 @@ mod tests {
         bytes.resize(196, 0);
         assert_eq!(Hello::decode(&bytes), Ok((HELLO, &b"token"[..])));
         assert_eq!(HELLO.encode(&[0; 256]), Err(HelloError::UserData { len: 256, allowed: 255 }));
+    }
+
+    #[test]
+    fn rejection_comes_back_with_the_length_that_was_sent() {
+        for len in [0, 1, 7, Rejection::MAX_USER_DATA] {
+            let user_data: Vec<u8> = (0..len).map(|at| (at % 3) as u8).collect();
+            let mut bytes = Rejection::encode(&user_data).unwrap();
+            bytes.resize(REJECT_DATA, 0);
+            assert_eq!(Rejection::decode(&bytes).unwrap().user_data, user_data);
+            bytes[4] += 1;
+            assert_eq!(Rejection::decode(&bytes), None, "another version");
+        }
+        assert_eq!(Rejection::encode(&[0; 141]).unwrap_err().allowed, 140);
+        for other in [&b""[..], b"tRDM", &[0; REJECT_DATA], crate::cm::FOR_MESSAGES, &HELLO.encode(b"").unwrap()] {
+            assert_eq!(Rejection::decode(other), None, "{other:?}");
+        }
     }
 
     #[test]

@@ -15,7 +15,7 @@ use tokio::task::{JoinError, JoinSet};
 use super::config::ConnectionConfig;
 use super::connection::{Connection, Prepared};
 use super::error::EstablishError;
-use super::hello::Hello;
+use super::hello::{Hello, Rejection};
 use crate::cm;
 use crate::provider::cm_contract::RESPONSE_DATA;
 use crate::verbs::Device;
@@ -197,8 +197,10 @@ impl Listener {
                 }
                 Err(error) => {
                     tracing::warn!(peer = %inner.peer_addr(), %error, "rejected");
-                    // Dropping it rejects it: nobody here waits for the peer.
-                    drop(inner);
+                    if error.is_foreign() {
+                        // Tells the peer's program what it has met.
+                        inner.refuse(cm::FOR_MESSAGES).await;
+                    }
                 }
             }
         }
@@ -268,23 +270,25 @@ impl ConnectionRequest {
         let pd = config.domain(&self.device)?;
         let path = (self.inner.port(), self.inner.gid_index());
         // No fault of this end, so that a listener goes on.
-        config.check_path(path, self.inner.source()).map_err(cm::ConnectError::from)?;
+        config.check_path(path, self.inner.source()).map_err(|error| self.inner.unprepared(error))?;
         let prepared = Prepared::new(&pd, config, |builder| self.inner.prepare(builder))?;
         let link = self.inner.accept(&prepared.qp, &options).await?;
         prepared.start(self.hello, self.user_data, Some(link))
     }
 
-    /// Says no. The peer finds the bytes, at most 148, in [`cm::ConnectError::Rejected`].
+    /// Rejects the connection. The peer finds the bytes, at most 140 and with their length, in [`EstablishError::Rejected`].
     ///
     /// # Errors
     ///
-    /// [`EstablishError::Connect`] as [`cm::Request::reject`].
+    /// [`EstablishError::Connect`] with [`cm::ConnectError::Limit`] for more bytes (the peer is rejected without them then), else
+    /// as [`cm::Request::reject`].
     ///
     /// # Cancel safety
     ///
     /// Dropping the future rejects the peer all the same.
     pub async fn reject(self, user_data: &[u8]) -> Result<(), EstablishError> {
-        Ok(self.inner.reject(user_data).await?)
+        let rejection = Rejection::encode(user_data).map_err(cm::ConnectError::from)?;
+        Ok(self.inner.reject(&rejection).await?)
     }
 }
 

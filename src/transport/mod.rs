@@ -13,6 +13,8 @@
 
 #![forbid(unsafe_code)]
 
+#[cfg(all(test, not(loom)))]
+mod all_errors;
 mod config;
 mod connection;
 mod core;

@@ -297,15 +297,7 @@ impl fmt::Display for PoolError {
     }
 }
 
-impl std::error::Error for PoolError {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        match self {
-            Self::Empty => None,
-            Self::TooLong(error) => Some(error),
-            Self::Register(error) => Some(error),
-        }
-    }
-}
+impl std::error::Error for PoolError {}
 
 impl From<PoolError> for std::io::Error {
     fn from(error: PoolError) -> Self {
