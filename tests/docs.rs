@@ -177,7 +177,8 @@ fn tests_benches_and_examples_named_in_commands_exist() {
             for (at, _) in text.match_indices(option) {
                 let rest = &text[at + option.len()..];
                 let name: String = rest.chars().take_while(|&c| c.is_alphanumeric() || c == '_').collect();
-                if !exists(Path::new(&format!("{directory}/{name}.rs"))) {
+                let file = exists(Path::new(&format!("{directory}/{name}.rs")));
+                if !file && !exists(Path::new(&format!("{directory}/{name}/main.rs"))) {
                     missing.push(format!("{page}: {option}{name}"));
                 }
             }

@@ -6,7 +6,7 @@
 pub(crate) mod pair;
 pub(crate) mod raw;
 pub(crate) mod rxe;
-#[allow(dead_code, reason = "each test binary has one wire")]
+#[allow(dead_code, reason = "a program may have one wire only")]
 pub(crate) mod udp;
 
 use std::future::Future;
@@ -22,7 +22,7 @@ use tokio_rdma::{CompletionMode, Device, ExposedRegion, HostMemory, ProtectionDo
 pub(crate) fn hang() -> Duration {
     // The emulated adapter is as quick as a thread beside all others.
     Duration::from_secs(match hardware() {
-        Some(_) if crate::WIRE == Wire::Emulated => 60,
+        Some(_) if crate::wire() == Wire::Emulated => 60,
         Some(_) => 120,
         None => 60,
     })
@@ -73,7 +73,7 @@ impl Setup {
                 let open = || Device::open(&name).unwrap_or_else(|error| panic!("{name}: {error}"));
                 Self { a: open(), b: open(), network: None }
             }
-            None if crate::WIRE == Wire::Udp => Self::apart(),
+            None if crate::wire() == Wire::Udp => Self::apart(),
             None => Self::in_network(&network()),
         }
     }
@@ -116,9 +116,9 @@ impl Setup {
     }
 }
 
-/// How messages travel between software devices; `WIRE` of each test binary says which.
+/// How messages travel between software devices; `wire` of each test program returns it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[allow(dead_code, reason = "each test binary has one")]
+#[allow(dead_code, reason = "a program may have one wire only")]
 pub(crate) enum Wire {
     /// From memory to memory.
     Memory,
@@ -134,7 +134,7 @@ pub(crate) enum Wire {
 
 /// A network of its own for a test.
 pub(crate) fn network() -> Network {
-    match crate::WIRE {
+    match crate::wire() {
         Wire::Memory | Wire::Emulated => Network::new(),
         Wire::Packets => {
             let network = Network::new();
@@ -157,7 +157,7 @@ pub(crate) fn network() -> Network {
 
 /// Those of `transports` that bring everything across the network there is.
 pub(crate) fn transports(transports: &[Transport]) -> impl Iterator<Item = Transport> + use<> {
-    let dependable = |&transport: &Transport| transport == Transport::Rc || crate::WIRE != Wire::Faults;
+    let dependable = |&transport: &Transport| transport == Transport::Rc || crate::wire() != Wire::Faults;
     transports.iter().copied().filter(dependable).collect::<Vec<_>>().into_iter()
 }
 
@@ -176,7 +176,7 @@ pub(crate) fn skip(test: &str, why: &str) {
 /// True, loudly, on the emulated ConnectX that does not do what a test asks for, or in its own way: nobody here knows what a
 /// real one does.
 pub(crate) fn is_made_up(test: &str, why: &str) -> bool {
-    let emulated = crate::WIRE == Wire::Emulated;
+    let emulated = crate::wire() == Wire::Emulated;
     if emulated {
         skip(test, &format!("emulated: {why}"));
     }

@@ -80,7 +80,7 @@ impl Shape<'_> {
             mode: super::mode(mode),
             mtu: Mtu::Mtu4096,
             buffer_size: 16384,
-            options: match crate::WIRE {
+            options: match crate::wire() {
                 // Short, because it is waited for often.
                 Wire::Faults => ConnectOptions { timeout: AckTimeout::from_code(14), ..Default::default() },
                 _ => ConnectOptions::default(),

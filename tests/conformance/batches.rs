@@ -108,7 +108,7 @@ async fn failure_splits_the_results(mode: &str) {
         let result = within("batch", a.qp.post_batch(batch)).await;
         let statuses: Vec<_> = result.results().iter().map(|result| result.map_err(|kind| kind.status())).collect();
         // The refusal can be lost on the way, and the peer, in the error state by then, does not repeat it.
-        let lost = crate::WIRE == Wire::Faults && statuses[5] == Err(Some(WcStatus::RETRY_EXC_ERR));
+        let lost = crate::wire() == Wire::Faults && statuses[5] == Err(Some(WcStatus::RETRY_EXC_ERR));
         let reason = if lost { WcStatus::RETRY_EXC_ERR } else { WcStatus::REM_ACCESS_ERR };
         let (access, flush) = (Err(Some(reason)), Err(Some(WcStatus::WR_FLUSH_ERR)));
         let expected = [Ok(()), Ok(()), Ok(()), Ok(()), Ok(()), access, flush, flush];

@@ -72,18 +72,20 @@ impl Node {
 
 /// Gives up soon where it must not wait for ever. Answers that a thread delivers may take as long as that has to wait for a
 /// processor.
-const IMPATIENT: ConnectOptions = ConnectOptions {
-    timeout: AckTimeout::from_code(match crate::WIRE {
-        crate::common::Wire::Memory => 10,
-        _ => 15,
-    }),
-    retry_count: 2,
-    rnr_retry: 1,
-    rnr_timer: RnrTimer::from_code(1),
-};
+fn brief_options() -> ConnectOptions {
+    ConnectOptions {
+        timeout: AckTimeout::from_code(match crate::wire() {
+            crate::common::Wire::Memory => 10,
+            _ => 15,
+        }),
+        retry_count: 2,
+        rnr_retry: 1,
+        rnr_timer: RnrTimer::from_code(1),
+    }
+}
 
 fn impatient(node: &Node) -> DcInitiator {
-    DcInitiator::builder(&node.pd, &node.queue).options(IMPATIENT).build().unwrap()
+    DcInitiator::builder(&node.pd, &node.queue).options(brief_options()).build().unwrap()
 }
 
 fn poll<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {

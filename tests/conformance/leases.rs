@@ -6,9 +6,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use tokio_rdma::types::{QpState, Transport, WcStatus};
 use tokio_rdma::{Access, ExposedRegion, HostMemory, Lease, OpErrorKind, RemoteRegion};
 
-use crate::WIRE;
 use crate::common::pair::{Pair, Shape, Side};
 use crate::common::{Setup, Wire, in_every_mode, run, rxe, skip, within};
+use crate::wire;
 
 /// Two connected ends whose device has windows.
 fn pair(test: &str, mode: &str) -> Option<Pair> {
@@ -37,7 +37,7 @@ fn bytes(region: &ExposedRegion) -> Vec<u8> {
 
 /// What whoever comes too late is told; if that is lost on the way, nobody is there any more who says it again.
 fn is_refusal(status: Option<WcStatus>) -> bool {
-    status == Some(WcStatus::REM_ACCESS_ERR) || WIRE == Wire::Faults && status == Some(WcStatus::RETRY_EXC_ERR)
+    status == Some(WcStatus::REM_ACCESS_ERR) || wire() == Wire::Faults && status == Some(WcStatus::RETRY_EXC_ERR)
 }
 
 async fn is_shut_out(pair: &Pair, grant: RemoteRegion) {
@@ -241,7 +241,7 @@ async fn lease_ends_with_its_queue_pair(mode: &str) {
 /// The peer writes as fast as it can; once a lease is over, not a byte changes any more.
 async fn memory_is_left_alone_once_a_lease_is_over(mode: &str) {
     const LEN: usize = 16384;
-    let rounds = if WIRE == Wire::Faults { 3 } else { 10 };
+    let rounds = if wire() == Wire::Faults { 3 } else { 10 };
     for round in 0..rounds {
         let Some(pair) = pair("memory_is_left_alone", mode) else { return };
         if rxe::known(pair.b.pd.device(), &rxe::MESSAGE_OUTLIVES_WINDOW) {

@@ -27,15 +27,17 @@ fn setup(test: &str) -> Option<Setup> {
 
 /// Gives up soon where nobody answers, and waits for ever where no receive is posted: so initiators are kept busy. Answers that
 /// a thread delivers may take as long as that has to wait for a processor.
-const OPTIONS: ConnectOptions = ConnectOptions {
-    timeout: AckTimeout::from_code(match crate::WIRE {
-        crate::common::Wire::Memory => 10,
-        _ => 17,
-    }),
-    retry_count: 2,
-    rnr_retry: 7,
-    rnr_timer: RnrTimer::from_code(1),
-};
+fn options() -> ConnectOptions {
+    ConnectOptions {
+        timeout: AckTimeout::from_code(match crate::wire() {
+            crate::common::Wire::Memory => 10,
+            _ => 17,
+        }),
+        retry_count: 2,
+        rnr_retry: 7,
+        rnr_timer: RnrTimer::from_code(1),
+    }
+}
 
 /// Where pools are made.
 struct Home {
@@ -54,7 +56,7 @@ impl Home {
 
     fn pool(&self, initiators: usize, policy: DcPolicy) -> DcPool {
         let builder = DcPool::builder(&self.pd, &self.queue).initiators(initiators).policy(policy);
-        builder.initiator(|each| each.options(OPTIONS).max_send_wr(64)).build().unwrap()
+        builder.initiator(|each| each.options(options()).max_send_wr(64)).build().unwrap()
     }
 
     fn buffer(&self, bytes: &[u8]) -> BufMut {

@@ -1,39 +1,49 @@
 //! Starts the emulated ConnectX of a test program, as the device under test.
 
+use std::process::Command;
 use std::sync::OnceLock;
 
 use emulated_connectx::{EmulatedConnectX, Link, Options};
 
 static DEVICE: OnceLock<EmulatedConnectX> = OnceLock::new();
 
-/// Starts it before the program's first thread does: what tests find is a device `mlx5_0`, as on a machine that has one.
+/// Set in the process that has RoCE ports; other processes have InfiniBand ports.
+const ROCE: &str = "TOKIO_RDMA_EMULATED_ROCE";
+
+/// Starts the device before the program's first thread: tests find a device `mlx5_0`, as on a machine that has one.
 ///
 /// # Panics
 ///
 /// If it cannot be started.
-pub(crate) fn start(link: Link) {
+extern "C" fn start() {
     let mut options = Options::default();
-    options.link = link;
+    options.link = if std::env::var_os(ROCE).is_some() { Link::Roce } else { Link::InfiniBand };
     let device = EmulatedConnectX::start(options).expect("the emulated device starts");
     assert!(DEVICE.set(device).is_ok(), "started twice");
     // SAFETY: called before `main`, so no other thread of the program runs that could look at the environment.
     unsafe { std::env::set_var("TOKIO_RDMA_DEVICE", "mlx5_0") };
 }
 
-/// Calls `start` when the program is loaded.
-macro_rules! before_main {
-    ($link:expr) => {
-        #[used]
-        #[unsafe(link_section = ".init_array")]
-        static START: extern "C" fn() = {
-            extern "C" fn start() {
-                crate::emulated::start($link);
-            }
-            start
-        };
-    };
+/// The loader calls it before `main`.
+#[used]
+#[unsafe(link_section = ".init_array")]
+static START: extern "C" fn() = start;
+
+/// All suites again with RoCE ports. The kind of port is a setting of the process, so this starts the program again.
+#[test]
+fn all_suites_with_roce_ports() {
+    if std::env::var_os(ROCE).is_some() {
+        return;
+    }
+    let output = Command::new(std::env::current_exe().unwrap()).env(ROCE, "1").output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        output.status.success() && text.contains("test result: ok. "),
+        "{}; repeat with {ROCE}=1\n{text}\n{}",
+        output.status,
+        String::from_utf8_lossy(&output.stderr)
+    );
 }
-pub(crate) use before_main;
 
 /// What libmlx5 wrote is what a device can read, whichever tests ran before this one.
 #[test]

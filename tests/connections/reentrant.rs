@@ -4,19 +4,16 @@
 
 #![allow(unsafe_code, reason = "memory of one's own is unsafe to implement")]
 
-mod connected;
-mod torture;
-
 use std::pin::pin;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Wake, Waker};
 
-use connected::{config, pair_in, recv, two};
+use crate::connected::{config, pair_in, recv, two};
+use crate::torture::{self, Flavour, LONG, Mode, Seed, bounded, slow_network};
 use futures::FutureExt;
 use tokio_rdma::{Access, CloseReason, Connection, ConnectionConfig, ExposedRegion, RemoteRegion, Storage};
-use torture::{Flavour, LONG, Mode, Seed, bounded, slow_network};
 
 /// Two ends on a network that answers late, and memory of the second.
 struct Setup {

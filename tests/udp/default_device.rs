@@ -3,10 +3,7 @@
 //! Software devices over UDP on loopback, at the port of RoCE v2. Where SoftRoCE has that, or `TOKIO_RDMA_DEVICE` names a real
 //! device, the tests that need one are skipped, and say so.
 
-#[path = "common/udp.rs"]
-#[allow(dead_code, reason = "networks are not made here")]
-mod udp;
-
+use crate::common::udp;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::time::Duration;

@@ -2,8 +2,6 @@
 
 #![allow(unsafe_code, reason = "overrun through the bare verbs, and memory that says when it is freed")]
 
-mod torture;
-
 use std::any::Any;
 use std::future::Future;
 use std::pin::Pin;
@@ -14,6 +12,9 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread;
 use std::time::Duration;
 
+use crate::torture::{
+    self, Flavour, LONG, Mode, Seed, block_on, bounded, connect, device, pair, scaled, slow_network, software, soon,
+};
 use fastrand::Rng;
 use tokio_rdma::software::{DeviceControl, Faults, Network};
 use tokio_rdma::types::{QpAttr, QpCaps, QpState, RecvWr, Transport, WcStatus, WrId};
@@ -21,9 +22,6 @@ use tokio_rdma::verbs::{Qp, QpOptions};
 use tokio_rdma::{
     Access, Batch, BatchOp, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, OpErrorKind, Pool,
     ProtectionDomain, QueuePair, SetupError, SharedReceiveQueue, Storage,
-};
-use torture::{
-    Flavour, LONG, Mode, Seed, block_on, bounded, connect, device, pair, scaled, slow_network, software, soon,
 };
 
 /// Polls once, from nowhere.
@@ -34,7 +32,7 @@ fn poll<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {
 #[test]
 fn objects_may_be_dropped_in_any_order_from_any_thread() {
     bounded("drops", 3 * LONG, || {
-        let seed = Seed::new("--test teardown");
+        let seed = Seed::new("--test lifecycle teardown");
         let mut rng = Rng::with_seed(seed.value);
         for round in 0..scaled(160) as usize {
             let mode = Mode::ALL[round % 4];

@@ -4,8 +4,6 @@
 //! goes away. Whatever happens: buffers come back, no byte of a buffer changes once somebody else has it, work that
 //! was posted is done exactly once, and who still waits gets an answer.
 
-mod torture;
-
 use std::collections::VecDeque;
 use std::future::Future;
 use std::pin::Pin;
@@ -13,16 +11,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
+use crate::torture::{
+    self, Flavour, LONG, Mode, Seed, bounded, connect, device, eventually, hardware, impatient, scaled, slow_network,
+    soon, yields,
+};
 use fastrand::Rng;
 use tokio_rdma::software::Network;
 use tokio_rdma::{
     Access, Atomic, Batch, BatchOp, Buf, BufMut, CompletionQueue, DcInitiator, DcPeer, DcSender, DcTarget, Device,
     ExposedRegion, Imm, Pool, QueuePair, Read, RemoteRegion, Send as Sending, SharedReceiveQueue, WorkQueueCounters,
     Write,
-};
-use torture::{
-    Flavour, LONG, Mode, Seed, bounded, connect, device, eventually, hardware, impatient, scaled, slow_network, soon,
-    yields,
 };
 
 /// Operations of each storm; there are 96 of them, and 32 on a real device, or 48 if it has DC.
@@ -571,7 +569,7 @@ async fn storm(setting: Setting, seed: u64) -> u64 {
 
 fn storms(mode: Mode) {
     bounded("storms", 3 * LONG, move || {
-        let seed = Seed::new("--test cancel");
+        let seed = Seed::new("--test conformance cancel");
         let (mut rng, mut abandoned) = (Rng::with_seed(seed.value), 0);
         // A real device takes the time it takes.
         let has_dc = device(&Network::new()).0.attr().dc.is_some();

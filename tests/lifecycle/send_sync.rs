@@ -1,8 +1,7 @@
 //! What may cross threads, be moved after it was polled, outlive its maker, and be printed: pinned for every public
 //! type and future.
 
-mod torture;
-
+use crate::torture;
 use std::fmt::Debug;
 
 use tokio_rdma::doctor::{

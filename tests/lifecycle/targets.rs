@@ -1,7 +1,5 @@
 //! DC targets and initiators that end, fail and are repaired while messages arrive.
 
-mod torture;
-
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -10,13 +8,13 @@ use std::task::{Context, Poll, Waker};
 use std::thread;
 use std::time::Duration;
 
+use crate::torture::{self, Flavour, LONG, Mode, bounded, software, soon};
 use tokio_rdma::software::Network;
 use tokio_rdma::types::{AckTimeout, AsyncEvent, DcKey, Mtu, QpState, Qpn, WcStatus};
 use tokio_rdma::{
     Access, Batch, CompletionMode, CompletionQueue, ConnectOptions, DcAddress, DcInitiator, DcTarget, ExposedRegion,
     OpErrorKind, Pool, ProtectionDomain, SharedReceiveQueue,
 };
-use torture::{Flavour, LONG, Mode, bounded, software, soon};
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};

@@ -1,8 +1,6 @@
 //! A network over UDP: what its configuration may say, and what strangers can do to it.
 
-#[path = "common/udp.rs"]
-mod udp;
-
+use crate::common::udp;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::time::{Duration, Instant};
 

@@ -3,20 +3,12 @@
 //!
 //! Each test starts its own binary again as the other process, which runs the same scenario from the other side. They meet
 //! over a TCP connection, which also tells each the other's queue pairs and regions. A scenario of the conformance suite holds
-//! both ends in one function, so both in one process: `conformance_udp` runs it over the same wire; here `errors` goes through
+//! both ends in one function, so both in one process: `over_udp` of the program `conformance` runs it over the same wire; here `errors` goes through
 //! what can fail, and `campaign` through work of all kinds over a [`shim`] with faults.
 
-#[allow(dead_code, unused_macros, unused_imports, reason = "only a part of it is of use between processes")]
-mod common;
-
-#[path = "two_process/campaign.rs"]
 mod campaign;
-#[path = "two_process/errors.rs"]
 mod errors;
-#[path = "two_process/shim.rs"]
 mod shim;
-
-const WIRE: common::Wire = common::Wire::Udp;
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
@@ -24,7 +16,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use common::udp;
+use crate::common::udp;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::task::JoinSet;
@@ -458,7 +450,7 @@ fn between_processes(name: &str) {
     runtime().block_on(async {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "the_peer", "--nocapture", "--test-threads=1"])
+            .args(["--exact", "two_process::the_peer", "--nocapture", "--test-threads=1"])
             .env("TOKIO_RDMA_MEETING", format!("{name} {}", listener.local_addr().unwrap()))
             .stdin(Stdio::null())
             .stdout(Stdio::null())
@@ -644,7 +636,7 @@ fn everything_happens_once_over_a_wire_with_faults() {
         let listener = UnixListener::bind(directory.0.join("meeting")).unwrap();
         let said = format!("{} {far} {near} {} {}", directory.0.display(), seeds.0, seeds.1);
         let child = command
-            .args(["--exact", "the_peer_behind_the_shim", "--nocapture", "--test-threads=1"])
+            .args(["--exact", "two_process::the_peer_behind_the_shim", "--nocapture", "--test-threads=1"])
             .env("TOKIO_RDMA_SHIM", said)
             .stdin(Stdio::null())
             .stdout(Stdio::null())

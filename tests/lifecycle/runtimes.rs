@@ -1,15 +1,13 @@
 //! Which runtime, if any, drives an operation: several on one completion queue, one that stops, none at all.
 
-mod torture;
-
 use std::future::Future;
 use std::sync::mpsc::channel;
 use std::thread;
 use std::time::Duration;
 
+use crate::torture::{Flavour, LONG, Mode, block_on, bounded, connect, device, pair, slow_network, soon};
 use tokio::runtime::Builder;
 use tokio_rdma::{Access, CompletionQueue, ExposedRegion, Pool, QueuePair, RemoteRegion};
-use torture::{Flavour, LONG, Mode, block_on, bounded, connect, device, pair, slow_network, soon};
 
 /// A connected pair on a network where nothing is done at once.
 struct Setup {

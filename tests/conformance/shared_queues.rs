@@ -1,18 +1,16 @@
 //! Shared receive queues and queue pairs that are reset, under the operations of the crate.
 
-mod torture;
-
 use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll, Waker};
 use std::thread;
 
+use crate::torture::{Flavour, LONG, bounded, connect, device, scaled, soon};
 use tokio_rdma::software::Network;
 use tokio_rdma::types::{QpAttr, QpState};
 use tokio_rdma::{
     Access, CompletionMode, CompletionQueue, OpErrorKind, Pool, ProtectionDomain, QueuePair, SharedReceiveQueue,
 };
-use torture::{Flavour, LONG, bounded, connect, device, scaled, soon};
 
 /// Polls once, from nowhere.
 fn poll<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {

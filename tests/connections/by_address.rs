@@ -2,21 +2,19 @@
 //!
 //! On the device under test; what needs a device to fail, or addresses that only the software device has, uses that.
 
-mod torture;
-
 use std::net::{IpAddr, SocketAddr};
 use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Wake};
 use std::time::Duration;
 
+use crate::torture::{self, Flavour, LONG, bounded, eventually, hardware, scaled, soon};
 use tokio_rdma::cm::{
     self, Attempt, ConnectError, Disconnection, Link, ListenOptions, Listener, Options, RejectReason, Request, Step,
 };
 use tokio_rdma::software::{Faults, Network};
 use tokio_rdma::types::{QpAttr, QpState, TransitionError, Transport};
 use tokio_rdma::{CompletionQueue, Device, Pool, ProtectionDomain, QueuePair, SetupError};
-use torture::{Flavour, LONG, bounded, eventually, hardware, scaled, soon};
 
 /// What one side needs.
 #[derive(Clone)]
@@ -662,7 +660,7 @@ fn b_address() -> SocketAddr {
 #[test]
 fn connections_come_about_where_packets_are_lost_repeated_and_delayed() {
     bounded("faults", 5 * LONG, || {
-        let seed = torture::Seed::new("--test connections");
+        let seed = torture::Seed::new("--test connections by_address");
         let faults = Faults::none().loss(0.1).duplicate(0.1).reorder(0.1).corrupt(0.05);
         let faults = faults.delay(Duration::ZERO..Duration::from_micros(200));
         let network = Network::with_faults(seed.value, faults);
@@ -756,7 +754,7 @@ fn churn_leaves_no_descriptor_and_no_address_behind() {
 #[test]
 fn whenever_either_end_gives_up_nothing_hangs_and_no_queue_pair_is_half_connected() {
     bounded("giving up", 5 * LONG, || {
-        let seed = torture::Seed::new("--test connections");
+        let seed = torture::Seed::new("--test connections by_address");
         for (number, flavour) in Flavour::ALL.into_iter().enumerate() {
             let mut random = fastrand::Rng::with_seed(seed.value.wrapping_add(number as u64));
             flavour.runtime().block_on(async {

@@ -1,12 +1,10 @@
 //! Peers that break the protocol: hellos and headers that are truncated, damaged, random or lies, peers that stop, vanish, and
 //! fetch what is not theirs. Each ends with a reason and within a time, none with a panic or with memory.
 
-mod connected;
-mod torture;
-
 use std::time::Duration;
 
-use connected::{config, pattern, two};
+use crate::connected::{self, config, pattern, two};
+use crate::torture::{Flavour, LONG, Seed, bounded, eventually, soon};
 use futures::FutureExt;
 use tokio_rdma::software::Network;
 use tokio_rdma::types::{Imm, Rkey, WcStatus};
@@ -14,7 +12,6 @@ use tokio_rdma::{
     CloseReason, CompletionMode, CompletionQueue, Connection, ConnectionConfig, Device, EstablishError, Hello,
     HelloError, Listener, MessageError, Pool, ProtectionDomain, QueuePair, RemoteRegion, Violation, cm,
 };
-use torture::{Flavour, LONG, Seed, bounded, eventually, soon};
 
 /// A peer that does what the test wants: a bare queue pair with receives.
 struct Peer {
@@ -296,7 +293,7 @@ fn memory_of_a_message_is_only_read() {
 
 #[test]
 fn random_frames_do_no_harm() {
-    let seed = Seed::new("--test hostile random_frames");
+    let seed = Seed::new("--test connections random_frames");
     let value = seed.value;
     bounded("random frames", 2 * LONG, move || {
         Flavour::CurrentThread.runtime().block_on(async {

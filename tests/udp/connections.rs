@@ -1,24 +1,19 @@
 //! Two processes on one machine that meet by address and talk RoCE v2 over UDP: the whole stack, from the connection manager's
 //! messages to those of a service. No root, no RDMA. The other process is this test binary again, see `the_peer`.
 
-mod connected;
-#[path = "common/udp.rs"]
-mod udp;
-
-mod torture;
-
+use crate::common::udp;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::SocketAddr;
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::time::Duration;
 
-use connected::{pattern, recv};
+use crate::connected::{pattern, recv};
+use crate::torture::{Flavour, LONG, bounded, eventually, soon};
 use tokio_rdma::cm::{self, ConnectError, Disconnection};
 use tokio_rdma::{
     Access, CloseReason, CompletionMode, CompletionQueue, ConnectOptions, Connection, ConnectionConfig, Device,
     EstablishError, Listener, MessageError, Pool, ProtectionDomain, QueuePair, RemoteRegion, types::AckTimeout,
 };
-use torture::{Flavour, LONG, bounded, eventually, soon};
 
 /// Set in the other process.
 const ROLE: &str = "TOKIO_RDMA_CONNECTIONS_UDP";
@@ -52,7 +47,7 @@ struct Peer {
 impl Peer {
     fn start() -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "the_peer", "--nocapture", "--test-threads=1"])
+            .args(["--exact", "connections::the_peer", "--nocapture", "--test-threads=1"])
             .env(ROLE, "serve")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

@@ -1,7 +1,5 @@
 //! Wakers are code of users: they may end what woke them, look at the queue, panic. Nobody else is the worse for it.
 
-mod torture;
-
 use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::pin::Pin;
@@ -11,12 +9,12 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread;
 use std::time::Duration;
 
+use crate::torture::{self, Flavour, LONG, Mode, block_on, bounded, device, pair, slow_network, software, soon};
 use tokio_rdma::software::Network;
 use tokio_rdma::types::{QpAttr, QpState};
 use tokio_rdma::{
     Access, BufMut, CompletionMode, CompletionQueue, ExposedRegion, OpErrorKind, Pool, QueuePair, Recv, Write,
 };
-use torture::{Flavour, LONG, Mode, block_on, bounded, device, pair, slow_network, software, soon};
 
 /// Polls once, from nowhere.
 fn poll<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {

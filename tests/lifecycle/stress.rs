@@ -1,11 +1,9 @@
 //! Many queue pairs on one completion queue, all active at once: each byte where it belongs, and nothing left behind.
 //! What an operation costs among many is measured by `cargo bench --bench many_queue_pairs`.
 
-mod torture;
-
+use crate::torture::{self, Flavour, LONG, bounded, connect, device, scaled, soon};
 use tokio_rdma::software::Network;
 use tokio_rdma::{Access, CompletionMode, CompletionQueue, ExposedRegion, Pool, QueuePair};
-use torture::{Flavour, LONG, bounded, connect, device, scaled, soon};
 
 /// Ten thousand are asked for; a debug build does them in some seconds. A real device makes each in the kernel.
 fn many() -> usize {

@@ -1,17 +1,15 @@
 //! Messages: boundaries, order, sizes, both ways, slow services, cancelled waits. On the device that `TOKIO_RDMA_DEVICE`
 //! names, or the software device. `TOKIO_RDMA_SECONDS` sets how long the crowd talks.
 
-mod connected;
-mod torture;
-
 use std::collections::VecDeque;
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::connected::{self, assert_ready, config, modes, pair, pair_in, pattern, recv};
+use crate::torture::{self, Flavour, LONG, Mode, Seed, bounded, device, eventually, scaled, soon, yields};
 use bytes::Bytes;
-use connected::{assert_ready, config, modes, pair, pair_in, pattern, recv};
 use futures::{FutureExt, Sink, SinkExt, Stream, StreamExt};
 use tokio::time::timeout;
 use tokio_rdma::software::{Faults, LinkCounters, Network};
@@ -20,7 +18,6 @@ use tokio_rdma::{
     Access, Buf, CompletionMode, CompletionQueue, ConnectOptions, Connection, ConnectionConfig, EstablishError, Hello,
     HelloError, Listener, MessageError, RemoteRegion, SetupError, cm,
 };
-use torture::{Flavour, LONG, Mode, Seed, bounded, device, eventually, scaled, soon, yields};
 
 /// Runs `test` in every completion mode and on each runtime.
 fn everywhere<F: Future<Output = ()>>(what: &'static str, test: impl Fn(Mode) -> F + Send + Copy + 'static) {
@@ -223,7 +220,7 @@ fn received_messages_and_buffers_outlive_their_connection() {
 
 #[test]
 fn sends_that_are_dropped_were_not_sent_and_receives_that_are_dropped_lose_nothing() {
-    let seed = Seed::new("--test messages sends_that_are_dropped");
+    let seed = Seed::new("--test connections sends_that_are_dropped");
     let value = seed.value;
     run("cancelled", move || async move {
         let (a, b) = pair(&config().receive_buffers(3).spare_buffers(2).send_buffers(2).send_memory(40_000));
@@ -656,7 +653,7 @@ fn memory_of_the_peer_is_read_and_written_beside_messages() {
 
 #[test]
 fn messages_arrive_once_and_in_order_on_a_network_that_loses_and_repeats() {
-    let seed = Seed::new("--test messages messages_arrive_once");
+    let seed = Seed::new("--test connections messages_arrive_once");
     let faults = Faults::none().loss(0.02).duplicate(0.02).reorder(0.02).corrupt(0.01);
     let value = seed.value;
     run("faults", move || async move {
@@ -671,7 +668,7 @@ fn messages_arrive_once_and_in_order_on_a_network_that_loses_and_repeats() {
 /// Copies that come late ask for memory that is no longer registered, as its READ was done long ago.
 #[test]
 fn messages_arrive_once_and_in_order_on_a_network_that_repeats_late() {
-    let seed = Seed::new("--test messages messages_arrive_once");
+    let seed = Seed::new("--test connections messages_arrive_once");
     let faults = Faults::none().duplicate(0.2).reorder(0.2).delay(Duration::ZERO..Duration::from_millis(3));
     let value = seed.value;
     run("late copies", move || async move {
@@ -781,7 +778,7 @@ async fn talk(own: Connection, peer_seed: u64, seed: u64, largest: usize, slow: 
 
 #[test]
 fn crowd_of_connections_talks_both_ways_with_slow_readers_among_them() {
-    let seed = Seed::new("--test messages crowd_of");
+    let seed = Seed::new("--test connections crowd_of");
     let value = seed.value;
     let seconds = std::env::var("TOKIO_RDMA_SECONDS").map_or(2, |seconds| seconds.parse().expect("a number"));
     bounded("crowd", 4 * LONG + Duration::from_secs(2 * seconds), move || {

@@ -1,12 +1,12 @@
 //! The end of connections: clean, half, dropped, late, silent, with lost devices and runtimes. On the device that
 //! `TOKIO_RDMA_DEVICE` names, or the software device.
 
-mod connected;
-mod torture;
-
 use std::time::Duration;
 
-use connected::{config, pair, pair_in, pattern, recv, two};
+use crate::connected::{self, config, pair, pair_in, pattern, recv, two};
+use crate::torture::{
+    Flavour, LONG, Mode, Seed, bounded, device, eventually, hardware, scaled, slow_network, soon, yields,
+};
 use futures::{FutureExt, StreamExt};
 use tokio::time::timeout;
 use tokio_rdma::software::Network;
@@ -15,7 +15,6 @@ use tokio_rdma::{
     Access, Batch, CloseReason, ConnectOptions, Connection, ConnectionConfig, Device, Listener, MessageError, OpError,
     OpErrorKind, Pool,
 };
-use torture::{Flavour, LONG, Mode, Seed, bounded, device, eventually, hardware, scaled, slow_network, soon, yields};
 
 /// Runs `test` in every completion mode, and the usual one on each runtime.
 fn run<F: Future<Output = ()>>(what: &'static str, test: impl Fn() -> F + Send + Copy + 'static) {
@@ -353,7 +352,7 @@ async fn last(connection: &Connection) -> CloseReason {
 
 #[test]
 fn abort_ends_both_ends_with_messages_and_operations_in_flight() {
-    let seed = Seed::new("--test closing abort_ends_both_ends");
+    let seed = Seed::new("--test connections abort_ends_both_ends");
     let value = seed.value;
     run("abort", move || async move {
         let (_, pd) = device(&slow_network(value));
@@ -654,7 +653,7 @@ fn connection_by_address_carries_user_data_and_ends_with_its_link() {
 
 #[test]
 fn ends_by_address_close_cleanly_in_every_order() {
-    let seed = Seed::new("--test closing ends_by_address");
+    let seed = Seed::new("--test connections ends_by_address");
     let value = seed.value;
     bounded("orders", 2 * LONG, move || {
         Flavour::MultiThread.runtime().block_on(async {

@@ -1,18 +1,15 @@
 //! Operations of a service on its peer's memory, beside the messages of their connection: batches, what travels inline, what is
 //! refused. On the device that `TOKIO_RDMA_DEVICE` names, or the software device.
 
-mod connected;
-mod torture;
-
 use std::io::ErrorKind;
 
-use connected::{assert_ready, config, modes, pair, pair_in, pattern, recv, two};
+use crate::connected::{assert_ready, config, modes, pair, pair_in, pattern, recv, two};
+use crate::torture::{Mode, device, eventually, keeps_fences, scaled, soon};
 use tokio_rdma::software::Network;
 use tokio_rdma::{
     Access, Batch, BufMut, CloseReason, CompletionQueue, Connection, ExposedRegion, Imm, LimitError, MessageError,
     OpErrorKind, Pool, RemoteRegion, SetupError,
 };
-use torture::{Mode, device, eventually, keeps_fences, scaled, soon};
 
 /// Bytes of each work request of the batches here.
 const BLOCK: usize = 512;

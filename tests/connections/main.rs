@@ -1,0 +1,13 @@
+//! Connections: by address, with messages and operations, their end, and peers that break the protocol.
+
+#[path = "../connected/mod.rs"]
+mod connected;
+#[path = "../torture/mod.rs"]
+mod torture;
+
+mod by_address;
+mod closing;
+mod hostile;
+mod messages;
+mod one_sided;
+mod reentrant;

@@ -1,0 +1,12 @@
+//! The life of queue pairs and what they share: runtimes that end, objects dropped in any order, wakers, DC targets, many queue
+//! pairs at once.
+
+#[path = "../torture/mod.rs"]
+mod torture;
+
+mod runtimes;
+mod send_sync;
+mod stress;
+mod targets;
+mod teardown;
+mod wakers;

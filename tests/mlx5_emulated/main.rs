@@ -1,0 +1,32 @@
+//! The suites on the real libibverbs and libmlx5, over an emulated ConnectX with InfiniBand ports and with RoCE ports.
+//!
+//! It shows that this crate drives libmlx5 rightly, and says nothing of a ConnectX: what the device does is made up in
+//! `tests/emulated-connectx`.
+
+#![cfg(all(
+    feature = "mlx5",
+    target_os = "linux",
+    target_env = "gnu",
+    any(target_arch = "x86_64", target_arch = "aarch64")
+))]
+#![allow(unsafe_code, reason = "the emulated device starts before main")]
+
+#[path = "../common/mod.rs"]
+mod common;
+#[path = "../emulated/mod.rs"]
+mod emulated;
+#[path = "../torture/mod.rs"]
+mod torture;
+
+#[path = "../conformance/cancel.rs"]
+mod cancel;
+#[path = "../dc_pool/mod.rs"]
+mod pool;
+#[path = "../conformance/shared_queues.rs"]
+mod shared_queues;
+#[path = "../conformance/mod.rs"]
+mod suite;
+
+fn wire() -> common::Wire {
+    common::Wire::Emulated
+}
