@@ -19,7 +19,7 @@ use tokio_rdma::{
 use torture::{Flavour, LONG, Mode, bounded, device, pair, scaled};
 
 /// Operations of each kind while allocations are counted.
-const OPERATIONS: u64 = 10_000;
+const OPERATIONS: u64 = if cfg!(debug_assertions) { 2_500 } else { 10_000 };
 /// Operations before, until all that grows has grown.
 const WARM_UP: u64 = 1_000;
 /// So many on the software device.

@@ -4,7 +4,7 @@
 //! which both sides act. The network is simulated, so a run happens the same each time, on any machine.
 //!
 //! ```text
-//! TOKIO_RDMA_SEEDS=20000 cargo test --test faults                         that many seeds, 1000 unless set
+//! TOKIO_RDMA_SEEDS=20000 cargo test --test faults                         that many seeds; unless set 500, or 2000 with --release
 //! TOKIO_RDMA_SEED=17 cargo test --test faults <test> -- --nocapture       one seed, told step by step
 //! ```
 
