@@ -480,6 +480,44 @@ fn what_a_queue_pair_that_is_not_destroyed_was_given_comes_back_by_its_completio
     }
 }
 
+/// The error state flushes nothing, so it is the end of the queue pair alone that makes buffers free.
+#[test]
+fn what_a_device_that_does_not_flush_was_given_is_its_until_the_queue_pair_is_destroyed() {
+    for refuses in [true, false] {
+        let it = Reluctant::new();
+        let (a, b) = pair(&it.pd, &it.queue);
+        let [(memory, freed), (abandoned, abandoned_freed)] = [(); 2].map(|()| Tracked::new());
+        let (mut receive, dropped) =
+            (b.recv(it.pd.register(memory).unwrap()), b.recv(it.pd.register(abandoned).unwrap()));
+        drop(dropped);
+        assert!(poll(&mut receive).is_pending());
+        it.control.ignore_errors(true);
+        it.control.refuse_ends(refuses);
+        drop(b);
+        it.control.refuse_ends(false);
+        if refuses {
+            // The device has it still, and writes to it.
+            assert!(poll(&mut receive).is_pending() && !is_freed(&freed) && !is_freed(&abandoned_freed));
+            block_on(a.send_inline(b"late")).unwrap();
+            let received = block_on(receive).unwrap();
+            assert_eq!(received.buffer[..], *b"late");
+            drop(received);
+            assert!(is_freed(&freed) && !is_freed(&abandoned_freed));
+            block_on(a.send_inline(b"later")).unwrap();
+            // Its completion came before that of the send.
+            assert!(is_freed(&abandoned_freed));
+        } else {
+            let Poll::Ready(Err(error)) = poll(&mut receive) else { panic!("it hangs") };
+            assert!(matches!(error.kind(), OpErrorKind::Closed), "{error:?}");
+            drop(error);
+            assert!(is_freed(&freed) && is_freed(&abandoned_freed));
+        }
+        it.control.ignore_errors(false);
+        drop(a);
+        assert_eq!(it.leaks(), refuses);
+    }
+}
+
 #[test]
 fn work_in_line_of_a_queue_pair_that_is_not_destroyed_ends_at_once() {
     for refuses in [false, true] {

@@ -54,6 +54,8 @@ pub(super) struct DeviceInner {
     refusal: AtomicU32,
     /// Nothing of it can be ended.
     stuck: AtomicBool,
+    /// Queue pairs stay as they are when they are moved to the error state.
+    unflushed: AtomicBool,
 }
 
 const NO_REFUSAL: u32 = u32::MAX;
@@ -76,7 +78,6 @@ impl DeviceInner {
         network: Arc<NetworkInner>,
         endpoint: Option<Arc<Endpoint>>,
     ) -> Result<Arc<Self>, VerbError> {
-        let seed = network.random()?;
         let attr = DeviceAttr {
             // Locally administered, from the address.
             guid: 0x0200_5eff_fe00_0000 | u64::from(u32::from_be_bytes([0, gid.0[13], gid.0[14], gid.0[15]])),
@@ -106,11 +107,12 @@ impl DeviceInner {
             ..DeviceAttr::named(name)
         };
         let mtu = endpoint.as_ref().map_or(Mtu::Mtu4096, |endpoint| endpoint.own_mtu());
+        let management_psn = AtomicU32::new(network.random()? as u32);
         let device = Arc::new(Self {
             gid,
             mtu,
             endpoint,
-            keys: Keys::new(seed as u32),
+            keys: Keys::new(),
             cm: Manager::new(gid, attr.guid, mtu, network.random()?),
             network,
             attr,
@@ -120,12 +122,13 @@ impl DeviceInner {
             contexts: Mutex::default(),
             next_id: AtomicU64::new(1),
             next_pd: AtomicU32::new(1),
-            management_psn: AtomicU32::new((seed >> 32) as u32),
+            management_psn,
             dead: AtomicBool::new(false),
             port_up: AtomicBool::new(true),
             linked: AtomicBool::new(true),
             refusal: AtomicU32::new(NO_REFUSAL),
             stuck: AtomicBool::new(false),
+            unflushed: AtomicBool::new(false),
         });
         if let Some(endpoint) = &device.endpoint {
             endpoint.attach(&device);
@@ -157,6 +160,15 @@ impl DeviceInner {
     /// EBUSY if it is to refuse the end of an object.
     pub(super) fn ends(&self, verb: &'static str) -> Result<(), VerbError> {
         if self.stuck.load(Ordering::Relaxed) { Err(VerbError::new(verb, VerbError::EBUSY)) } else { Ok(()) }
+    }
+
+    /// Ignores changes to the error state, until it is told otherwise.
+    pub(super) fn ignore_errors(&self, ignore: bool) {
+        self.unflushed.store(ignore, Ordering::Relaxed);
+    }
+
+    pub(super) fn ignores_errors(&self) -> bool {
+        self.unflushed.load(Ordering::Relaxed)
     }
 
     /// Refuses one send after `posted` more.

@@ -10,7 +10,8 @@
 
 #![allow(unsafe_code)]
 
-use std::sync::atomic::{AtomicPtr, AtomicU64, AtomicUsize, Ordering};
+use std::alloc::{Layout, alloc_zeroed, handle_alloc_error};
+use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 use smallvec::SmallVec;
 
@@ -235,6 +236,19 @@ unsafe fn copy(from: *const u8, from_shared: bool, to: *mut u8, to_shared: bool,
             (true, true) => shared::exchange(from, to, len),
         }
     }
+}
+
+/// Words of zeros. The kernel gives the pages of a large table as they are written.
+pub(super) fn zeroed<const N: usize>() -> Box<[AtomicU32; N]> {
+    let layout = Layout::new::<[AtomicU32; N]>();
+    assert_ne!(layout.size(), 0);
+    // SAFETY: S1: the layout has a size.
+    let table = unsafe { alloc_zeroed(layout) };
+    if table.is_null() {
+        handle_alloc_error(layout);
+    }
+    // SAFETY: S1: made just now by the global allocator with the layout of the type, of which all zeros is a value.
+    unsafe { Box::from_raw(table.cast()) }
 }
 
 #[cfg(test)]

@@ -49,7 +49,7 @@ impl Region {
     fn new() -> Option<Self> {
         let mut memory = vec![MARK; MARGIN + REGION + MARGIN];
         let base = memory[MARGIN..].as_mut_ptr();
-        let keys = Keys::new(7);
+        let keys = Keys::new();
         // SAFETY: S1: the bytes are not freed before the registration ends in `check`, and are looked at after it.
         let region = unsafe { Memory::new(base, REGION, base as u64) };
         let key = keys.insert(region, Access::LOCAL_WRITE | Access::REMOTE_ALL, false, PD, 3)?;

@@ -5,12 +5,19 @@
 //! touched any more, and while a copy runs its memory stays registered.
 //!
 //! ```text
-//!  key ──unmix──▶ chunk(12) variant(4) place(8) ── slot { users | CLOSED, key, base, len, rights }
-//!      ──────────────────────────────────▶ tag(8)
+//!  key ── place(20) ──▶ index ──▶ slot { users | CLOSED, key, base, len, rights }
 //! ```
 //!
-//! The tag stands in the key as it is: a memory window keeps its slot whatever low byte it is bound with, and its slot is
-//! closed while it is not bound. See [`windows`](super::windows).
+//! Every key is a number of its own from the system's random source. None of its bits comes from a counter or from another
+//! key, so keys that a peer was granted tell it nothing about the others: a guess hits one of `n` live registrations with
+//! a chance of `n` in 2^32. A keyed permutation of a counter would not give that for the price of a lookup here, which
+//! is a shift and a load. No two keys share a place, so at most half of the places are used, and few keys are drawn twice.
+//!
+//! The low byte of a key is its tag, which the owner of a memory window chooses on each bind: a window keeps its slot whatever
+//! its tag, its other 24 bits are random and are no other registration's, and its slot is closed while it is not bound. See
+//! [`windows`](super::windows).
+//!
+//! A key that was released keeps its place until [`QUARANTINE`] others were released after it, and is not drawn before.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -21,23 +28,28 @@ use parking_lot::Mutex;
 
 use crate::types::{Access, Qpn, Sge};
 
-use super::dma::{Gather, Memory, Region, Segment};
+use super::dma::{self, Gather, Memory, Region, Segment};
 use super::windows::Window;
 
-/// Most registrations of a device.
-pub(super) const MAX_REGISTRATIONS: u32 = 1 << INDEX_BITS;
+/// Most registrations of a device: half as many as there are places for their keys.
+pub(super) const MAX_REGISTRATIONS: u32 = 1 << (PLACE_BITS - 1);
 
-const INDEX_BITS: u32 = 20;
+/// Upper bits of a key that no other key has. The table of places takes 4 MiB of addresses, and of memory one page for each
+/// key until that is all.
+const PLACE_BITS: u32 = 20;
+const PLACES: usize = 1 << PLACE_BITS;
 /// Slots are made a chunk at a time.
-const CHUNK: u32 = 256;
-const CHUNKS: usize = (MAX_REGISTRATIONS / CHUNK) as usize;
-/// What a key is made of, see the module: where its parts are before they are mixed.
+const CHUNK: u32 = 1 << CHUNK_BITS;
+const CHUNK_BITS: u32 = 8;
+const CHUNKS: usize = 1 << (INDEX_BITS - CHUNK_BITS);
+/// Index 0 is that of no slot.
+const INDEX_BITS: u32 = 20;
+/// An index stands in the upper bits of its word, so no lookup checks a bound.
+const INDEX_SHIFT: u32 = u32::BITS - INDEX_BITS;
+/// What the owner of a window chooses.
 const TAG_BITS: u32 = 8;
-const TAG_MASK: u32 = (1 << TAG_BITS) - 1;
-const PLACE_SHIFT: u32 = TAG_BITS;
-const VARIANT_SHIFT: u32 = 16;
-const VARIANT_MASK: u32 = 15;
-const CHUNK_SHIFT: u32 = 20;
+/// Released keys that are not drawn again, so that a packet that comes late finds nothing.
+const QUARANTINE: usize = 256;
 /// Bit of [`Slot::rights`], above those of `Access`: reached by atomic accesses only.
 const SHARED: u32 = 1 << 31;
 /// Bit of the owner in [`Slot::rights`]: not a protection domain but the queue pair that bound a window.
@@ -51,42 +63,40 @@ pub(super) struct NotCovered;
 
 /// Table of the registrations of one device.
 pub(super) struct Keys {
-    /// Odd factor that spreads index and variant over the key, and its inverse modulo 2^32. This keeps
-    /// keys from being counted through; it is no cryptography, and need not be: each wrong guess costs
-    /// the guesser its connection.
-    factor: u32,
-    inverse: u32,
+    /// Index of the slot whose key has this place, or 0.
+    places: Box<[AtomicU32; PLACES]>,
     chunks: Box<[OnceLock<Box<[Slot; CHUNK as usize]>>; CHUNKS]>,
     free: Mutex<FreeList>,
-    /// By their keys without the tag.
+    /// By their keys without the tag, see [`family`].
     pub(super) windows: Mutex<HashMap<u32, Window>>,
 }
 
 impl fmt::Debug for Keys {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // The slots are many and say little; the factor is nobody's business.
+        // The slots are many, and keys are secrets.
         f.debug_struct("Keys").finish_non_exhaustive()
     }
 }
 
 #[derive(Debug, Default)]
 struct FreeList {
-    /// Indexes never used begin here.
+    /// Slots used so far, index 0 not counted.
     fresh: u32,
-    /// Oldest first, so that a key comes back as late as possible.
+    /// Words of indexes, the oldest first. Their slots are closed, and their keys keep their places.
     returned: VecDeque<u32>,
 }
 
+/// A cache line of its own: its place in a chunk is a shift away, and copies by different keys do not share a counter's line.
 #[derive(Debug)]
+#[repr(align(64))]
 pub(super) struct Slot {
     /// Copies in progress, and [`CLOSED`]. All else is constant while not closed.
     users: AtomicU32,
+    /// 0 in a slot that was never claimed.
     key: AtomicU32,
     region: Region,
     /// Access and [`SHARED`] in the low half, owner in the high half: a protection domain, or [`WINDOW`] and a queue pair.
     rights: AtomicU64,
-    /// Odd distance between the variants (tag included) of successive registrations: 4096 before one returns.
-    stride: AtomicU32,
 }
 
 impl Default for Slot {
@@ -96,7 +106,6 @@ impl Default for Slot {
             key: AtomicU32::new(0),
             region: Region::default(),
             rights: AtomicU64::new(0),
-            stride: AtomicU32::new(0),
         }
     }
 }
@@ -141,18 +150,18 @@ impl Slot {
     pub(super) fn region(&self) -> &Region {
         &self.region
     }
+
+    /// True if its key is `key` with any tag.
+    fn is_of(&self, key: u32) -> bool {
+        family(self.key.load(Ordering::Relaxed)) == family(key)
+    }
 }
 
 impl Keys {
-    /// An empty table whose keys depend on `seed`.
-    pub(super) fn new(seed: u32) -> Self {
-        let factor = seed | 1;
-        // Newton's iteration doubles the correct bits; an odd number is its own inverse to 3 bits.
-        let inverse = (0..4).fold(factor, |x, _| x.wrapping_mul(2_u32.wrapping_sub(factor.wrapping_mul(x))));
-        debug_assert_eq!(factor.wrapping_mul(inverse), 1);
+    /// An empty table.
+    pub(super) fn new() -> Self {
         Self {
-            factor,
-            inverse,
+            places: dma::zeroed(),
             chunks: Box::new([const { OnceLock::new() }; CHUNKS]),
             free: Mutex::new(FreeList::default()),
             windows: Mutex::default(),
@@ -160,7 +169,7 @@ impl Keys {
     }
 
     /// Registers memory, that is reached by atomic accesses if it is `shared` or peers may reach it; its key, or `None`
-    /// if the table is full.
+    /// if the table is full. `random` is drawn for this key alone, and peers cannot predict it.
     pub(super) fn insert(&self, memory: Memory, access: Access, shared: bool, pd: u32, random: u64) -> Option<u32> {
         let (slot, key) = self.claim(random)?;
         slot.region.assign(memory);
@@ -176,45 +185,37 @@ impl Keys {
         self.release(key);
     }
 
-    /// A closed slot, and the next of its keys.
+    /// A closed slot and its new key, which is made of `random`.
     pub(super) fn claim(&self, random: u64) -> Option<(&Slot, u32)> {
-        let index = {
-            let mut free = self.free.lock();
-            // A fresh slot is cheaper than a short cycle of one slot's keys.
-            if free.returned.len() < 256 && free.fresh < MAX_REGISTRATIONS {
-                free.fresh += 1;
-                free.fresh - 1
-            } else {
-                free.returned.pop_front()?
-            }
-        };
-        let (chunk, place) = ((index / CHUNK) as usize, (index % CHUNK) as usize);
-        let slots = self.chunks[chunk].get_or_init(|| Box::new(std::array::from_fn(|_| Slot::default())));
-        let slot = &slots[place];
-        let mut stride = slot.stride.load(Ordering::Relaxed);
-        let mut variant = if stride == 0 {
-            stride = (random >> 32) as u32 | 1;
-            slot.stride.store(stride, Ordering::Relaxed);
-            random as u32
+        let mut free = self.free.lock();
+        let fresh = free.returned.len() < QUARANTINE && free.fresh < MAX_REGISTRATIONS;
+        let index = if fresh {
+            free.fresh += 1;
+            free.fresh << INDEX_SHIFT
         } else {
-            let last = slot.key.load(Ordering::Relaxed);
-            ((self.unmix(last) >> VARIANT_SHIFT & VARIANT_MASK) << TAG_BITS | last & TAG_MASK).wrapping_add(stride)
+            free.returned.pop_front()?
         };
-        loop {
-            let key = self.mix(index, variant);
-            // 0 is what an uninitialized key looks like; whatever its tag, it shall name nothing.
-            if key & !TAG_MASK != 0 {
-                slot.key.store(key, Ordering::Relaxed);
-                return Some((slot, key));
-            }
-            variant = variant.wrapping_add(stride);
+        let (chunk, at) = split(index);
+        let slot = &self.chunks[chunk].get_or_init(|| Box::new(std::array::from_fn(|_| Slot::default())))[at];
+        if !fresh {
+            self.place(slot.key.load(Ordering::Relaxed)).store(0, Ordering::Relaxed);
         }
+        let mut key = random as u32;
+        let mut further = fastrand::Rng::with_seed(random);
+        // 0 is what an uninitialized key looks like; whatever its tag, it shall name nothing. Another draw tells nothing
+        // about other keys, as `random` makes this one only.
+        while family(key) == 0 || self.place(key).load(Ordering::Relaxed) != 0 {
+            key = further.u32(..);
+        }
+        slot.key.store(key, Ordering::Relaxed);
+        // A lookup by this key happens after the key was returned, and sees the place.
+        self.place(key).store(index, Ordering::Relaxed);
+        Some((slot, key))
     }
 
-    /// The slot of a key is closed and free for another.
+    /// The slot of a key is closed, and free for another when its quarantine is over.
     pub(super) fn release(&self, key: u32) {
-        let (chunk, place) = self.position(key);
-        self.free.lock().returned.push_back(chunk as u32 * CHUNK + place as u32);
+        self.free.lock().returned.push_back(self.place(key).load(Ordering::Relaxed));
     }
 
     /// `addr..addr + len` by `key`, if it is registered in `pd` with all of `need`.
@@ -252,7 +253,7 @@ impl Keys {
         len: usize,
         need: Access,
     ) -> Result<Segment<'_>, NotCovered> {
-        let slot = self.slot(key).ok_or(NotCovered)?;
+        let slot = self.at(key).ok_or(NotCovered)?;
         // Acquire pairs with `open`. From here on `hold` gives the count back.
         let before = slot.users.fetch_add(1, Ordering::Acquire);
         let hold = Use(slot);
@@ -300,54 +301,37 @@ impl Keys {
         Ok(())
     }
 
-    #[inline]
+    /// The slot that has `key` with any tag.
     pub(super) fn slot(&self, key: u32) -> Option<&Slot> {
-        let (chunk, place) = self.position(key);
-        Some(&self.chunks[chunk].get()?[place])
+        self.at(key).filter(|slot| slot.is_of(key))
     }
 
-    /// Chunk of a key's slot and the place in it.
+    /// The slot at the place of `key`, which may be another key's, or that of none.
     #[inline]
-    fn position(&self, key: u32) -> (usize, usize) {
-        let plain = self.unmix(key);
-        ((plain >> CHUNK_SHIFT) as usize, (plain >> PLACE_SHIFT & (CHUNK - 1)) as usize)
+    fn at(&self, key: u32) -> Option<&Slot> {
+        let (chunk, at) = split(self.place(key).load(Ordering::Relaxed));
+        Some(&self.chunks[chunk].get()?[at])
     }
 
-    const fn mix(&self, index: u32, variant: u32) -> u32 {
-        let (chunk, place) = (index / CHUNK, index % CHUNK);
-        let upper = variant >> TAG_BITS & VARIANT_MASK;
-        let plain = chunk << CHUNK_SHIFT | upper << VARIANT_SHIFT | place << PLACE_SHIFT;
-        plain.wrapping_mul(self.factor) | variant & TAG_MASK
+    #[inline]
+    fn place(&self, key: u32) -> &AtomicU32 {
+        &self.places[(key >> (u32::BITS - PLACE_BITS)) as usize]
     }
+}
 
-    /// Without the tag.
-    const fn unmix(&self, key: u32) -> u32 {
-        (key & !TAG_MASK).wrapping_mul(self.inverse)
-    }
+/// Chunk of a slot, and where it is in that.
+#[inline]
+const fn split(index: u32) -> (usize, usize) {
+    ((index >> (INDEX_SHIFT + CHUNK_BITS)) as usize, (index >> INDEX_SHIFT & (CHUNK - 1)) as usize)
+}
+
+/// What the keys of a window have in common.
+pub(super) const fn family(key: u32) -> u32 {
+    key >> TAG_BITS
 }
 
 /// Owner of a slot that is a window bound by `qpn`.
 #[inline]
 pub(super) const fn window_owner(qpn: Qpn) -> u32 {
     WINDOW | qpn.0
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn keys_of_a_slot_differ_and_lead_to_it() {
-        let keys = Keys::new(0x9e37_79b1);
-        for index in [0, 1, 255, 256, MAX_REGISTRATIONS - 1] {
-            let mut seen = std::collections::HashSet::new();
-            for variant in 0..4096 {
-                let key = keys.mix(index, variant);
-                assert!(seen.insert(key), "{index} {variant}");
-                assert_eq!(keys.position(key), ((index / CHUNK) as usize, (index % CHUNK) as usize));
-                assert_eq!(keys.unmix(key) >> VARIANT_SHIFT & VARIANT_MASK, variant >> TAG_BITS);
-                assert_eq!(key & TAG_MASK, variant & TAG_MASK);
-            }
-        }
-    }
 }

@@ -467,6 +467,12 @@ impl DeviceControl {
         self.0.refuse_ends(refuse);
     }
 
+    /// Ignores, or no longer, that queue pairs are moved to the error state: nothing is flushed, and what was posted goes on, as
+    /// on a device that does not come to it. What is in flight then ends when its queue pair is destroyed.
+    pub fn ignore_errors(&self, ignore: bool) {
+        self.0.ignore_errors(ignore);
+    }
+
     /// Takes `posted` more sends and refuses the one after them, once, as a driver that runs out of memory does:
     /// ENOMEM, and nothing that stands behind it in the same list is posted.
     pub fn refuse_send(&self, posted: u32) {

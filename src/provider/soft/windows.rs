@@ -5,7 +5,7 @@
 
 use crate::types::{Access, Qpn, Rkey, WindowBind};
 
-use super::keys::{Keys, NotCovered, window_owner};
+use super::keys::{Keys, NotCovered, family, window_owner};
 
 /// Window that is allocated.
 #[derive(Debug)]
@@ -110,9 +110,4 @@ impl Keys {
             slot.close();
         }
     }
-}
-
-/// What the keys of a window have in common.
-const fn family(key: u32) -> u32 {
-    key >> 8
 }

@@ -5,6 +5,7 @@
 //! and comes from the GID at its other end. Times that a peer asks for are cut to what is held here.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::net::SocketAddr;
 
 use crate::error::VerbError;
@@ -91,8 +92,8 @@ pub(super) struct Machine {
     guid: u64,
     /// The largest packets that our port takes.
     pub(super) mtu: Mtu,
-    /// Makes the numbers of connections hard to guess.
-    mask: u32,
+    /// Makes the numbers of connections impossible to predict, see [`drawn`].
+    secret: u64,
     issued: u32,
     transactions: u64,
     pub(super) connections: HashMap<CommId, Connection>,
@@ -119,9 +120,9 @@ impl Machine {
             gid,
             guid,
             mtu,
-            mask: seed as u32,
+            secret: drawn(seed, Draw::Secret),
             issued: 0,
-            transactions: seed & 0xffff_ffff_0000_0000,
+            transactions: drawn(seed, Draw::Transactions) & 0xffff_ffff_0000_0000,
             connections: HashMap::new(),
             requests: HashMap::new(),
             queue_pairs: HashMap::new(),
@@ -129,7 +130,7 @@ impl Machine {
             timers: BTreeSet::new(),
             refused: VecDeque::new(),
             half_open: HalfOpen::default(),
-            answers: Answers::new(seed),
+            answers: Answers::new(drawn(seed, Draw::Answers)),
             out: VecDeque::new(),
         }
     }
@@ -525,7 +526,7 @@ impl Machine {
     pub(super) fn new_id(&mut self) -> CommId {
         loop {
             self.issued = self.issued.wrapping_add(1);
-            let id = self.issued ^ self.mask;
+            let id = drawn(self.secret, Draw::Connection(self.issued)) as u32;
             if id != 0 && !self.connections.contains_key(&id) {
                 return id;
             }
@@ -542,6 +543,22 @@ impl Machine {
     pub(super) fn sizes(&self) -> [usize; 4] {
         [self.connections.len(), self.requests.len(), self.queue_pairs.len(), self.timers.len()]
     }
+}
+
+/// What a random number is drawn for.
+#[derive(Hash)]
+enum Draw {
+    Secret,
+    Transactions,
+    Answers,
+    Connection(CommId),
+}
+
+/// A number made of `secret`, by SipHash: those that peers see tell nothing about the secret, nor about each other.
+fn drawn(secret: u64, what: Draw) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    (secret, what).hash(&mut hasher);
+    hasher.finish()
 }
 
 /// How long an answer to `connection` is waited for; `hurried`: its room is scarce.

@@ -15,7 +15,7 @@ pub(super) const ALL: Access = Access::LOCAL_WRITE.union(Access::REMOTE_ALL).uni
 
 /// Keys over one leaked buffer.
 pub(super) fn memory() -> (Keys, u64, u32) {
-    let keys = Keys::new(0x1234_5679);
+    let keys = Keys::new();
     let buffer = Vec::<u64>::leak(vec![0; 1024]).as_mut_ptr().cast::<u8>();
     // SAFETY: leaked, and touched through the keys only.
     let memory = unsafe { Memory::new(buffer, 8192, buffer as u64) };

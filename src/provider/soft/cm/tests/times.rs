@@ -509,3 +509,27 @@ fn answer_that_is_repeated_counts_among_those_that_a_peer_gets() {
     pair.b.on_timer(later);
     assert_eq!(Out::of(&mut pair.b).kinds(), ["REP"]);
 }
+
+/// A peer sees the numbers of its own connections, and may not learn those of others from them.
+#[test]
+fn numbers_of_connections_do_not_tell_the_next_one() {
+    let mut pair = Pair::new();
+    let seen: Vec<CommId> = (0..1_000).map(|number| pair.connect(0x100 + number)).collect();
+    let next = pair.connect(0x900);
+    let last = seen[seen.len() - 1];
+    // A counter behind a mask: the change from one number to the next is that of a counter.
+    let mut guesses: Vec<CommId> = (1..=32).map(|bits| last ^ (u32::MAX >> (32 - bits))).collect();
+    guesses.extend((1..1_000).flat_map(|near| [last.wrapping_add(near), last.wrapping_sub(near), last ^ near]));
+    guesses.extend(seen.windows(2).flat_map(|two| {
+        [last ^ two[0] ^ two[1], last.wrapping_add(two[1].wrapping_sub(two[0])), last.wrapping_mul(two[1])]
+    }));
+    assert!(!guesses.contains(&next), "found with {} guesses of 2^32", guesses.len());
+    for bit in 0..32 {
+        let changes = seen.windows(2).filter(|two| (two[0] ^ two[1]) >> bit & 1 == 1).count();
+        // Half of 999, with six standard deviations of 15.8.
+        assert!((405..=594).contains(&changes), "bit {bit} changes {changes} times");
+    }
+    // Nor do the numbers of transactions, which are beside them, begin with the seed.
+    let transactions: Vec<u64> = Out::of(&mut pair.a).sent.iter().map(|(_, mad)| mad.transaction).collect();
+    assert!(transactions.len() == 1_001 && transactions.iter().all(|transaction| transaction >> 32 != 0x1111_2222));
+}
