@@ -312,6 +312,38 @@ mod tests {
     }
 
     #[test]
+    fn a_peer_that_uses_more_receives_than_were_announced_is_found_out() {
+        let full = |kinds: &[Kind]| {
+            let mut flow = Flow::new(8, 8);
+            for kind in kinds.iter().cycle().take(8) {
+                assert_eq!(flow.receive(header(*kind, 0, 0)), Ok(0));
+            }
+            flow
+        };
+        let window = Err(Violation::Window { receives: 8 });
+        for kind in [Kind::Data, Kind::Offer, Kind::Ack, Kind::Ping, Kind::Fin] {
+            assert_eq!(full(&[Kind::Data]).receive(header(kind, 0, 0)), window, "{kind:?}");
+            assert_eq!(full(&[Kind::Ack, Kind::Offer]).receive(header(kind, 0, 0)), window, "{kind:?}");
+        }
+        // A receive that is posted again is the peer's once it was told.
+        let mut flow = full(&[Kind::Data]);
+        flow.release_message();
+        assert_eq!(flow.clone().receive(header(Kind::Data, 0, 0)), window);
+        flow.send(Kind::Ack);
+        assert_eq!(flow.receive(header(Kind::Data, 1, 0)), Ok(0));
+        assert_eq!(flow.receive(header(Kind::Data, 1, 0)), window);
+        // So are those of other frames.
+        let mut flow = full(&[Kind::Ping]);
+        flow.release_control();
+        flow.release_control();
+        assert_eq!(flow.clone().receive(header(Kind::Ping, 0, 0)), window);
+        flow.send(Kind::Ack);
+        assert_eq!(flow.receive(header(Kind::Ping, 1, 0)), Ok(0));
+        assert_eq!(flow.receive(header(Kind::Ping, 1, 0)), Ok(0));
+        assert_eq!(flow.receive(header(Kind::Ping, 1, 0)), window);
+    }
+
+    #[test]
     fn nothing_comes_after_the_end() {
         let mut flow = Flow::new(8, 8);
         let early = Header { heard: true, ..header(Kind::Ack, 0, 0) };

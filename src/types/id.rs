@@ -139,6 +139,24 @@ mod tests {
     }
 
     #[test]
+    fn distance_of_sequence_numbers_is_signed_and_wraps() {
+        const HALF: u32 = 1 << 23;
+        for base in [0, 1, HALF - 1, HALF, 0xff_ffff] {
+            let earlier = Psn::new(base);
+            for steps in [0, 1, 2, 1_000, HALF - 1] {
+                assert_eq!(earlier.add(steps).distance_from(earlier), steps as i32, "{base:#x}");
+                assert_eq!(earlier.sub(steps).distance_from(earlier), -(steps as i32), "{base:#x}");
+                assert_eq!(earlier.add(steps).sub(steps), earlier);
+            }
+            assert_eq!(earlier.add(HALF).distance_from(earlier), -(HALF as i32));
+            assert_eq!(earlier.add(HALF), earlier.sub(HALF));
+            assert!(earlier.add(0xffff_ffff).value() <= 0xff_ffff);
+        }
+        assert_eq!((Psn::new(0xff_ffff).add(1), Psn::new(0).sub(1)), (Psn::new(0), Psn::new(0xff_ffff)));
+        assert_eq!(Psn::new(0x0100_0005), Psn::new(5));
+    }
+
+    #[test]
     fn access_key_is_not_printed() {
         assert_eq!(format!("{:?}", DcKey(0x1234_5678)), "DcKey(..)");
     }

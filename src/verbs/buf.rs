@@ -342,3 +342,116 @@ impl fmt::Debug for Buf {
         f.debug_struct("Buf").field("len", &self.len).finish_non_exhaustive()
     }
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::software::Network;
+    use crate::verbs::{Device, Pool, ProtectionDomain};
+
+    fn domain() -> ProtectionDomain {
+        Device::software_in(&Network::new(), "one").unwrap().protection_domain().unwrap()
+    }
+
+    /// Twice, in the ways that buffers are made: of a pool, and of memory that was registered.
+    fn both(test: impl Fn(BufMut)) {
+        let pd = domain();
+        let pool = Pool::new(&pd, 64, 1).unwrap();
+        // Of a pool whose second chunk it is, too: views are counted for each chunk.
+        let pair = Pool::new(&pd, 64, 2).unwrap();
+        let _first = pair.try_alloc(64).unwrap().freeze();
+        for mut buffer in [pool.try_alloc(64).unwrap(), pair.try_alloc(64).unwrap(), pd.register(vec![0; 64]).unwrap()]
+        {
+            buffer.iter_mut().zip(1..).for_each(|(byte, value)| *byte = value);
+            test(buffer);
+        }
+        assert_eq!((pool.available(), pair.available()), (1, 1), "every chunk has returned once");
+    }
+
+    #[test]
+    fn the_only_view_becomes_writable_again() {
+        both(|buffer| {
+            let bytes: Vec<u8> = buffer.to_vec();
+            let mut again = buffer.freeze().try_into_mut().expect("it is the only view");
+            assert_eq!(again[..], bytes[..]);
+            assert_eq!((again.len(), again.capacity()), (64, 64));
+            again[0] = 99;
+            assert_eq!(again.freeze()[..2], [99, 2]);
+        });
+    }
+
+    #[test]
+    fn view_beside_others_does_not_become_writable() {
+        both(|buffer| {
+            let view = buffer.freeze();
+            let clone = view.clone();
+            let view = view.try_into_mut().expect_err("there is a clone");
+            assert_eq!(view[..], clone[..], "the view comes back as it was");
+            let clone = clone.try_into_mut().expect_err("there is the original");
+            let part = view.slice(8..16).unwrap();
+            drop(clone);
+            let view = view.try_into_mut().expect_err("there is a slice");
+            assert_eq!(part[..], view[8..16]);
+            drop(part);
+            let bytes = bytes::Bytes::from(view.clone());
+            let view = view.try_into_mut().expect_err("there are `Bytes`");
+            drop(bytes);
+            assert!(view.try_into_mut().is_ok(), "the others are gone");
+        });
+    }
+
+    #[test]
+    fn slice_becomes_writable_if_it_is_alone_and_begins_where_its_chunk_does() {
+        both(|buffer| {
+            let view = buffer.freeze();
+            let inner = view.slice(1..9).unwrap();
+            drop(view);
+            let inner = inner.try_into_mut().expect_err("it begins behind its chunk");
+            assert_eq!(inner[..], [2, 3, 4, 5, 6, 7, 8, 9]);
+            drop(inner);
+        });
+        both(|buffer| {
+            let view = buffer.freeze();
+            let front = view.slice(..8).unwrap();
+            drop(view);
+            let mut front = front.try_into_mut().expect("it begins where its chunk does");
+            assert_eq!(front[..], [1, 2, 3, 4, 5, 6, 7, 8]);
+            // The rest of the chunk is there.
+            front.resize(64).unwrap();
+            assert_eq!(front[8..10], [9, 10]);
+            assert!(front.resize(65).is_err() && front.len() == 64);
+            front.truncate(3);
+            front.truncate(5);
+            assert_eq!(front[..], [1, 2, 3]);
+        });
+    }
+
+    #[test]
+    fn chunk_returns_with_its_last_view() {
+        let pd = domain();
+        let pool = Pool::new(&pd, 64, 1).unwrap();
+        let view = pool.try_alloc(64).unwrap().freeze();
+        let others = [view.clone(), view.slice(3..5).unwrap(), view.slice(64..64).unwrap()];
+        drop(view);
+        for other in others {
+            assert_eq!(pool.available(), 0);
+            drop(other);
+        }
+        assert_eq!(pool.available(), 1);
+    }
+
+    #[test]
+    fn parts_beyond_a_view_are_refused() {
+        let pd = domain();
+        let view = pd.register(vec![7; 16]).unwrap().freeze();
+        let inner = view.slice(4..=11).unwrap();
+        assert_eq!((inner.len(), inner.slice(8..).unwrap().len()), (8, 0));
+        #[expect(clippy::reversed_empty_ranges, reason = "that is the case under test")]
+        let reversed = inner.slice(5..4);
+        for outside in [reversed, inner.slice(0..9), inner.slice(9..)] {
+            assert!(outside.is_err());
+        }
+        assert_eq!(inner.sge().addr, view.sge().addr + 4);
+        assert_eq!((inner.sge().length, inner.sge().lkey), (8, view.sge().lkey));
+    }
+}

@@ -15,6 +15,7 @@ mod queues;
 mod rc;
 mod requesting;
 mod responding;
+mod sources;
 mod unreliable;
 mod windows;
 

@@ -378,3 +378,42 @@ fn message_that_is_too_long_fails_and_sends_nothing() {
     assert!(it.steps().is_empty());
     assert_eq!(it.log.completions, [(0, WcStatus::LOC_LEN_ERR)]);
 }
+
+/// The window is from the oldest packet that is not acknowledged to the newest that was sent, however the numbers wrap.
+#[test]
+fn responses_outside_of_what_is_in_flight_change_nothing() {
+    const HALF: u32 = 1 << 23;
+    let mut it = Requesting::new();
+    it.post(0, SendOp::Send, 256, NONE);
+    it.post(1, SendOp::Read(FAR), 512, NONE);
+    it.post(2, SendOp::Send, 256, NONE);
+    assert_eq!(it.steps(), [0, 1, 3]);
+    it.ack(0, Syndrome::ACK);
+    assert_eq!(it.log.completions, [(0, WcStatus::SUCCESS)]);
+    // From 1 to 3 is in flight.
+    let aeth = Aeth { syndrome: Syndrome::ACK, msn: 0 };
+    let mut stale = it.machine.counters.stale;
+    for step in [0, 2 * HALF - 1, 2 * HALF - 100, HALF + 1, HALF, 4, 5, 1_000, HALF - 1] {
+        let acknowledgements = [
+            Syndrome::ACK,
+            Syndrome::Nak(Nak::Sequence),
+            Syndrome::Nak(Nak::RemoteAccess),
+            Syndrome::Nak(Nak::RemoteOperation),
+            Syndrome::RnrNak(1),
+        ];
+        for syndrome in acknowledgements {
+            it.ack(step, syndrome);
+        }
+        it.data(step, Part::Only, 256);
+        it.data(step, Part::First, 256);
+        it.respond(step, Body::AtomicAcknowledge { aeth, original: 7 }, &[]);
+        stale += 8;
+        assert_eq!(it.machine.counters.stale, stale, "{step}");
+        assert_eq!(it.log.completions.len(), 1, "{step}");
+        assert!(it.steps().is_empty() && it.machine.state() == QpState::Rts, "{step}");
+    }
+    it.data(1, Part::First, 256);
+    it.data(2, Part::Last, 256);
+    it.ack(3, Syndrome::ACK);
+    assert_eq!(it.log.completions[1..], [(1, WcStatus::SUCCESS), (2, WcStatus::SUCCESS)]);
+}

@@ -633,3 +633,33 @@ fn duplicate_is_acknowledged_past_answers_of_another_time() {
     };
     assert_eq!(PSN.add(step as u32), PSN.add(steps - 1));
 }
+
+/// Half of the numbers are those of duplicates, the other half are ahead: to the edges, and around the end of the numbers.
+#[test]
+fn requests_outside_of_the_window_are_not_executed() {
+    const HALF: u32 = 1 << 23;
+    for behind in [1, 2, 5, 1 << 22, HALF - 1, HALF] {
+        let mut it = Responding::new(1);
+        it.recv(0, 8);
+        it.recv(1, 8);
+        it.request(0, send(Part::Only), &[1; 8]);
+        assert_eq!(it.syndromes(), [(0, Syndrome::ACK)]);
+        it.request((2 * HALF + 1) - behind, send(Part::Only), &[2; 8]);
+        assert_eq!(it.log.completions, [(0, WcStatus::SUCCESS)], "{behind} behind");
+        assert_eq!(it.syndromes(), [(0, Syndrome::ACK)], "{behind} behind: acknowledged again");
+        it.request(1, send(Part::Only), &[3; 8]);
+        assert_eq!(it.log.completions.len(), 2, "{behind} behind: the next one is taken");
+        assert_eq!(it.machine.counters.out_of_sequence, 0);
+    }
+    for ahead in [1, 2, 1 << 22, HALF - 1] {
+        let mut it = Responding::new(1);
+        it.recv(0, 8);
+        it.recv(1, 8);
+        it.request(ahead, send(Part::Only), &[1; 8]);
+        assert_eq!(it.log.completions, [], "{ahead} ahead");
+        assert_eq!(it.syndromes(), [(0, Syndrome::Nak(Nak::Sequence))], "{ahead} ahead: what is missing is named");
+        assert_eq!(it.machine.counters.out_of_sequence, 1);
+        it.request(0, send(Part::Only), &[2; 8]);
+        assert_eq!(it.log.completions, [(0, WcStatus::SUCCESS)]);
+    }
+}

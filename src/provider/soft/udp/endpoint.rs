@@ -213,6 +213,13 @@ impl Endpoint {
         image.extend_from_slice(&check.to_le_bytes());
     }
 
+    /// True if the check of a packet to `to` holds, or may, see [`Header::verify`].
+    #[cfg(test)]
+    pub(in crate::provider::soft) fn may_hold(&self, image: &[u8], to: Gid) -> bool {
+        let Some((covered, check)) = image.split_last_chunk::<CHECK>() else { return false };
+        self.header_to(to).0.verify(covered, u32::from_le_bytes(*check))
+    }
+
     /// Sends a packet that has its check, or the wrong one.
     pub(in crate::provider::soft) fn send_sealed(&self, image: &[u8], to: Gid) {
         let mut batch = self.batch();
