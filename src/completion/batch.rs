@@ -13,7 +13,7 @@ use super::line::Queued;
 use super::request::{Patience, Refusal, To, What};
 use super::slot::{Claim, MAX_PARTS, Outcome, Slot};
 use super::wake::WakeList;
-use super::work_queue::{Poster, Posting, WorkQueue, index_of, is_traced};
+use super::work_queue::{Poster, Posting, WorkQueue, index_of, is_traced, refusal};
 use crate::error::{LimitError, OpErrorKind, VerbError};
 use crate::sync::{MutexGuard, lock};
 use crate::types::{Data, QpAttr, QpState, SendFlags, SendOp, SendTarget, SendWr, Sge, WrId};
@@ -139,7 +139,7 @@ impl WorkQueue {
         error: VerbError,
         woken: &mut WakeList,
     ) {
-        let kind = OpErrorKind::Post(error);
+        let kind = refusal(posting, error);
         for part in first..slot.parts() - 1 {
             self.fail_part(slot, part, kind);
         }
@@ -194,7 +194,7 @@ impl WorkQueue {
 
     fn check_batch<B: Source>(&self, entries: &[BatchEntry], buffers: &[B]) -> Result<Pieces, OpErrorKind> {
         let allowed = self.limits.depth.min(MAX_PARTS);
-        LimitError::check("work requests of a batch", entries.len() as u64, allowed.into())?;
+        LimitError::check("work requests of a batch (max_send_wr)", entries.len() as u64, allowed.into())?;
         let mut pieces = Pieces::default();
         let all = entries.iter().zip(buffers);
         // What there is most of.

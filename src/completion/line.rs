@@ -5,7 +5,7 @@ use smallvec::SmallVec;
 use super::request::{Kept, What, data_of};
 use super::slot::Outcome;
 use super::wake::WakeList;
-use super::work_queue::{Posting, WorkQueue, index_of};
+use super::work_queue::{Posting, WorkQueue, index_of, refusal};
 use crate::error::OpErrorKind;
 use crate::sync::{MutexGuard, lock};
 use crate::types::{SendFlags, SendOp, SendWr, WindowBind, WrId};
@@ -62,7 +62,8 @@ impl WorkQueue {
                 if next.batch {
                     self.refuse_in_line(posting, wr, error, woken);
                 } else {
-                    self.settle(next.id, Outcome::Err(OpErrorKind::Post(error)), woken);
+                    let kind = refusal(posting, error);
+                    self.settle(next.id, Outcome::Err(kind), woken);
                 }
             }
         }

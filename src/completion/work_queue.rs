@@ -16,9 +16,9 @@ use super::slot::{Claim, FailedParts, Finished, OWNER_BITS, Outcome, PLACE_BITS,
 use super::slots::{Cursor, INDEX_BITS, Slots};
 use super::wake::WakeList;
 use super::watch::Watch;
-use crate::error::{CompletionError, LimitError, OpErrorKind, VerbError};
+use crate::error::{CompletionError, LimitError, OpErrorKind, ReceiveLengths, VerbError};
 use crate::sync::{AtomicU32, Mutex, Ordering, lock};
-use crate::types::{Data, RecvWr, SendFlags, SendOp, SendWr, Sge, WcStatus, WorkCompletion, WrId};
+use crate::types::{Data, QpState, RecvWr, SendFlags, SendOp, SendWr, Sge, WcOpcode, WcStatus, WorkCompletion, WrId};
 use crate::verbs::{PdKey, PostError, Qp, SgeList, Source, Srq};
 
 /// No queue is given the other kind of work.
@@ -259,7 +259,12 @@ impl WorkQueue {
         let direct = self.is_clear(&mut posting);
         if self.limits.depth == 0 {
             // There will never be room.
-            return Err(OpErrorKind::from(LimitError { field: "work requests", asked: 1, allowed: 0 }).into());
+            return Err(OpErrorKind::from(LimitError {
+                field: "work requests (max_send_wr, max_recv_wr)",
+                asked: 1,
+                allowed: 0,
+            })
+            .into());
         }
         if !direct && patience == Patience::Try {
             drop(posting);
@@ -275,7 +280,7 @@ impl WorkQueue {
             let wr = SendWr { wr_id: claim.id(), op: SendOp::Send, flags: request.flags, data, target };
             if let Err(error) = self.post_one(&mut posting, request.what, wr, &sges) {
                 claim.release();
-                return Err(OpErrorKind::Post(error).into());
+                return Err(refusal(&posting, error).into());
             }
         } else {
             let queued = Queued {
@@ -372,10 +377,11 @@ impl WorkQueue {
         if self.room.retire(position) {
             self.let_in(woken);
         }
-        if is_last {
+        if !wc.status.is_success() {
+            let kind = OpErrorKind::Completion(self.failure(wc));
+            if is_last { self.settle(wc.wr_id, Err(kind), woken) } else { self.fail_part(slot, part, kind) }
+        } else if is_last {
             self.settle(wc.wr_id, Ok(*wc), woken);
-        } else if let Err(kind) = success(wc) {
-            self.fail_part(slot, part, kind);
         }
     }
 
@@ -393,6 +399,14 @@ impl WorkQueue {
         lock(&self.failed_parts).remove(&index_of(id)).unwrap_or_default()
     }
 
+    /// What the completion says, and the lengths of a message that does not fit its receive, which the software device tells.
+    #[cold]
+    fn failure(&self, wc: &WorkCompletion) -> CompletionError {
+        let told = wc.status == WcStatus::LOC_LEN_ERR && wc.opcode == WcOpcode::RECV && self.cq.verbs().is_software();
+        let lengths = ReceiveLengths { capacity: wc.imm_or_rkey, arrived: wc.byte_len };
+        CompletionError { lengths: told.then_some(lengths), ..failure(wc) }
+    }
+
     #[cold]
     fn count_failure(&self, wc: &WorkCompletion) {
         self.failed.fetch_add(1, Ordering::Relaxed);
@@ -401,7 +415,7 @@ impl WorkQueue {
             tracing::debug!(qpn = %wc.qpn, wr_id = %wc.wr_id, "flushed");
         } else {
             tracing::warn!(qpn = %wc.qpn, wr_id = %wc.wr_id, status = %wc.status, vendor = wc.vendor_error, "work request failed");
-            self.note_cause(OpErrorKind::Completion(failure(wc)));
+            self.note_cause(OpErrorKind::Completion(self.failure(wc)));
         }
     }
 
@@ -545,12 +559,12 @@ impl WorkQueue {
     #[inline]
     pub(super) fn check(&self, sges: &[Sge], inline: Option<&[u8]>, room: u64) -> Result<(), OpErrorKind> {
         if let Some(bytes) = inline {
-            LimitError::check("inline bytes", bytes.len() as u64, self.limits.max_inline.into())?;
+            LimitError::check("inline bytes (max_inline)", bytes.len() as u64, self.limits.max_inline.into())?;
             LimitError::check("bytes for the remote region", bytes.len() as u64, room)?;
             return Ok(());
         }
         let bytes: u64 = sges.iter().map(|sge| u64::from(sge.length)).sum();
-        LimitError::check("scatter/gather elements", sges.len() as u64, self.limits.max_sge.into())?;
+        LimitError::check("scatter/gather elements (max_sge)", sges.len() as u64, self.limits.max_sge.into())?;
         LimitError::check("message bytes", bytes, self.limits.max_message)?;
         LimitError::check("bytes for the remote region", bytes, room)?;
         Ok(())
@@ -559,6 +573,20 @@ impl WorkQueue {
     pub(super) fn too_many(&self) -> OpErrorKind {
         let allowed = 1 << INDEX_BITS;
         OpErrorKind::Limit(LimitError { field: "operations not yet awaited", asked: allowed + 1, allowed })
+    }
+}
+
+/// Why the device refused a work request: `error`, or the state of the queue pair, if it takes no such work in that state.
+#[cold]
+pub(super) fn refusal(posting: &Posting, error: VerbError) -> OpErrorKind {
+    let (qp, takes): (_, fn(QpState) -> bool) = match &posting.poster {
+        Some(Poster::Send(qp)) => (qp, |state| matches!(state, QpState::Rts | QpState::Sqd)),
+        Some(Poster::Receive(qp)) => (qp, |state| !matches!(state, QpState::Reset | QpState::Err)),
+        Some(Poster::Shared(_)) | None => return OpErrorKind::Post(error),
+    };
+    match qp.query() {
+        Ok((state, _)) if !takes(state) => OpErrorKind::State { qpn: qp.qpn(), state, error },
+        _ => OpErrorKind::Post(error),
     }
 }
 
@@ -587,7 +615,7 @@ pub(super) fn success(wc: &WorkCompletion) -> Result<&WorkCompletion, OpErrorKin
 #[cold]
 fn failure(wc: &WorkCompletion) -> CompletionError {
     let WorkCompletion { status, vendor_error, qpn, .. } = *wc;
-    CompletionError { status, vendor_error, qpn }
+    CompletionError { status, vendor_error, qpn, lengths: None }
 }
 
 #[cold]

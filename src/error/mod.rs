@@ -7,7 +7,7 @@ use std::fmt;
 use std::io;
 use std::ops::{Bound, RangeBounds};
 
-use crate::types::{Access, Qpn, TransitionError, WcStatus};
+use crate::types::{Access, QpState, Qpn, TransitionError, WcStatus};
 
 mod udp;
 
@@ -250,8 +250,8 @@ impl fmt::Display for SetupError {
             Self::Foreign { what } => write!(f, "{what} belongs to another protection domain or device"),
             Self::CompletionQueueFull { asked, free } => write!(
                 f,
-                "completion queue: {asked} entries needed for the new queues, {free} not spoken for; \
-                 make it larger or the queues smaller"
+                "completion queue too small: {asked} more entries needed, {free} free; raise \
+                 CompletionQueueBuilder::capacity, or lower max_send_wr or max_recv_wr"
             ),
             Self::Mismatch { what, ours, theirs } => {
                 write!(f, "mismatch in {what}: ours is {ours}, the peer's is {theirs}")
@@ -313,11 +313,31 @@ pub struct CompletionError {
     pub vendor_error: u32,
     /// Queue pair.
     pub qpn: Qpn,
+    /// Lengths of a message and the receive that is too small for it, with [`LOC_LEN_ERR`](WcStatus::LOC_LEN_ERR), on the
+    /// software device. Adapters report none.
+    pub lengths: Option<ReceiveLengths>,
+}
+
+/// Lengths of a message and of the receive that is too small for it. Those of datagrams have 40 bytes for the routing header.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct ReceiveLengths {
+    /// Bytes that the receive has room for.
+    pub capacity: u32,
+    /// Bytes of the message when it was refused: all of them if it takes one packet, fewer if more were to follow.
+    pub arrived: u32,
 }
 
 impl fmt::Display for CompletionError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} (queue pair {}, vendor error {:#x})", self.status, self.qpn, self.vendor_error)
+        let Self { status, vendor_error, qpn, lengths } = self;
+        if let Some(ReceiveLengths { capacity, arrived }) = lengths {
+            return write!(
+                f,
+                "{status} (queue pair {qpn}: {arrived} bytes of the message had arrived, the receive holds {capacity}; post \
+                 larger receives)"
+            );
+        }
+        write!(f, "{status} (queue pair {qpn}, vendor error {vendor_error:#x})")
     }
 }
 
@@ -331,6 +351,15 @@ pub enum OpErrorKind {
     Completion(CompletionError),
     /// The device refused the work request, or something that it needs; nothing was sent.
     Post(VerbError),
+    /// The device refused the work request because the queue pair is not connected, or not any more; nothing was sent.
+    State {
+        /// Queue pair.
+        qpn: Qpn,
+        /// State it was found in, after the refusal.
+        state: QpState,
+        /// Verb and reason.
+        error: VerbError,
+    },
     /// The work request is beyond a limit of the queue pair; nothing was sent.
     Limit(LimitError),
     /// A buffer, region or address handle belongs to another protection domain; nothing was sent.
@@ -394,6 +423,7 @@ impl OpErrorKind {
                 _ => ErrorKind::Other,
             },
             Self::Post(verb) | Self::CompletionQueue(verb) => io::Error::from(*verb).kind(),
+            Self::State { .. } => ErrorKind::NotConnected,
             Self::Limit(_)
             | Self::Foreign { .. }
             | Self::Rights { .. }
@@ -410,6 +440,14 @@ impl fmt::Display for OpErrorKind {
         match self {
             Self::Completion(error) => error.fmt(f),
             Self::Post(error) => error.fmt(f),
+            Self::State { qpn, state: state @ (QpState::Err | QpState::Sqe), error } => {
+                write!(f, "queue pair {qpn} has failed (state {state:?}); make a new one and connect it ({error})")
+            }
+            Self::State { qpn, state, error } => write!(
+                f,
+                "queue pair {qpn} is not connected (state {state:?}): sends need state Rts, receives Init or later; connect it \
+                 first ({error})"
+            ),
             Self::Limit(error) => error.fmt(f),
             Self::Foreign { what } => write!(f, "{what} belongs to another protection domain"),
             Self::Rights { missing } => write!(f, "the region lacks the access rights {missing:?}"),

@@ -40,7 +40,7 @@ pub enum UdpError {
         /// Bits there are.
         longest: u8,
     },
-    /// Somebody has the port.
+    /// Another socket has the port.
     PortTaken {
         /// Of the device.
         address: IpAddr,
@@ -49,8 +49,10 @@ pub enum UdpError {
         /// It is the kernel: module `rdma_rxe` takes the port of RoCE v2 on all addresses of its network namespace, even
         /// while it has no device.
         soft_roce: bool,
+        /// Name of the device that has it, if that is one of this process.
+        device: Option<String>,
     },
-    /// Somebody has the port of each address from which the peer could be reached.
+    /// The port is taken at each address from which the peer could be reached.
     AllTaken {
         /// The first that was tried.
         first: IpAddr,
@@ -109,22 +111,23 @@ impl fmt::Display for UdpError {
             Self::Prefix { address, prefix, longest } => {
                 write!(f, "prefix of {prefix} bits of {address}; at most {longest} are allowed")
             }
-            Self::PortTaken { address, port, soft_roce: true } => {
+            Self::PortTaken { address, port, device: Some(device), .. } => {
+                write!(f, "port {port} of {address} is taken by device {device:?} of this process; use that device")?;
+                other_address(f, *address)
+            }
+            Self::PortTaken { address, port, soft_roce: true, .. } => {
                 write!(
                     f,
                     "port {port} of {address} is taken by the kernel's SoftRoCE: unload module rdma_rxe, or use another \
                      network namespace, or another port between software devices"
                 )
             }
-            Self::PortTaken { address, port, soft_roce: false } => {
+            Self::PortTaken { address, port, soft_roce: false, .. } => {
                 write!(f, "port {port} of {address} is taken by another program")?;
-                if *address == IpAddr::V6(Ipv6Addr::LOCALHOST) {
-                    f.write_str("; IPv6 has no other loopback address, IPv4 has 127.0.0.0/8")?;
-                }
-                Ok(())
+                other_address(f, *address)
             }
             Self::AllTaken { first, last, port } => {
-                write!(f, "port {port} is taken by other programs at all addresses tried, first {first}, last {last}")
+                write!(f, "port {port} is taken at all addresses tried, first {first}, last {last}")
             }
             Self::NoRoute { peer, error } => write!(f, "no way to {peer}: {error}"),
             Self::NotLocal { address } => write!(f, "{address} is not an address of this host"),
@@ -132,6 +135,14 @@ impl fmt::Display for UdpError {
             Self::System { address, error } => write!(f, "{address}: {error}"),
         }
     }
+}
+
+/// Says whether another address of this host may help.
+fn other_address(f: &mut fmt::Formatter<'_>, taken: IpAddr) -> fmt::Result {
+    if taken == IpAddr::V6(Ipv6Addr::LOCALHOST) {
+        f.write_str("; IPv6 has no other loopback address, IPv4 has 127.0.0.0/8")?;
+    }
+    Ok(())
 }
 
 impl std::error::Error for UdpError {}

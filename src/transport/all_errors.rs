@@ -12,8 +12,8 @@ use bytes::Bytes;
 
 use crate::cm::{Attempt, ConnectError, FOR_MESSAGES, RejectReason, Step};
 use crate::error::{
-    CompletionError, LimitError, OpError, OpErrorKind, OpenError, OutOfBounds, SetupError, TryError, UdpError,
-    VerbError,
+    CompletionError, LimitError, OpError, OpErrorKind, OpenError, OutOfBounds, ReceiveLengths, SetupError, TryError,
+    UdpError, VerbError,
 };
 use crate::op::EndpointError;
 use crate::transport::{CloseReason, EstablishError, HelloError, MessageError, Violation};
@@ -137,8 +137,9 @@ fn foundations(seen: &mut BTreeSet<String>) {
         UdpError::NotOneHost { address },
         UdpError::NotLoopback { address },
         UdpError::Prefix { address, prefix: 33, longest: 32 },
-        UdpError::PortTaken { address, port: 4791, soft_roce: true },
-        UdpError::PortTaken { address, port: 4791, soft_roce: false },
+        UdpError::PortTaken { address, port: 4791, soft_roce: true, device: None },
+        UdpError::PortTaken { address, port: 4791, soft_roce: false, device: None },
+        UdpError::PortTaken { address, port: 4791, soft_roce: false, device: Some("127.0.0.1".into()) },
         UdpError::AllTaken { first: address, last: address, port: 4791 },
         UdpError::NoRoute { peer: address, error: VERB },
         UdpError::NotLocal { address },
@@ -159,8 +160,10 @@ fn foundations(seen: &mut BTreeSet<String>) {
 }
 
 fn operations(seen: &mut BTreeSet<String>) {
-    let failed = CompletionError { status: WcStatus::REM_ACCESS_ERR, vendor_error: 1, qpn: Qpn(17) };
-    cases!(seen, CompletionError { CompletionError { .. } } = [failed]);
+    let failed = CompletionError { status: WcStatus::REM_ACCESS_ERR, vendor_error: 1, qpn: Qpn(17), lengths: None };
+    let lengths = Some(ReceiveLengths { capacity: 16, arrived: 1024 });
+    let short = CompletionError { status: WcStatus::LOC_LEN_ERR, lengths, ..failed };
+    cases!(seen, CompletionError { CompletionError { .. } } = [failed, short]);
     cases!(seen, PostError { PostError { .. } } = [PostError { posted: 1, error: VERB }]);
     cases!(seen, EndpointError { EndpointError { .. } } = [
         EndpointError { field: "version", found: 2, allowed: "1" },
@@ -168,6 +171,7 @@ fn operations(seen: &mut BTreeSet<String>) {
     cases!(seen, OpErrorKind {
         OpErrorKind::Completion(_),
         OpErrorKind::Post(_),
+        OpErrorKind::State { .. },
         OpErrorKind::Limit(_),
         OpErrorKind::Foreign { .. },
         OpErrorKind::Rights { .. },
@@ -179,6 +183,8 @@ fn operations(seen: &mut BTreeSet<String>) {
     } = [
         OpErrorKind::Completion(failed),
         KIND,
+        OpErrorKind::State { qpn: Qpn(17), state: QpState::Init, error: VERB },
+        OpErrorKind::State { qpn: Qpn(17), state: QpState::Err, error: VERB },
         LIMIT.into(),
         OpErrorKind::Foreign { what: "buffer" },
         OpErrorKind::Rights { missing: Access::REMOTE_READ },
@@ -346,11 +352,12 @@ fn errors_that_hold_another_one_print_all_of_it() {
     let (address, hello) = (address(), HelloError::Version { theirs: 2, ours: 1 });
     let attempt = Some(Attempt { step: Step::Response, address });
     let setup = SetupError::Verb(VERB);
-    let wrapped: [(String, String); 11] = [
+    let wrapped: [(String, String); 12] = [
         (setup.to_string(), VERB.to_string()),
         (OpenError::Udp(UdpError::NoRoute { peer: address.ip(), error: VERB }).to_string(), VERB.to_string()),
         (PoolError::Register(setup.clone()).to_string(), VERB.to_string()),
         (OpErrorKind::CompletionQueue(VERB).to_string(), VERB.to_string()),
+        (OpErrorKind::State { qpn: Qpn(17), state: QpState::Init, error: VERB }.to_string(), VERB.to_string()),
         (TryError::Refused(OpError::new(KIND, ())).to_string(), VERB.to_string()),
         (ConnectError::Setup { attempt, error: setup.clone() }.to_string(), VERB.to_string()),
         (

@@ -413,7 +413,7 @@ impl Prepared {
         let pools = [pool(receives.saturating_add(config.spare_buffers))?, pool(config.send_buffers)?];
         let core = Core::new(qp.clone(), config, pools);
         match core.flushed {
-            Some(OpErrorKind::Post(error)) => return Err(error.into()),
+            Some(OpErrorKind::Post(error) | OpErrorKind::State { error, .. }) => return Err(error.into()),
             Some(_) => return Err(SetupError::Closed),
             None => {}
         }

@@ -157,7 +157,9 @@ impl fmt::Display for Violation {
                 write!(f, "{offered} offered messages are not fetched, and only {in_use} receives in use")
             }
             Self::Offer { addr, len } => write!(f, "an offer of {len} bytes at {addr:#x}"),
-            Self::TooLong { len, allowed } => write!(f, "a message of {len} bytes, at most {allowed} are allowed"),
+            Self::TooLong { len, allowed } => {
+                write!(f, "a message of {len} bytes, at most {allowed} are allowed (max_message)")
+            }
             Self::AfterFinish => f.write_str("a message after it had finished"),
             Self::NotFinished => f.write_str("it knows of an end that was not reached"),
         }

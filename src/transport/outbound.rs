@@ -161,7 +161,8 @@ impl Core {
     pub(super) fn try_send(&mut self, message: &Bytes) -> Result<Option<Block>, MessageError> {
         self.check_open()?;
         let len = message.len();
-        LimitError::check("message bytes", len as u64, self.limits.send).map_err(MessageError::TooLong)?;
+        LimitError::check("message bytes (max_message of the peer)", len as u64, self.limits.send)
+            .map_err(MessageError::TooLong)?;
         if !self.flow.may_send(Kind::Data) {
             return Ok(Some(Block::Credits));
         }

@@ -158,7 +158,9 @@ bitflags! {
 
 /// Work completion, `ibv_poll_cq(3)`.
 ///
-/// If [`status`](Self::status) is not success, only `wr_id`, `status`, `qpn` and `vendor_error` are defined.
+/// If [`status`](Self::status) is not success, only `wr_id`, `status`, `qpn` and `vendor_error` are defined. The software device
+/// sets two more for a receive that is too small (`LOC_LEN_ERR`, `RECV`): `byte_len` is how much of the message had arrived,
+/// `imm_or_rkey` the length of the receive.
 // Laid out as `struct ibv_wc`: libibverbs writes it in place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]

@@ -56,8 +56,8 @@ impl Cq {
         cookie: u64,
     ) -> Result<Self, SetupError> {
         let attr = device.attr();
-        SetupError::at_least("completion queue entries", capacity.into(), 1)?;
-        LimitError::check("completion queue entries", capacity.into(), attr.max_cqe.into())?;
+        SetupError::at_least("completion queue entries (capacity)", capacity.into(), 1)?;
+        LimitError::check("completion queue entries (capacity)", capacity.into(), attr.max_cqe.into())?;
         LimitError::check("completion vector", vector.into(), attr.completion_vectors.saturating_sub(1).into())?;
         if channel.is_some_and(|channel| !channel.device().same(device)) {
             return Err(SetupError::Foreign { what: "completion channel" });
@@ -148,6 +148,11 @@ impl Cq {
     #[must_use]
     pub fn software_counters(&self) -> Option<CqCounters> {
         self.inner.raw.software_counters()
+    }
+
+    /// True for a completion queue of the software device.
+    pub(crate) fn is_software(&self) -> bool {
+        self.inner.raw.is_software()
     }
 
     /// The channel its events go to.

@@ -119,7 +119,8 @@ impl Pool {
 
     /// A buffer of `len` bytes if there is one now; never grows.
     pub(crate) fn take_free(&self, len: usize) -> Result<Option<BufMut>, PoolError> {
-        LimitError::check("buffer bytes", len as u64, u64::from(self.inner.buffer_size)).map_err(PoolError::TooLong)?;
+        LimitError::check("buffer bytes (PoolBuilder::buffer_size)", len as u64, u64::from(self.inner.buffer_size))
+            .map_err(PoolError::TooLong)?;
         let Ok(permit) = self.inner.free.permits.try_acquire() else { return Ok(None) };
         permit.forget();
         Ok(Some(self.take(len)))
@@ -254,7 +255,7 @@ impl PoolBuilder {
     pub fn build(self) -> Result<Pool, SetupError> {
         // A cache line each, so that neighbours do not fight; words of 8 bytes stay words.
         let align = if self.buffer_size <= 8 { 8 } else { 64 };
-        LimitError::check("buffer bytes", self.buffer_size as u64, u64::from(u32::MAX - 63))?;
+        LimitError::check("buffer_size", self.buffer_size as u64, u64::from(u32::MAX - 63))?;
         LimitError::check("buffers", self.buffers as u64, u64::from(u32::MAX))?;
         let stride = self.buffer_size.max(1).next_multiple_of(align) as u32;
         let free = Arc::new(FreeList {

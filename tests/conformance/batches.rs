@@ -176,7 +176,8 @@ async fn full_queue_gives_the_batch_back_or_lets_it_wait(mode: &str) {
     assert_eq!(received, [0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2]);
 
     let result = within("too many", a.qp.post_batch(fill(9))).await;
-    let limit = OpErrorKind::Limit(LimitError { field: "work requests of a batch", asked: 9, allowed: 8 });
+    let limit =
+        OpErrorKind::Limit(LimitError { field: "work requests of a batch (max_send_wr)", asked: 9, allowed: 8 });
     assert_eq!(result.results(), [Err(limit); 9]);
     assert_eq!(result.buffers().len(), 9);
 }

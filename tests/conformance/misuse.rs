@@ -6,7 +6,8 @@ use tokio_rdma::types::{AckTimeout, Mtu, PortNum, QpAttr, QpState, Rkey, Transpo
 use tokio_rdma::verbs::{Qp, QpOptions};
 use tokio_rdma::{
     Access, CompletionQueue, ConnectOptions, ExposedRegion, HostMemory, LimitError, OpErrorKind, Pool, PoolError,
-    QueuePair, QueuePairBuilder, QueuePairEndpoint, RemoteRegion, SetupError, SharedReceiveQueue, TryError,
+    QueuePair, QueuePairBuilder, QueuePairEndpoint, ReceiveLengths, RemoteRegion, SetupError, SharedReceiveQueue,
+    TryError,
 };
 
 use crate::common::pair::{Pair, QKEY, Shape, connect};
@@ -229,10 +230,15 @@ async fn state_that_takes_no_sends_refuses_them(mode: &str) {
     let queue = CompletionQueue::new(&setup.a, mode_of(mode)).unwrap();
     let qp = QueuePair::new(&pd, &queue).unwrap();
     let pool = Pool::new(&pd, 64, 4).unwrap();
-    let refused = |kind: OpErrorKind| match kind {
-        OpErrorKind::Post(error) => assert_eq!(error.errno, 22),
+    let refused_in = |expected: QpState, kind: OpErrorKind| match kind {
+        OpErrorKind::State { qpn, state, error } => {
+            assert_eq!((qpn, state, error.errno), (qp.qpn(), expected, 22));
+            let expected = format!("queue pair {qpn} is not connected (state {state:?})");
+            assert!(kind.to_string().starts_with(&expected), "{kind}");
+        }
         other => panic!("{other}"),
     };
+    let refused = |kind: OpErrorKind| refused_in(QpState::Init, kind);
     // INIT.
     let error = within("send", qp.send(pool.try_alloc(8).unwrap())).await.unwrap_err();
     refused(error.kind());
@@ -246,7 +252,7 @@ async fn state_that_takes_no_sends_refuses_them(mode: &str) {
     // RESET.
     qp.modify(&QpAttr::to_state(QpState::Reset)).unwrap();
     assert_eq!(within("receive", receive).await.unwrap_err().kind(), OpErrorKind::Closed);
-    refused(within("receive", qp.recv(pool.try_alloc(8).unwrap())).await.unwrap_err().kind());
+    refused_in(QpState::Reset, within("receive", qp.recv(pool.try_alloc(8).unwrap())).await.unwrap_err().kind());
     let refusal = qp.try_recv(pool.try_alloc(8).unwrap()).unwrap_err();
     assert!(!refusal.is_full());
     assert_eq!(refusal.into_buffer().len(), 8);
@@ -261,7 +267,24 @@ async fn short_receive_and_no_receive_have_their_statuses(mode: &str) {
     assert_eq!(error.status(), Some(rxe::TOO_LONG_HERE.on(&setup.a)));
     let error = within("receive", receive).await.unwrap_err();
     let status = rxe::TOO_LONG_THERE.on(&setup.b);
+    if setup.is_software() {
+        let OpErrorKind::Completion(completion) = error.kind() else { panic!("{error}") };
+        assert_eq!(completion.lengths, Some(ReceiveLengths { capacity: 4, arrived: 5 }));
+        assert!(error.to_string().contains("5 bytes of the message had arrived, the receive holds 4"), "{error}");
+    }
     assert_eq!((error.status(), error.into_buffer().len()), (Some(status), 4));
+    // A message of several packets is refused at the packet that does not fit.
+    let Pair { a, b, setup } = Pair::new(Transport::Rc, mode);
+    if setup.is_software() {
+        let receive = b.qp.recv(b.room(4097));
+        let send = a.qp.send(a.room(3 * 4096));
+        let OpErrorKind::Completion(completion) = within("receive", receive).await.unwrap_err().kind() else {
+            panic!()
+        };
+        let ReceiveLengths { capacity, arrived } = completion.lengths.unwrap();
+        assert!(capacity == 4097 && (4098..=8192).contains(&arrived), "{capacity} {arrived}");
+        within("send", send).await.unwrap_err();
+    }
 
     let Pair { a, b, .. } = with_depth(mode, 4, ConnectOptions { rnr_retry: 1, ..Default::default() });
     let error = within("send", a.qp.send(())).await.unwrap_err();
@@ -303,7 +326,7 @@ fn lengths_beyond_a_limit_name_field_asked_and_allowed() {
         let limit = |field, asked, allowed| OpErrorKind::Limit(LimitError { field, asked, allowed });
         let max_inline = a.qp.caps().max_inline as usize;
         let error = a.qp.send_inline(&vec![0; max_inline + 1]).await.unwrap_err();
-        assert_eq!(error.kind(), limit("inline bytes", max_inline as u64 + 1, max_inline as u64));
+        assert_eq!(error.kind(), limit("inline bytes (max_inline)", max_inline as u64 + 1, max_inline as u64));
         let room = "bytes for the remote region";
         let error = a.qp.write(a.room(9), region.grant()).await.unwrap_err();
         assert_eq!(error.kind(), limit(room, 9, 8));
@@ -318,7 +341,7 @@ fn lengths_beyond_a_limit_name_field_asked_and_allowed() {
             Err(TryError::Refused(error)) => assert_eq!(error.kind(), limit(room, 9, 8)),
             other => panic!("{other:?}"),
         }
-        let pool = LimitError { field: "buffer bytes", asked: 16385, allowed: 16384 };
+        let pool = LimitError { field: "buffer bytes (PoolBuilder::buffer_size)", asked: 16385, allowed: 16384 };
         match a.pool.try_alloc(16385) {
             Err(PoolError::TooLong(error)) => assert_eq!(error, pool),
             other => panic!("{other:?}"),
@@ -342,7 +365,7 @@ fn lengths_beyond_a_limit_name_field_asked_and_allowed() {
         }
         let small = |field| Some(SetupError::TooSmall { field, asked: 0, least: 1 });
         let none = CompletionQueue::builder(&setup.a).mode(mode_of("event")).capacity(0).build();
-        assert_eq!(none.err(), small("completion queue entries"));
+        assert_eq!(none.err(), small("completion queue entries (capacity)"));
         assert_eq!(SharedReceiveQueue::new(&a.pd, &a.queue, 0, 1).err(), small("srq max_wr"));
         let (reserved, capacity) = (a.queue.counters().reserved, a.queue.counters().capacity);
         let error = QueuePair::builder(&a.pd, &a.queue).max_send_wr(capacity).max_recv_wr(1).build().unwrap_err();

@@ -199,7 +199,7 @@ async fn lists_scatter_and_gather_in_order(mode: &str) {
         let five = (0..5).map(|_| a.buffer(b"x")).collect::<Vec<_>>();
         let error = a.qp.send(five).await.unwrap_err();
         let allowed = u64::from(a.qp.caps().max_send_sge);
-        let limit = LimitError { field: "scatter/gather elements", asked: 5, allowed };
+        let limit = LimitError { field: "scatter/gather elements (max_sge)", asked: 5, allowed };
         assert_eq!(error.kind(), OpErrorKind::Limit(limit));
         assert_eq!(error.into_buffer().len(), 5);
     }

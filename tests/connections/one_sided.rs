@@ -130,7 +130,7 @@ fn batches_stand_in_line_with_messages_and_none_is_longer_than_the_send_queue() 
     modes("line", || async {
         let (a, b) = pair(&config().max_send_wr(8));
         let (region, remote) = exposed(&b, 9);
-        let limit = LimitError { field: "work requests of a batch", asked: 9, allowed: 8 };
+        let limit = LimitError { field: "work requests of a batch (max_send_wr)", asked: 9, allowed: 8 };
         let result = soon("too long", a.post_batch(writes(&a, remote, 9, 1))).await;
         assert_eq!(result.results(), [Err(OpErrorKind::Limit(limit)); 9]);
         assert_eq!(result.buffers().len(), 9);

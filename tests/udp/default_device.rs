@@ -65,7 +65,9 @@ fn device_is_at_its_address_alone_until_it_is_gone() {
     }
     let (device, address) = somewhere();
     assert_eq!((address_of(&device), device.name()), (address, &*address.to_string()));
-    let taken = UdpError::PortTaken { address, port: UdpConfig::PORT, soft_roce: false };
+    let name = Some(device.name().to_owned());
+    let taken = UdpError::PortTaken { address, port: UdpConfig::PORT, soft_roce: false, device: name };
+    assert!(taken.to_string().contains("of this process"), "{taken}");
     assert_eq!(refused(Device::open_default_at(address)), taken);
     assert_eq!(io::Error::from(taken).kind(), io::ErrorKind::AddrInUse);
     let pd = device.protection_domain().unwrap();
@@ -166,7 +168,15 @@ fn ipv6_has_one_loopback_address_for_both_ends() {
     let device = (0..100).find_map(|_| Device::open_default_at(loopback).ok());
     let device = device.expect("port 4791 of ::1, and IPv6");
     let error = refused(Device::open_default_to(loopback));
-    assert_eq!(error, UdpError::PortTaken { address: loopback, port: UdpConfig::PORT, soft_roce: false });
+    assert_eq!(
+        error,
+        UdpError::PortTaken {
+            address: loopback,
+            port: UdpConfig::PORT,
+            soft_roce: false,
+            device: Some(loopback.to_string())
+        }
+    );
     assert!(error.to_string().contains("IPv6 has no other loopback address"), "{error}");
     drop(device);
     let device = (0..100).find_map(|_| Device::open_default_to(loopback).ok());

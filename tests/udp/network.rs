@@ -67,7 +67,8 @@ fn port_is_taken_until_the_network_is_gone() {
     let network = udp::network(&["one"]);
     let (device, address) = only(&network);
     let config = UdpConfig::new().device("two", address.ip()).port(address.port());
-    let taken = UdpError::PortTaken { address: address.ip(), port: address.port(), soft_roce: false };
+    let name = Some(device.name().to_owned());
+    let taken = UdpError::PortTaken { address: address.ip(), port: address.port(), soft_roce: false, device: name };
     assert_eq!(Network::udp(&config).unwrap_err(), taken);
     drop(network);
     assert_eq!(Network::udp(&config).unwrap_err(), taken, "the device is open");

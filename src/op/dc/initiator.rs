@@ -355,7 +355,7 @@ impl DcInitiatorBuilder {
         };
         let reads = match reads {
             Some(reads) => {
-                LimitError::check("READ and atomic requests at once", reads.into(), dc.max_init_rd_atomic.into())?;
+                LimitError::check("reads", reads.into(), dc.max_init_rd_atomic.into())?;
                 reads
             }
             None => dc.max_init_rd_atomic.min(dc.max_rd_atomic),

@@ -373,8 +373,12 @@ impl DcLease {
         let member = &self.peer.core.members[self.at];
         let gate = if self.peer.core.is_exclusive() { None } else { Some(member.gate.lock()) };
         if own.turn != self.turn || member.queue().failures() != self.life {
-            let flushed =
-                CompletionError { status: WcStatus::WR_FLUSH_ERR, vendor_error: 0, qpn: member.initiator.qpn() };
+            let flushed = CompletionError {
+                status: WcStatus::WR_FLUSH_ERR,
+                vendor_error: 0,
+                qpn: member.initiator.qpn(),
+                lengths: None,
+            };
             let open = member.queue().is_open();
             return work(Err(if open { OpErrorKind::Completion(flushed) } else { OpErrorKind::Closed }));
         }

@@ -64,6 +64,7 @@ impl Responder {
         let at = self.received as usize;
         // No message is longer than 2^31 (IBTA 9.4.3), whatever room a receive has.
         if (at + len) as u64 > self.receive.length.min(1 << 31) {
+            self.received += len as u32;
             return Err(Refusal::TOO_LONG);
         }
         let pd = self.config.receive_pd;
@@ -93,7 +94,11 @@ impl Responder {
     }
 
     pub(super) fn fail_receive(&mut self, status: WcStatus, out: &mut impl Receiver) {
-        let completion = self.completion(self.receive.wr_id, status);
+        let mut completion = self.completion(self.receive.wr_id, status);
+        if status == WcStatus::LOC_LEN_ERR {
+            completion.byte_len = self.received;
+            completion.imm_or_rkey = self.receive.length.min(u64::from(u32::MAX)) as u32;
+        }
         self.finish_receive(&completion, false, out);
     }
 }

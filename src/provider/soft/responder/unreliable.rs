@@ -98,6 +98,7 @@ impl Responder {
         let len = payload.len();
         if self.receive.length < (GRH + len) as u64 {
             self.counters.dropped += 1;
+            self.received = (GRH + len) as u32;
             self.fail_receive(WcStatus::LOC_LEN_ERR, out);
             return;
         }

@@ -29,10 +29,7 @@ fn first_free_address_is_taken_until_there_is_none() {
     assert_eq!(at, c, "another program has {b}");
     let none = UdpError::AllTaken { first: a, last: c, port };
     assert_eq!(Network::at_first_free(port, &addresses, None).unwrap_err(), none);
-    assert_eq!(
-        none.to_string(),
-        format!("port {port} is taken by other programs at all addresses tried, first {a}, last {c}")
-    );
+    assert_eq!(none.to_string(), format!("port {port} is taken at all addresses tried, first {a}, last {c}"));
     drop(other);
     assert_eq!(Network::at_first_free(port, &addresses, None).unwrap().1, b);
     drop(first);
@@ -43,7 +40,7 @@ fn first_free_address_is_taken_until_there_is_none() {
 fn only_address_says_who_has_it_and_nothing_else_is_tried_where_all_fail() {
     let (port, [a, b, _]) = free();
     let _other = UdpSocket::bind((a, port)).unwrap();
-    let taken = UdpError::PortTaken { address: a, port, soft_roce: false };
+    let taken = UdpError::PortTaken { address: a, port, soft_roce: false, device: None };
     assert_eq!(Network::at_first_free(port, &[a], None).unwrap_err(), taken);
     let nobody: IpAddr = "198.51.100.1".parse().unwrap();
     assert_eq!(

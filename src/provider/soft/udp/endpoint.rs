@@ -50,6 +50,8 @@ const ROUNDS: u32 = 4;
 /// See the module.
 pub(in crate::provider::soft) struct Endpoint {
     socket: Socket,
+    /// Dropped after the socket.
+    _held: Held,
     config: Arc<UdpConfig>,
     /// Who it is for, while somebody has it open.
     device: RwLock<Weak<DeviceInner>>,
@@ -103,13 +105,18 @@ impl Endpoint {
         let local = SocketAddr::new(address, port);
         let bound = if patient { bind(local) } else { Socket::bind(local) };
         let socket = bound.map_err(|error| match error.kind() {
-            io::ErrorKind::AddrInUse => UdpError::PortTaken { address, port, soft_roce: soft_roce_has(port) },
+            io::ErrorKind::AddrInUse => {
+                let device = Held::device_at(local);
+                UdpError::PortTaken { address, port, soft_roce: device.is_none() && soft_roce_has(port), device }
+            }
             io::ErrorKind::Unsupported => UdpError::NotLinux,
             io::ErrorKind::AddrNotAvailable => UdpError::NotLocal { address },
             _ => system("bind", &error),
         })?;
+        let name = config.devices().find(|&(_, of)| of == address).map_or("", |(name, _)| name);
         let endpoint = Arc::new(Self {
             socket,
+            _held: Held::new(local, name),
             config: Arc::clone(config),
             device: RwLock::default(),
             spare: Mutex::default(),
@@ -458,6 +465,32 @@ fn bind(local: SocketAddr) -> io::Result<Socket> {
 fn fitting(bytes: usize) -> Mtu {
     let fits = |mtu: &&Mtu| mtu.bytes() + OVERHEAD <= bytes;
     Mtu::ALL.iter().rev().find(fits).copied().unwrap_or(Mtu::Mtu256)
+}
+
+/// Addresses of the sockets of this process, with the names of their devices.
+static HELD: Mutex<Vec<(SocketAddr, String)>> = Mutex::new(Vec::new());
+
+/// An entry of [`HELD`], from which its drop removes it.
+struct Held(SocketAddr);
+
+impl Held {
+    fn new(local: SocketAddr, device: &str) -> Self {
+        HELD.lock().push((local, device.to_owned()));
+        Self(local)
+    }
+
+    fn device_at(local: SocketAddr) -> Option<String> {
+        HELD.lock().iter().find(|(held, _)| *held == local).map(|(_, device)| device.clone())
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        let mut held = HELD.lock();
+        if let Some(at) = held.iter().position(|(local, _)| *local == self.0) {
+            held.swap_remove(at);
+        }
+    }
 }
 
 /// True if it is the kernel's SoftRoCE that has the port.
