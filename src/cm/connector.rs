@@ -229,8 +229,8 @@ impl Route {
             let (ours, options) = (queue_pair.clone(), options.clone());
             endpoint
                 .call(move |id| {
-                    let (private_data, transport) = options.checked(REQUEST_DATA)?;
-                    Ok(id.connect(&reads.params(&ours, private_data, transport))?)
+                    let (private_data, _) = options.checked(REQUEST_DATA)?;
+                    Ok(id.connect(&reads.params(&ours, private_data, options.deadline()))?)
                 })
                 .await
                 .map_err(|error| error.during(Step::Request, address))?;

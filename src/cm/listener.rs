@@ -378,7 +378,7 @@ impl Request {
                 .call(move |id| {
                     let (private_data, _) = options.checked(RESPONSE_DATA)?;
                     make_ready(id, &ours, reads, transport)?;
-                    Ok(id.accept(&reads.params(&ours, private_data, transport))?)
+                    Ok(id.accept(&reads.params(&ours, private_data, options.deadline()))?)
                 })
                 .await;
             endpoint.blame(said, Step::Accept, address).await?;

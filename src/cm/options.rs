@@ -50,8 +50,8 @@ impl Options {
     }
 
     /// Time for the handshake with each address that is tried, and later for the answer to our goodbye; 15 s unless set. The
-    /// peer's program has to accept within it. The kernel's manager repeats a lost message after 4.3 s, the software
-    /// device's after 0.27 s.
+    /// peer's program has to accept within it. The kernel's manager repeats a lost message after 4.3 s; the software
+    /// device's after 0.27 s, then after twice the wait before, up to 4.3 s, until this time has passed.
     #[must_use]
     pub const fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
@@ -75,7 +75,9 @@ impl Options {
         self
     }
 
-    /// Timeouts and retries of the connection. They hold for this side, whatever the other one proposes.
+    /// Timeouts and retries of the connection. They hold for this side, whatever the other one proposes, and are not sent to
+    /// it: a peer that sets none of its own gets 6 retries, RNR retries without end, and from a software device an
+    /// acknowledgement timeout of 537 ms.
     #[must_use]
     pub const fn transport(mut self, transport: ConnectOptions) -> Self {
         self.transport = transport;

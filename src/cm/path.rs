@@ -1,5 +1,7 @@
 //! What a route asks of a queue pair, and how it is made ready.
 
+use std::time::Duration;
+
 use crate::error::SetupError;
 use crate::op::{ConnectOptions, QueuePair};
 use crate::provider::cm_contract::{CmId as _, CmParams, CmPeer, CmRoute};
@@ -50,6 +52,12 @@ impl Path {
     }
 }
 
+/// Retries proposed to the peer's queue pair. A peer without options of its own takes them over: SoftRoCE would take 7 for
+/// without end and never notice that we are gone.
+const PEER_RETRIES: u8 = 6;
+/// Without end: how long this side takes to post a receive is for deadlines of the service.
+const PEER_RNR_RETRIES: u8 = 7;
+
 /// READs and atomics that we serve and issue at most.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Reads {
@@ -71,19 +79,17 @@ impl Reads {
         Self { serve: self.serve.min(peer.responder_resources), issue: self.issue.min(peer.initiator_depth) }
     }
 
-    pub(super) fn params<'a>(
-        self,
-        queue_pair: &QueuePair,
-        private_data: &'a [u8],
-        transport: ConnectOptions,
-    ) -> CmParams<'a> {
+    /// What travels: none of our [`ConnectOptions`], which are about what this side waits for.
+    pub(super) fn params<'a>(self, queue_pair: &QueuePair, private_data: &'a [u8], deadline: Duration) -> CmParams<'a> {
         CmParams {
             qpn: queue_pair.qpn(),
             private_data,
             responder_resources: self.serve,
             initiator_depth: self.issue,
-            retry_count: transport.retry_count,
-            rnr_retry: transport.rnr_retry,
+            retry_count: PEER_RETRIES,
+            rnr_retry: PEER_RNR_RETRIES,
+            // The layer above ends earlier, and has the better error.
+            timeout: deadline.saturating_add(Duration::from_secs(1)),
             srq: queue_pair.shares_receives(),
         }
     }

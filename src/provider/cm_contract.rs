@@ -121,8 +121,8 @@ pub(crate) trait CmId: Debug + Send + Sync {
     /// after [`ConnectResponse`](CmEventKind::ConnectResponse), or on an id of a connect request before it is accepted.
     ///
     /// Those of RTR and RTS have all that [`transition`](crate::types::transition()) requires for RC; `rq_psn` and
-    /// `sq_psn` are those of the handshake. What is a matter of taste (`min_rnr_timer`, `timeout`, `max_rd_atomic`,
-    /// `max_dest_rd_atomic` within what was agreed) the layer above may replace.
+    /// `sq_psn` are those of the handshake. What is a matter of taste (`min_rnr_timer`, `timeout`, `retry_count`, `rnr_retry`,
+    /// `max_rd_atomic`, `max_dest_rd_atomic` within what was agreed) the layer above may replace.
     fn qp_attr(&self, state: QpState) -> Result<QpAttr, VerbError>;
 
     /// `rdma_get_local_addr(3)`; `None` if it is not bound.
@@ -165,10 +165,13 @@ pub(crate) struct CmParams<'a> {
     pub(crate) responder_resources: u8,
     /// READ and atomic requests that it issues at once.
     pub(crate) initiator_depth: u8,
-    /// Repetitions of what was not acknowledged, 0 to 7; read by `connect` only, valid for both sides.
+    /// Repetitions of what was not acknowledged, 0 to 7, that the *peer* shall make; read by `connect` only. Our own queue
+    /// pair gets it, too, until the layer above [replaces](CmId::qp_attr) it.
     pub(crate) retry_count: u8,
     /// Repetitions of what found no receive, 0 to 7, that the *peer* shall make.
     pub(crate) rnr_retry: u8,
+    /// How long `connect` repeats its request. The kernel's manager has times of its own.
+    pub(crate) timeout: Duration,
     /// Receives come from a shared queue.
     pub(crate) srq: bool,
 }

@@ -9,6 +9,7 @@
 mod campaign;
 mod errors;
 mod shim;
+mod ucmatose;
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};

@@ -128,7 +128,17 @@ fn ready(id: &CmId, qp: &qp::Qp) -> QpAttr {
 }
 
 fn params<'a>(qpn: Qpn, private_data: &'a [u8]) -> CmParams<'a> {
-    CmParams { qpn, private_data, responder_resources: 4, initiator_depth: 2, retry_count: 6, rnr_retry: 6, srq: false }
+    let timeout = std::time::Duration::from_secs(15);
+    CmParams {
+        qpn,
+        private_data,
+        responder_resources: 4,
+        initiator_depth: 2,
+        retry_count: 6,
+        rnr_retry: 6,
+        timeout,
+        srq: false,
+    }
 }
 
 /// Active and passive id with their queue pairs, connected.

@@ -231,8 +231,13 @@ impl Machine {
         if mra.about == expected {
             // It is alive: how long is long enough the program decides. Otherwise a listener in a storm would lose those
             // that it has put off too often.
-            connection.retries_left = connection.retries;
-            let at = now.saturating_add(bounded(mra.service_timeout));
+            connection.repeated = 0;
+            let wait = match expected {
+                // Only the program's own deadline limits what it waits for.
+                About::Req => bounded(mra.service_timeout).max(mra.service_timeout.nanoseconds()),
+                _ => bounded(mra.service_timeout),
+            };
+            let at = now.saturating_add(wait).min(connection.give_up);
             self.set_deadline(mra.remote_id, Some(at));
         }
     }

@@ -81,11 +81,13 @@ pub(super) struct Connection {
     /// What our packets carry.
     pub(super) traffic: Traffic,
     pub(super) ack_timeout: AckTimeout,
-    /// Time to wait before a message is repeated.
+    /// Time to wait before a response is repeated, and how often it is.
     pub(super) response_timeout: u64,
     pub(super) retries: u8,
-    /// Repetitions left of what was sent last.
-    pub(super) retries_left: u8,
+    /// Repetitions of what was sent last.
+    pub(super) repeated: u8,
+    /// When the program gives up its request, if there is no answer.
+    pub(super) give_up: u64,
     pub(super) deadline: Option<u64>,
     /// Sent last; sent again when its answer does not come, or the peer repeats what it answers.
     pub(super) last: Option<Message>,
@@ -119,7 +121,8 @@ impl Connection {
             ack_timeout: req.ack_timeout,
             response_timeout,
             retries: req.max_retries & 15,
-            retries_left: 0,
+            repeated: 0,
+            give_up: u64::MAX,
             deadline: None,
             last: None,
             params: Some(CmPeer {

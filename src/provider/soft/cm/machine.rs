@@ -16,10 +16,17 @@ use super::connection::{Connection, State};
 use super::limits::{Answers, HURRIED_RETRIES, HURRIED_TIMEOUT, HalfOpen};
 use super::message::{About, CmTimeout, CommId, Dreq, Mad, Message, Mra, Private, Rej, Rep, Req, Rtu, Traffic};
 
-/// Time in which a peer's manager answers: 268 ms, far above what a process takes to be scheduled. With
-/// [`MAX_RETRIES`], a peer that is gone is noticed after 4.3 s.
-pub(super) const RESPONSE_TIMEOUT: CmTimeout = CmTimeout(16);
-/// As the kernel's rdma_cm.
+/// First wait for an answer to a request or a disconnect: 268 ms, far above what a process takes to be scheduled.
+/// Each further wait is twice as long, up to [`LONGEST_WAIT`], so that many connections at once do not keep a slow
+/// peer from answering any of them.
+pub(super) const FIRST_WAIT: CmTimeout = CmTimeout(16);
+/// 4.3 s, the wait of the kernel's rdma_cm.
+pub(super) const LONGEST_WAIT: CmTimeout = CmTimeout(20);
+/// How often a disconnect is sent: a peer that is gone is noticed after 6.2 to 8.3 s.
+pub(super) const DISCONNECTS: u8 = 5;
+/// Sent to the peer: the time after which it repeats its response, 1.1 s, and how often, as the kernel's rdma_cm. A
+/// program that prepares many queue pairs confirms the last of them late.
+pub(super) const RESPONSE_TIMEOUT: CmTimeout = CmTimeout(18);
 pub(super) const MAX_RETRIES: u8 = 15;
 /// What an MRA asks for while a program makes up its mind: 4.3 s, after which the peer repeats its request and is asked
 /// again.
@@ -36,7 +43,11 @@ const MAX_REFUSED: usize = 1024;
 const ACK_DELAY: CmTimeout = CmTimeout(15);
 /// Twice the lifetime of a packet (67 ms), IBTA 12.9.8.4: then nothing of a connection is underway any more.
 const TIME_WAIT: u64 = 2 * CmTimeout(14).nanoseconds();
-/// Acknowledgement timeout proposed to both queue pairs, as librdmacm's.
+/// Sent to the peer, whose queue pair takes it over: how long it waits for our acknowledgements, 537 ms. Twice the lifetime
+/// of a packet (67 ms) and [`ACK_DELAY`] (IBTA 12.7.34) make half of that. A shorter one makes a busy peer repeat what is
+/// only late, until its retries are spent.
+pub(super) const PEER_ACK_TIMEOUT: AckTimeout = AckTimeout::from_code(17);
+/// Of our queue pair, unless the layer above replaces it; as librdmacm's.
 const ACK_TIMEOUT: AckTimeout = AckTimeout::from_code(14);
 
 /// What comes out.
@@ -175,7 +186,7 @@ impl Machine {
             qpn: params.qpn,
             responder_resources: params.responder_resources,
             initiator_depth: params.initiator_depth,
-            remote_timeout: RESPONSE_TIMEOUT,
+            remote_timeout: LONGEST_WAIT,
             local_timeout: RESPONSE_TIMEOUT,
             starting_psn: rq_psn,
             retry_count: params.retry_count,
@@ -186,7 +197,7 @@ impl Machine {
             local_gid: self.gid,
             remote_gid: to.gid,
             traffic: Traffic::PLAIN,
-            ack_timeout: ACK_TIMEOUT,
+            ack_timeout: PEER_ACK_TIMEOUT,
             source: to.local,
             destination: to.peer.ip(),
             private_data,
@@ -212,7 +223,8 @@ impl Machine {
             ack_timeout: ACK_TIMEOUT,
             response_timeout: RESPONSE_TIMEOUT.nanoseconds(),
             retries: MAX_RETRIES,
-            retries_left: 0,
+            repeated: 0,
+            give_up: now.saturating_add(u64::try_from(params.timeout.as_nanos()).unwrap_or(u64::MAX)),
             deadline: None,
             last: None,
             params: None,
@@ -319,13 +331,19 @@ impl Machine {
             let Some(connection) = self.connections.get_mut(&id) else { continue };
             connection.deadline = None;
             let hurried = connection.half_open && self.half_open.is_crowded();
-            let repeated = connection.retries - connection.retries_left;
-            let again = connection.retries_left > 0 && !(hurried && repeated >= HURRIED_RETRIES);
+            let again = match connection.state {
+                State::ReqSent => now < connection.give_up,
+                State::DreqSent => connection.repeated + 1 < DISCONNECTS,
+                _ => {
+                    let retries = connection.retries.min(if hurried { HURRIED_RETRIES } else { u8::MAX });
+                    connection.repeated < retries
+                }
+            };
             match connection.state {
                 State::ReqSent | State::RepSent | State::DreqSent if again => {
-                    connection.retries_left -= 1;
+                    connection.repeated = connection.repeated.saturating_add(1);
                     let (peer, answers) = (connection.peer, connection.state == State::RepSent);
-                    let at = now.saturating_add(patience(connection, hurried));
+                    let at = repeat_at(now, id, connection, hurried);
                     self.set_deadline(id, Some(at));
                     // Who asked in the name of another has chosen how often that one is answered, and how soon.
                     if !answers || self.answers.take(now, peer) {
@@ -478,9 +496,9 @@ impl Machine {
 
     fn send_and_repeat(&mut self, now: u64, id: CommId, message: Message) {
         let Some(connection) = self.connections.get_mut(&id) else { return };
-        connection.retries_left = connection.retries;
+        connection.repeated = 0;
         let hurried = connection.half_open && self.half_open.is_crowded();
-        let at = now.saturating_add(patience(connection, hurried));
+        let at = repeat_at(now, id, connection, hurried);
         self.set_deadline(id, Some(at));
         self.send(id, message);
     }
@@ -561,9 +579,26 @@ fn drawn(secret: u64, what: Draw) -> u64 {
     hasher.finish()
 }
 
-/// How long an answer to `connection` is waited for; `hurried`: its room is scarce.
-fn patience(connection: &Connection, hurried: bool) -> u64 {
-    connection.response_timeout.min(if hurried { HURRIED_TIMEOUT } else { u64::MAX })
+/// When what a connection has sent is repeated, or given up; `hurried`: its room is scarce.
+fn repeat_at(now: u64, id: CommId, connection: &Connection, hurried: bool) -> u64 {
+    match connection.state {
+        // As often as the peer has asked for.
+        State::RepSent => {
+            let wait = connection.response_timeout.min(if hurried { HURRIED_TIMEOUT } else { u64::MAX });
+            now.saturating_add(wait)
+        }
+        State::ReqSent => now.saturating_add(backoff(id, connection.repeated)).min(connection.give_up),
+        _ => now.saturating_add(backoff(id, connection.repeated)),
+    }
+}
+
+/// The wait for an answer to what was repeated so often, less up to a quarter that differs between connections: those
+/// that begin together do not repeat together.
+pub(super) fn backoff(id: CommId, repeated: u8) -> u64 {
+    let doublings = repeated.min(LONGEST_WAIT.0 - FIRST_WAIT.0);
+    let wait = FIRST_WAIT.nanoseconds() << doublings;
+    let spread = ((u64::from(id) << 8) | u64::from(repeated)).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
+    wait - ((wait / 4 * spread) >> 32)
 }
 
 /// A time that a peer asks for, within [`TIMEOUTS`].

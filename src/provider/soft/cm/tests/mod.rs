@@ -7,6 +7,7 @@ mod table;
 mod times;
 
 use std::net::SocketAddr;
+use std::time::Duration;
 
 use crate::provider::cm_contract::CmParams;
 use crate::types::{Gid, Mtu, Psn, Qpn};
@@ -19,6 +20,8 @@ const A: Gid = Gid([0xa; 16]);
 const B: Gid = Gid([0xb; 16]);
 const LISTENER: u64 = 77;
 const PORT: u16 = 7471;
+/// How long programs wait for an answer to a request.
+const PATIENCE: Duration = Duration::from_secs(15);
 
 fn address(host: u8, port: u16) -> SocketAddr {
     SocketAddr::new([10, 0, 0, host].into(), port)
@@ -32,6 +35,7 @@ fn params(qpn: u32, data: &[u8]) -> CmParams<'_> {
         initiator_depth: 2,
         retry_count: 6,
         rnr_retry: 7,
+        timeout: PATIENCE,
         srq: false,
     }
 }
@@ -118,8 +122,13 @@ impl Pair {
     }
 
     fn connect(&mut self, qpn: u32) -> CommId {
+        self.connect_within(qpn, PATIENCE)
+    }
+
+    fn connect_within(&mut self, qpn: u32, timeout: Duration) -> CommId {
         let to = Destination { gid: B, local: address(1, 40_000), peer: address(2, PORT), mtu: Mtu::Mtu4096 };
-        self.a.connect(self.now, to, &params(qpn, b"request"), Psn::new(0x00aa_aa00)).unwrap()
+        let params = CmParams { timeout, ..params(qpn, b"request") };
+        self.a.connect(self.now, to, &params, Psn::new(0x00aa_aa00)).unwrap()
     }
 
     /// Gives the messages that `a` has sent to `b`.

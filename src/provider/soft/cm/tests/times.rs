@@ -1,22 +1,26 @@
 //! Repetitions, deadlines, and what is remembered for how long.
 
-use crate::types::{QpState, RejectReason};
+use std::collections::VecDeque;
+
+use crate::types::{AckTimeout, QpState, RejectReason};
 
 use super::super::limits::{HALF_OPEN, HALF_OPEN_OF_PEER, HURRIED_RETRIES, HURRIED_TIMEOUT};
-use super::super::machine::{MAX_RETRIES, RESPONSE_TIMEOUT};
-use super::super::message::{CmTimeout, Drep, Dreq, Req, Traffic};
+use super::super::machine::{
+    DISCONNECTS, FIRST_WAIT, LONGEST_WAIT, MAX_RETRIES, PEER_ACK_TIMEOUT, RESPONSE_TIMEOUT, backoff,
+};
+use super::super::message::{About, CmTimeout, Drep, Dreq, Mra, Req, Traffic};
 use super::*;
 
+/// Nanoseconds of a test's [`Duration`].
+fn nanoseconds(time: Duration) -> u64 {
+    time.as_nanos().try_into().unwrap()
+}
+
 #[test]
-fn request_answer_and_goodbye_are_repeated_and_then_given_up() {
-    let timeout = RESPONSE_TIMEOUT.nanoseconds();
-    for what in ["REQ", "REP", "DREQ"] {
+fn answer_and_goodbye_are_repeated_and_then_given_up() {
+    for what in ["REP", "DREQ"] {
         let mut pair = Pair::new();
         let (mut machine, id) = match what {
-            "REQ" => {
-                let id = pair.connect(0x100);
-                (pair.a, id)
-            }
             "REP" => {
                 pair.connect(0x100);
                 pair.deliver_to_b();
@@ -33,15 +37,20 @@ fn request_answer_and_goodbye_are_repeated_and_then_given_up() {
         let first = Out::of(&mut machine);
         assert_eq!(first.kinds(), [what]);
         let mut now = pair.now;
-        for _ in 0..MAX_RETRIES {
-            assert_eq!(machine.deadline(), Some(now + timeout), "{what}");
-            now += timeout;
+        let (times, wait): (_, &dyn Fn(u8) -> u64) = match what {
+            "REP" => (MAX_RETRIES, &|_| RESPONSE_TIMEOUT.nanoseconds()),
+            _ => (DISCONNECTS - 1, &|repeated| backoff(id, repeated)),
+        };
+        for repeated in 0..times {
+            now += wait(repeated);
+            assert_eq!(machine.deadline(), Some(now), "{what}");
             machine.on_timer(now - 1);
             assert!(Out::of(&mut machine).sent.is_empty(), "{what}");
             machine.on_timer(now);
             assert_eq!(Out::of(&mut machine).sent, first.sent, "{what}");
         }
-        now += timeout;
+        now += wait(times);
+        assert_eq!(machine.deadline(), Some(now), "{what}");
         machine.on_timer(now);
         let last = Out::of(&mut machine);
         if what == "DREQ" {
@@ -57,18 +66,176 @@ fn request_answer_and_goodbye_are_repeated_and_then_given_up() {
 }
 
 #[test]
-fn program_that_takes_its_time_is_waited_for_as_long_as_its_manager_asks() {
+fn waits_double_up_to_that_of_the_kernel_and_differ_between_connections() {
+    let mut first = Vec::new();
+    for id in 1..=100 {
+        for repeated in 0..=u8::MAX {
+            let longest = FIRST_WAIT.nanoseconds() << repeated.min(4);
+            let wait = backoff(id, repeated);
+            assert!((longest / 4 * 3..=longest).contains(&wait), "{id}, {repeated}: {wait}");
+        }
+        first.push(backoff(id, 0));
+    }
+    assert_eq!(backoff(1, 4), backoff(1, 4));
+    assert_eq!(FIRST_WAIT.nanoseconds() << 4, LONGEST_WAIT.nanoseconds());
+    first.sort_unstable();
+    first.dedup();
+    assert_eq!(first.len(), 100);
+    // Spread over the quarter: no tenth of it is empty.
+    let tenth = FIRST_WAIT.nanoseconds() / 40;
+    assert!(first.windows(2).all(|pair| pair[1] - pair[0] < tenth), "{first:?}");
+}
+
+#[test]
+fn request_is_repeated_until_its_deadline_and_given_up_then() {
+    // The last is shorter than the first wait.
+    for (patience, repetitions) in [(60_000, 14..=21), (15_000, 6..=8), (1_000, 1..=2), (100, 0..=0), (0, 0..=0)] {
+        let mut pair = Pair::new();
+        let patience = Duration::from_millis(patience);
+        let id = pair.connect_within(0x100, patience);
+        let first = Out::of(&mut pair.a);
+        let deadline = pair.now + nanoseconds(patience);
+        let mut repeated = 0;
+        loop {
+            let at = pair.a.deadline().unwrap();
+            assert!(at <= deadline, "{patience:?}");
+            if at == deadline {
+                break;
+            }
+            assert_eq!(at, pair.now + backoff(id, repeated), "{patience:?}");
+            assert!(pair.next_deadline());
+            assert_eq!(Out::of(&mut pair.a).sent, first.sent, "{patience:?}");
+            repeated += 1;
+        }
+        assert!(repetitions.contains(&repeated), "{patience:?}: {repeated}");
+        pair.a.on_timer(deadline.saturating_sub(1).max(pair.now));
+        if deadline > pair.now {
+            assert!(Out::of(&mut pair.a).events.is_empty(), "{patience:?}");
+        }
+        pair.a.on_timer(deadline);
+        let last = Out::of(&mut pair.a);
+        if deadline > pair.now {
+            assert_eq!((last.kinds(), last.names()), (vec!["REJ"], vec!["unreachable"]));
+            let Message::Rej(rej) = &last.sent[0].1.message else { panic!() };
+            assert_eq!(rej.reason, RejectReason::TIMEOUT);
+        }
+        assert_eq!(pair.a.sizes(), [0; 4], "{patience:?}");
+    }
+}
+
+#[test]
+fn program_that_takes_its_time_is_waited_for_as_long_as_its_manager_asks_and_the_deadline_allows() {
     let mut pair = Pair::new();
-    let ours = pair.connect(0x100);
+    pair.connect(0x100);
+    let deadline = pair.now + nanoseconds(PATIENCE);
     pair.deliver_to_b();
-    // The first repetition is answered by a request for time. How often is no reason to give up.
+    // The first repetition is answered by a request for time.
+    let mut asked = 0;
+    while pair.a.deadline() != Some(deadline) {
+        assert!(pair.next_deadline());
+        assert_eq!(pair.deliver_to_b().kinds(), ["REQ"]);
+        assert_eq!(pair.deliver_to_a().kinds(), ["MRA"]);
+        assert_eq!(pair.a.deadline(), Some(deadline.min(pair.now + CmTimeout(20).nanoseconds())));
+        asked += 1;
+    }
+    assert_eq!(asked, 4);
+    pair.a.on_timer(deadline - 1);
+    assert!(Out::of(&mut pair.a).events.is_empty());
+    pair.a.on_timer(deadline);
+    assert_eq!(Out::of(&mut pair.a).names(), ["unreachable"]);
+    // How often is no reason to give up.
+    let mut pair = Pair::new();
+    let ours = pair.connect_within(0x100, Duration::from_secs(300));
+    pair.deliver_to_b();
     for _ in 0..3 * MAX_RETRIES {
         assert!(pair.next_deadline());
         assert_eq!(pair.deliver_to_b().kinds(), ["REQ"]);
         assert_eq!(pair.deliver_to_a().kinds(), ["MRA"]);
-        assert_eq!(pair.a.deadline(), Some(pair.now + CmTimeout(20).nanoseconds()));
     }
     assert_eq!(state(&pair.a, ours), Some(State::ReqSent));
+}
+
+#[test]
+fn request_waits_as_long_as_the_kernel_asks_and_goes_on_after_that() {
+    // The kernel asks for 69 s.
+    let mut pair = Pair::new();
+    let ours = pair.connect_within(0x100, Duration::from_secs(100));
+    let deadline = pair.now + 100_000_000_000;
+    let mra = |code| Mra { local_id: 9, remote_id: ours, about: About::Req, service_timeout: CmTimeout(code) };
+    Out::of(&mut pair.a);
+    pair.now += 100;
+    pair.a.on_message(pair.now, B, Mad { transaction: 1, message: Message::Mra(mra(24)) }, psn);
+    assert_eq!(pair.a.deadline(), Some(pair.now + CmTimeout(24).nanoseconds()));
+    assert!(pair.next_deadline());
+    assert_eq!(Out::of(&mut pair.a).kinds(), ["REQ"]);
+    assert_eq!(pair.a.deadline(), Some(pair.now + backoff(ours, 1)));
+    // One that asks for no time makes us no busier than once in a millisecond.
+    pair.a.on_message(pair.now, B, Mad { transaction: 1, message: Message::Mra(mra(0)) }, psn);
+    assert_eq!(pair.a.deadline(), Some(pair.now + CmTimeout(8).nanoseconds()));
+    pair.a.on_message(pair.now, B, Mad { transaction: 1, message: Message::Mra(mra(31)) }, psn);
+    assert_eq!(pair.a.deadline(), Some(deadline));
+}
+
+#[test]
+fn request_carries_what_suits_the_peer() {
+    let mut pair = Pair::new();
+    let ours = pair.connect(0x100);
+    let out = pair.deliver_to_b();
+    let Message::Req(request) = &out.sent[0].1.message else { panic!() };
+    assert_eq!(request.ack_timeout, PEER_ACK_TIMEOUT);
+    assert_eq!((request.local_timeout, request.max_retries), (RESPONSE_TIMEOUT, MAX_RETRIES));
+    assert_eq!((request.retry_count, request.rnr_retry), (6, 7));
+    let theirs = pair.deliver_to_a().requests[0];
+    pair.b.accept(pair.now, theirs, &params(0x200, b"")).unwrap();
+    pair.deliver_to_a();
+    // The passive side takes it over, and the active one keeps its own.
+    let timeout = |machine: &Machine, id| machine.connection(id).unwrap().qp_attr(QpState::Rts).unwrap().timeout;
+    assert_eq!(timeout(&pair.b, theirs), Some(PEER_ACK_TIMEOUT));
+    assert_eq!(timeout(&pair.a, ours), Some(AckTimeout::from_code(14)));
+}
+
+#[test]
+fn five_hundred_at_once_are_all_served_by_a_slow_peer() {
+    // It takes 8 ms for a message, and loses what comes while 64 wait.
+    const COST: u64 = 8_000_000;
+    const ROOM: usize = 64;
+    let mut pair = Pair::new();
+    pair.b.listen(LISTENER, address(2, PORT), 1_024);
+    let start = pair.now;
+    for qpn in 0..500 {
+        pair.connect_within(0x100 + qpn, Duration::from_secs(30));
+    }
+    let (mut waiting, mut free_at) = (VecDeque::new(), start);
+    let (mut lost, mut accepted, mut established) = (0, 0, 0);
+    while established < 500 {
+        let out = Out::of(&mut pair.a);
+        for (id, event) in &out.events {
+            assert_eq!(name(event), "response", "after {} ns", pair.now - start);
+            pair.a.establish(*id).unwrap();
+        }
+        for (_, mad) in out.sent.into_iter().chain(Out::of(&mut pair.a).sent) {
+            if waiting.len() < ROOM { waiting.push_back(mad) } else { lost += 1 }
+        }
+        let timer = [pair.a.deadline(), pair.b.deadline()].into_iter().flatten().min();
+        if timer.is_some_and(|at| waiting.is_empty() || at < free_at) {
+            assert!(pair.next_deadline());
+        } else {
+            pair.now = pair.now.max(free_at);
+            free_at = pair.now + COST;
+            let mad = waiting.pop_front().unwrap();
+            pair.b.on_message(pair.now, A, mad, psn);
+        }
+        let out = Out::of(&mut pair.b);
+        established += out.names().iter().filter(|name| **name == "established").count();
+        for id in out.requests {
+            accepted += 1;
+            pair.b.accept(pair.now, id, &params(0x1_0000 + accepted, b"")).unwrap();
+        }
+        for (_, mad) in out.sent.into_iter().chain(Out::of(&mut pair.b).sent) {
+            pair.a.on_message(pair.now, B, mad, psn);
+        }
+    }
+    assert!(lost > 0);
 }
 
 #[test]
@@ -82,8 +249,8 @@ fn rejection_that_is_lost_after_a_request_for_time_is_repeated() {
     assert_eq!(pair.deliver_to_a().kinds(), ["MRA"]);
     pair.b.reject(pair.now, theirs, b"").unwrap();
     pair.b.release(pair.now, theirs);
-    // Lost as often as the peer may repeat its request.
-    for _ in 0..MAX_RETRIES {
+    // Lost whenever the peer repeats its request, but for the last time.
+    for _ in 0..3 {
         assert_eq!(Out::of(&mut pair.b).kinds(), ["REJ"]);
         assert!(pair.next_deadline());
         pair.deliver_to_b();
@@ -210,7 +377,7 @@ fn queue_pair_that_was_rejected_may_ask_anew_at_once() {
     assert_eq!(state(&pair.a, first), None);
     assert_eq!(pair.deliver_to_b().names(), ["rejected"]);
     // Nobody has accepted it, so there is no connection that could be stale.
-    pair.connect(0x100);
+    pair.connect_within(0x100, Duration::from_secs(60));
     pair.deliver_to_b();
     let out = pair.deliver_to_a();
     assert_eq!((out.kinds().len(), out.requests.len()), (0, 1), "{out:?}");
