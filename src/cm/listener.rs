@@ -10,6 +10,7 @@ use parking_lot::Mutex;
 use tokio::net::ToSocketAddrs;
 use tokio::sync::Notify;
 
+use crate::completion::contained;
 use crate::error::{LimitError, SetupError, VerbError};
 use crate::op::{QueuePair, QueuePairBuilder};
 use crate::provider::cm_contract::{CmId as _, CmPeer, REJECT_DATA, RESPONSE_DATA};
@@ -251,7 +252,7 @@ impl Incoming {
         drop(queue);
         drop::<VecDeque<Pending>>(stale);
         if refused.is_none() {
-            self.notify.notify_one();
+            contained(|| self.notify.notify_one());
         }
         refused
     }
@@ -277,7 +278,7 @@ impl Incoming {
 
     /// There will be no more.
     pub(super) fn end(&self) {
-        self.notify.notify_waiters();
+        contained(|| self.notify.notify_waiters());
     }
 }
 

@@ -12,6 +12,7 @@ use parking_lot::{Mutex, MutexGuard};
 use tokio::runtime::{self, Handle};
 use tokio::sync::Notify;
 
+use crate::completion::contained;
 use crate::error::VerbError;
 use crate::op::{QueuePair, WeakQueuePair};
 use crate::provider::cm_contract::{CmChannel as _, CmEvent, CmEventKind, CmPeer};
@@ -344,7 +345,8 @@ impl Inbox {
         if !self.happened.lock().on_event(kind) {
             return;
         }
-        self.changed.notify_waiters();
+        // On the thread that drains the channel, which serves all other identifiers as well.
+        contained(|| self.changed.notify_waiters());
         if ends && let Some(incoming) = &self.incoming {
             incoming.end();
         }

@@ -12,6 +12,7 @@ use futures::task::AtomicWaker;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
+use super::wake::contained;
 use crate::error::VerbError;
 use crate::types::AsyncEvent;
 use crate::verbs::{Device, Listener};
@@ -33,7 +34,8 @@ pub fn events(device: &Device) -> io::Result<DeviceEvents> {
     let fd = readable(device)?;
     let waker = Arc::new(AtomicWaker::new());
     let told = waker.clone();
-    let listener: Arc<Listener> = Arc::new(move || told.wake());
+    // Called where another task or a reactor has read the events.
+    let listener: Arc<Listener> = Arc::new(move || contained(|| told.wake()));
     device.on_events(&listener)?;
     Ok(DeviceEvents { fd, device: device.clone(), waker, _listener: listener, ended: false })
 }

@@ -412,17 +412,71 @@ mod tests {
         assert_eq!(pool.available(), 3);
     }
 
-    #[derive(Default)]
-    struct Panics(AtomicBool);
+    /// Panics at each event.
+    struct Panics;
 
-    impl Wake for Panics {
+    impl tracing::Subscriber for Panics {
+        fn enabled(&self, _: &tracing::Metadata<'_>) -> bool {
+            true
+        }
+
+        fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+            tracing::span::Id::from_u64(1)
+        }
+
+        fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+
+        fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+
+        fn event(&self, _: &tracing::Event<'_>) {
+            std::panic::resume_unwind(Box::new("a subscriber"));
+        }
+
+        fn enter(&self, _: &tracing::span::Id) {}
+
+        fn exit(&self, _: &tracing::span::Id) {}
+    }
+
+    #[test]
+    fn what_is_posted_while_a_subscriber_panics_is_not_dropped() {
+        // Nothing moves there.
+        let device = Device::software_in(&Network::simulated(1, Faults::none()), "stuck").unwrap();
+        let pd = device.protection_domain().unwrap();
+        let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
+        let [a, b] = [(); 2].map(|()| QueuePair::builder(&pd, &queue).max_send_wr(2).build().unwrap());
+        a.connect(&b.endpoint()).unwrap();
+        b.connect(&a.endpoint()).unwrap();
+        let pool = Pool::new(&pd, 64, 4).unwrap();
+        let region = ExposedRegion::new(&pd, vec![0; 64], Access::REMOTE_ALL).unwrap();
+        let alloc = || pool.try_alloc(64).unwrap();
+        for left in [3, 2] {
+            let posts = std::panic::AssertUnwindSafe(|| {
+                if left == 3 {
+                    drop(a.write(alloc(), region.grant()));
+                } else {
+                    let mut batch = Batch::new();
+                    batch.write(alloc(), region.grant());
+                    drop(a.post_batch(batch));
+                }
+            });
+            tracing::subscriber::with_default(Panics, || std::panic::catch_unwind(posts)).unwrap_err();
+            assert_eq!(pool.available(), left, "the buffer is handed out again");
+        }
+    }
+
+    #[derive(Default)]
+    struct PanicsWhenWoken(AtomicBool);
+
+    impl Wake for PanicsWhenWoken {
         fn wake(self: Arc<Self>) {
-            assert!(!self.0.load(Ordering::Relaxed), "a waker");
+            if self.0.load(Ordering::Relaxed) {
+                std::panic::resume_unwind(Box::new("a waker"));
+            }
         }
     }
 
     #[test]
-    fn what_is_posted_while_a_waker_panics_is_not_dropped() {
+    fn poster_that_wakes_a_waker_that_panics_does_not_notice() {
         // Nothing moves there.
         let device = Device::software_in(&Network::simulated(1, Faults::none()), "stuck").unwrap();
         let pd = device.protection_domain().unwrap();
@@ -434,29 +488,18 @@ mod tests {
         let region = ExposedRegion::new(&pd, vec![0; 64], Access::REMOTE_ALL).unwrap();
         let alloc = || pool.try_alloc(64).unwrap();
         let _first = a.write(alloc(), region.grant());
-        for left in [2, 1] {
-            // In line; the device refuses it, which has no room, once somebody believes that it has.
-            let mut waits = pin!(a.write(alloc(), region.grant()));
-            let panics = Arc::new(Panics::default());
-            assert!(waits.as_mut().poll(&mut Context::from_waker(&panics.clone().into())).is_pending());
-            panics.0.store(true, Ordering::Relaxed);
-            assert_eq!(pool.available(), left);
-            a.send_queue().room.retire(0);
-            let posts = std::panic::AssertUnwindSafe(|| {
-                if left == 2 {
-                    drop(a.write(alloc(), region.grant()));
-                } else {
-                    let mut batch = Batch::new();
-                    batch.write(alloc(), region.grant());
-                    drop(a.post_batch(batch));
-                }
-            });
-            std::panic::catch_unwind(posts).unwrap_err();
-            assert_eq!(pool.available(), left - 1, "the buffer is handed out again");
-            let Poll::Ready(refused) = waits.as_mut().poll(&mut Context::from_waker(Waker::noop())) else { panic!() };
+        // Waits for room; the device refuses it, which has none, once the queue believes that it has.
+        let mut waits = pin!(a.write(alloc(), region.grant()));
+        let panics = Arc::new(PanicsWhenWoken::default());
+        assert!(waits.as_mut().poll(&mut Context::from_waker(&panics.clone().into())).is_pending());
+        panics.0.store(true, Ordering::Relaxed);
+        a.send_queue().room.retire(0);
+        let posted = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| a.write(alloc(), region.grant())));
+        let mut posted = pin!(posted.expect("the panic of another task's waker"));
+        for write in [&mut waits, &mut posted] {
+            let Poll::Ready(refused) = write.as_mut().poll(&mut Context::from_waker(Waker::noop())) else { panic!() };
             drop(refused.unwrap_err().into_buffer());
-            // Nobody believes it any more.
-            a.send_queue().room.retire(u32::MAX);
         }
+        assert_eq!(pool.available(), 3);
     }
 }

@@ -67,9 +67,10 @@ impl BusyPoller {
         let thread = thread::Builder::new().name("rdma-busy-poll".to_owned()).spawn(move || {
             let pinned = core.is_none_or(|id| core_affinity::set_for_current(core_affinity::CoreId { id }));
             if report.send(pinned).is_ok() && pinned {
-                // The waker of a user may panic: whoever else is served by this thread shall not wait for ever.
+                // Wakers that panic are contained where they are woken. Should anything else panic, all other queues that
+                // this thread serves shall not wait for ever.
                 while catch_unwind(AssertUnwindSafe(|| poller.run())).is_err() {
-                    tracing::error!("a waker panicked on a busy-poll thread, which goes on");
+                    tracing::error!("a busy-poll thread panicked and goes on");
                     poller.changed.store(true, Ordering::Release);
                 }
             }

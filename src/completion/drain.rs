@@ -190,12 +190,12 @@ impl CqShared {
     }
 
     /// Ends everything in flight on a queue that the device has destroyed or reset, and forgets a destroyed one.
-    pub(super) fn abandon(&self, queue: &WorkQueue, kind: OpErrorKind, forget: bool) {
+    pub(super) fn abandon(&self, queue: &Arc<WorkQueue>, kind: OpErrorKind, forget: bool) {
         self.forget(queue, kind, forget).finish();
     }
 
     /// As [`abandon`](Self::abandon); who is to be woken is left to the caller.
-    pub(super) fn forget(&self, queue: &WorkQueue, kind: OpErrorKind, forget: bool) -> WakeList {
+    pub(super) fn forget(&self, queue: &Arc<WorkQueue>, kind: OpErrorKind, forget: bool) -> WakeList {
         let mut state = lock(&self.state);
         // Completions that are already here tell more than `kind`.
         while self.drain_batch(&mut state) {}

@@ -1,6 +1,7 @@
 //! What an operation's future holds: its slot and, until the device is done, its buffers.
 
 use std::fmt;
+use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use super::slot::{Claim, Detach, FailedParts, Held, Outcome};
@@ -62,12 +63,14 @@ impl<B: Send + 'static> InFlight<B> {
         };
         if claim.is_new() {
             let queue = claim.queue();
-            return queue.cq().look_first(queue, &claim, context, &see, |seen| {
-                end(match seen {
-                    Some(seen) => Ok(seen),
-                    None => claim.take(&see),
-                })
-            });
+            return match queue.cq().look_first(queue, &claim, context, &see) {
+                Poll::Ready(Some(seen)) => {
+                    claim.end();
+                    end(Ok(seen))
+                }
+                Poll::Ready(None) => end(claim.take(&see)),
+                Poll::Pending => Poll::Pending,
+            };
         }
         match claim.wait(context, &see) {
             Poll::Ready(seen) => end(seen),
@@ -88,7 +91,7 @@ impl<B: Send + 'static> InFlight<B> {
     fn abandon(&mut self) {
         if let Some((claim, buffer)) = self.held.take() {
             match claim.share() {
-                Some(queue) => detach(&queue, index_of(claim.id()), buffer),
+                Some(queue) => detach(&queue, claim, buffer),
                 None => claim.release(),
             }
         }
@@ -113,38 +116,49 @@ fn polled_again() -> ! {
 impl Claim {
     /// Goes on to wait for what `see` makes of a success, or for why it is none.
     #[inline(never)]
-    fn wait<S>(&self, context: &mut Context<'_>, see: &impl Fn(&WorkCompletion) -> S) -> Poll<Result<S, OpErrorKind>> {
+    fn wait<S>(self, context: &mut Context<'_>, see: &impl Fn(&WorkCompletion) -> S) -> Poll<Result<S, OpErrorKind>> {
         if self.is_complete() {
             return Poll::Ready(self.take(see));
         }
         let queue = self.queue();
-        queue.cq().look_again(queue, self, context, see, |seen| Poll::Ready(seen.map_or_else(|| self.take(see), Ok)))
+        match queue.cq().look_again(queue, &self, context, see) {
+            Poll::Ready(Some(seen)) => {
+                self.end();
+                Poll::Ready(Ok(seen))
+            }
+            Poll::Ready(None) => Poll::Ready(self.take(see)),
+            Poll::Pending => Poll::Pending,
+        }
     }
 
     /// Waits for how the last of a batch ends, and for those before it that fail.
-    fn wait_batch(&self, context: &mut Context<'_>) -> Poll<(Result<(), OpErrorKind>, FailedParts)> {
-        let see = |_: &WorkCompletion| self.end_parts();
-        let take = |seen: Option<FailedParts>| match seen {
-            Some(failed) => Poll::Ready((Ok(()), failed)),
-            None => {
+    fn wait_batch(self, context: &mut Context<'_>) -> Poll<(Result<(), OpErrorKind>, FailedParts)> {
+        let seen = if self.is_complete() {
+            Poll::Ready(None)
+        } else {
+            let (queue, see) = (self.queue(), |_: &WorkCompletion| self.end_parts());
+            if self.is_new() {
+                queue.cq().look_first(queue, &self, context, see)
+            } else {
+                queue.cq().look_again(queue, &self, context, see)
+            }
+        };
+        match seen {
+            Poll::Ready(Some(failed)) => {
+                self.end();
+                Poll::Ready((Ok(()), failed))
+            }
+            Poll::Ready(None) => {
                 let failed = self.end_parts();
                 Poll::Ready((self.take(&|_| ()), failed))
             }
-        };
-        if self.is_complete() {
-            return take(None);
-        }
-        let queue = self.queue();
-        if self.is_new() {
-            queue.cq().look_first(queue, self, context, see, take)
-        } else {
-            queue.cq().look_again(queue, self, context, see, take)
+            Poll::Pending => Poll::Pending,
         }
     }
 
     /// Takes the result, which is there, and ends the life of the slot.
     #[inline(never)]
-    fn take<S>(&self, see: &impl Fn(&WorkCompletion) -> S) -> Result<S, OpErrorKind> {
+    fn take<S>(self, see: &impl Fn(&WorkCompletion) -> S) -> Result<S, OpErrorKind> {
         let seen = self.outcome(|outcome| ending(outcome).map(see));
         self.release();
         seen
@@ -160,15 +174,16 @@ fn ending(outcome: &Outcome) -> Result<&WorkCompletion, OpErrorKind> {
     }
 }
 
-/// Leaves `held` to whoever finishes the slot; if it is finished, drops it here.
+/// Leaves `held` to the drainer, which finishes the slot; if it is finished, drops it here.
 #[cold]
-fn detach<T: Send + 'static>(queue: &WorkQueue, index: u32, held: T) {
-    let slot = queue.slots().slot(index);
+fn detach<T: Send + 'static>(queue: &Arc<WorkQueue>, claim: Claim, held: T) {
+    // The drainer may free the slot once it is detached.
+    let index = index_of(claim.id());
     let held: Option<Held> = if std::mem::needs_drop::<T>() { Some(Box::new(held)) } else { None };
     // Until it is reaped it counts as waiting, as what it owned and those who wait for room do: counted before it is
     // visible, so that whoever reaps it never counts below zero.
     queue.cq().now_waiting();
-    match slot.detach(held) {
+    match claim.detach(held) {
         Detach::InFlight { waiting } => {
             tracing::trace!(index, "detached");
             if waiting {
@@ -178,8 +193,8 @@ fn detach<T: Send + 'static>(queue: &WorkQueue, index: u32, held: T) {
         }
         Detach::Complete(held) => {
             queue.cq().no_longer_waiting();
-            slot.end_parts();
-            slot.release();
+            claim.end_parts();
+            claim.release();
             drop(held);
         }
     }

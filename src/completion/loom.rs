@@ -47,7 +47,7 @@ fn claimed() -> (Arc<Slot>, WrId) {
 
 fn take(slot: &Slot) -> Outcome {
     let outcome = slot.outcome(|outcome| *outcome);
-    slot.release();
+    assert!(!slot.free());
     outcome
 }
 
@@ -137,7 +137,7 @@ fn loom_an_abandoned_operation_is_freed_once_and_never_before_its_completion() {
             match slot.detach(Some(Box::new(Buffer(drops.clone())))) {
                 Detach::InFlight { waiting } => assert_eq!(waiting, waits),
                 Detach::Complete(held) => {
-                    slot.release();
+                    assert!(!slot.free());
                     drop(held);
                 }
             }
@@ -205,7 +205,7 @@ fn loom_an_abandoned_batch_leaves_a_slot_of_one() {
         });
         if let Detach::Complete(held) = slot.detach(Some(Box::new(Buffer(drops.clone())))) {
             slot.end_parts();
-            slot.release();
+            assert!(!slot.free());
             drop(held);
         }
         drainer.join().unwrap();

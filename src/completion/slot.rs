@@ -16,8 +16,10 @@
 //! Beside the phase stands the number of the work request, another one in each life, so that a completion that comes
 //! late for an earlier life of the slot is told apart.
 //!
-//! Each slot owns a share of its work queue, which its operation therefore need not count. When the queue has ended
-//! ([`orphan`](Slot::orphan)), free slots let go of theirs at once, the others when they are released.
+//! Each slot owns a reference to its work queue, which its operation therefore need not count. When the queue has ended
+//! ([`orphan`](Slot::orphan)), free slots drop theirs at once, the others when they are released. That may be the last
+//! reference to the queue, and the slot lies within the queue. [`Claim::release`] therefore takes the claim by value and
+//! reaches the slot through its pointer: a reference that is an argument must stay valid until the function returns.
 
 #![allow(unsafe_code)]
 
@@ -125,7 +127,8 @@ pub(crate) struct Slot {
     start: AtomicU32,
     /// Work requests: more than one in a batch.
     parts: AtomicU32,
-    /// Null for an operation that was never posted. Constant; every field is a cell, for a slot may go while it is referred to.
+    /// Null for an operation that was never posted. Constant. Every field is a cell: another thread may free the slot while
+    /// [`free`](Self::free) still has its reference.
     queue: AtomicPtr<WorkQueue>,
     /// Where to look for a free slot after this.
     next: AtomicPtr<Self>,
@@ -249,13 +252,6 @@ impl Slot {
         self.state.store(COMPLETE, Ordering::Relaxed);
     }
 
-    /// Keeps the result of an operation that [has it](Self::finish_own) already, in case it does not get to use it.
-    #[cold]
-    pub(super) fn keep(&self, completion: &WorkCompletion) {
-        // SAFETY: C1: COMPLETE makes the outcome the future's, in whose hands this is.
-        self.outcome.with_mut(|cell| unsafe { *cell = Ok(*completion) });
-    }
-
     /// Hands the outcome over to whoever owns the operation.
     #[cold]
     pub(super) fn finish(&self, id: WrId, outcome: Outcome) -> Finished {
@@ -314,27 +310,10 @@ impl Slot {
         Some((waker, back.is_ok()))
     }
 
-    /// Ends the life: nothing was posted, the result was looked at, or nobody will.
-    ///
-    /// The slot may be gone afterwards, with its queue.
+    /// Ends the life. True if that was the last: the slot's reference to its queue is then the caller's to drop. If not, the
+    /// queue may end at any time from here on, and the slot with it.
     #[inline(always)]
-    pub(super) fn release(&self) {
-        self.release_in(self.queue());
-    }
-
-    /// As [`release`](Self::release), of a slot of `queue`.
-    #[inline(always)]
-    pub(super) fn release_in(&self, queue: Option<&WorkQueue>) {
-        if let Some(queue) = queue {
-            queue.slots().hint(self);
-        }
-        if self.free() {
-            self.let_go();
-        }
-    }
-
-    /// Ends the life; true if that was the last.
-    #[inline(always)]
+    #[must_use]
     pub(super) fn free(&self) -> bool {
         self.id.store(self.id().0.wrapping_add(GENERATION), Ordering::Relaxed);
         self.state.swap(FREE, Ordering::AcqRel) & ORPHAN != 0
@@ -351,7 +330,13 @@ impl Slot {
         // SAFETY: C3: as above.
         let held = self.held.with_mut(|cell| unsafe { (*cell).take() });
         self.end_parts();
-        self.release();
+        if let Some(queue) = self.queue() {
+            queue.slots().hint(self);
+        }
+        // The drainer holds references into the queue, so this must not be the last life. It is not: `orphan` is called
+        // when nothing is in flight any more, and this was.
+        let last = self.free();
+        debug_assert!(!last, "an orphaned slot is not in flight");
         Finished::Detached { held, waker }
     }
 
@@ -467,12 +452,15 @@ impl Slot {
         matches!(state & PHASE, SUBMITTED | WAITING | DETACHED).then(|| self.id())
     }
 
-    /// The queue has ended, and nothing of it is in flight: a free slot lets go of its share of it now, any other when it is
-    /// released.
-    pub(super) fn orphan(&self) {
-        if self.end() {
-            self.let_go();
+    /// The queue has ended, and nothing of it is in flight: the slot's reference to it if the slot is free. Any other slot
+    /// drops its reference when it is released.
+    pub(super) fn orphan(&self) -> Option<Arc<WorkQueue>> {
+        if !self.end() {
+            return None;
         }
+        let queue = NonNull::new(self.queue.load(Ordering::Relaxed))?;
+        // SAFETY: C1: the reference that `new` took; ORPHAN is set once, and of it and the last release one sees the other.
+        Some(unsafe { Arc::from_raw(queue.as_ptr()) })
     }
 
     /// No life begins any more; true if none is left to end.
@@ -480,22 +468,9 @@ impl Slot {
         self.state.fetch_or(ORPHAN, Ordering::AcqRel) & PHASE == FREE
     }
 
-    /// Drops the share of the queue; the slot itself, if it is of none.
-    #[cold]
-    fn let_go(&self) {
-        let queue = self.queue.load(Ordering::Relaxed);
-        if queue.is_null() {
-            // SAFETY: C1: made by `Claim::refused`, whose only holder has just released it.
-            drop(unsafe { Box::from_raw(ptr::from_ref(self).cast_mut()) });
-        } else {
-            // SAFETY: C1: the share that `new` took; ORPHAN is set once, and of it and the last release one sees the other.
-            unsafe { Arc::decrement_strong_count(queue.cast_const()) };
-        }
-    }
-
     #[inline(always)]
     fn queue(&self) -> Option<&WorkQueue> {
-        // SAFETY: C1: the slot owns a share of it, until it is let go.
+        // SAFETY: C1: the slot owns a reference to it until its last life has ended.
         unsafe { self.queue.load(Ordering::Relaxed).as_ref() }
     }
 
@@ -530,6 +505,26 @@ impl Claim {
         Self(NonNull::from(Box::leak(Box::new(slot))))
     }
 
+    /// Ends the life: nothing was posted, the result was taken, or no future will take it.
+    ///
+    /// Frees the work queue if it has ended and this was the last reference to it. The caller must be the frame of the
+    /// operation, whose arguments do not refer to the queue, or hold another reference to it.
+    #[inline(always)]
+    pub(super) fn release(self) {
+        if let Some(queue) = Slot::queue(&self) {
+            queue.slots().hint(&self);
+        }
+        self.end();
+    }
+
+    /// As [`release`](Self::release), of a slot that is [hinted at](super::slots::Slots::hint).
+    #[inline(always)]
+    pub(super) fn end(self) {
+        if self.free() {
+            drop_last(self.0);
+        }
+    }
+
     /// Why it was never posted, if it was not.
     pub(super) fn refusal(&self) -> Option<OpErrorKind> {
         if self.queue.load(Ordering::Relaxed).is_null() { self.outcome(|outcome| outcome.err()) } else { None }
@@ -549,7 +544,7 @@ impl Claim {
         }
     }
 
-    /// A share of the queue, for who is about to give the slot away; none if it was never posted.
+    /// A reference to the queue, for a caller that is about to give the slot away; none if it was never posted.
     pub(super) fn share(&self) -> Option<Arc<WorkQueue>> {
         let queue = self.queue.load(Ordering::Relaxed).cast_const();
         if queue.is_null() {
@@ -560,6 +555,21 @@ impl Claim {
             Arc::increment_strong_count(queue);
             Some(Arc::from_raw(queue))
         }
+    }
+}
+
+/// Drops the reference to the queue of a slot whose last life has ended; the slot itself, if it is of no queue.
+#[cold]
+fn drop_last(slot: NonNull<Slot>) {
+    // SAFETY: C1: the slot is there until its reference to the queue is dropped, which is done below.
+    let queue = unsafe { slot.as_ref() }.queue.load(Ordering::Relaxed);
+    if queue.is_null() {
+        // SAFETY: C1: made by `Claim::refused`, whose only claim was released.
+        drop(unsafe { Box::from_raw(slot.as_ptr()) });
+    } else {
+        // SAFETY: C1: the reference that `new` took; ORPHAN is set once, and of it and the last release one sees the other.
+        // M1: no argument of this function or of its callers up to the operation's frame is a reference into the queue.
+        drop(unsafe { Arc::from_raw(queue) });
     }
 }
 

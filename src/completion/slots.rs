@@ -182,7 +182,7 @@ mod tests {
         let slot = claim(&slots, &mut cursor);
         let first = slot.id();
         assert!(slot.is_current(first));
-        slot.release();
+        slot.same().release();
         assert!(!slot.is_current(first));
         slots.hint(&slot);
         let again = claim(&slots, &mut cursor);
@@ -209,7 +209,7 @@ mod tests {
             assert!(before.iter().all(|&id| slot.current_part(id).is_none()), "{parts}");
             assert!(slot.part(WrId(slot.id().0 ^ 1)).is_none(), "another slot's");
             slot.end_parts();
-            slot.release();
+            slot.same().release();
             slots.hint(&slot);
             before.extend(ids);
         }

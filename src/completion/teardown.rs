@@ -113,7 +113,6 @@ impl QueuePairCore {
 
     /// Changes attributes and state. Work that a reset makes the device forget fails as closed.
     pub(crate) fn modify(&self, attr: &QpAttr) -> Result<(), SetupError> {
-        // A task's waker that panics leaves nobody else asleep.
         let _deferral = Deferral::begin();
         let change = self.change.lock();
         if attr.state != Some(QpState::Reset) {
@@ -153,7 +152,7 @@ impl QueuePairCore {
 
     /// Destroys the queue pair and ends all that is in flight, with `kind` where the device said nothing.
     pub(crate) fn shut_down(&self, kind: OpErrorKind) {
-        // Whoever is woken, and may panic, is so when all of it has ended.
+        // Tasks are woken when all of it has ended.
         let _deferral = Deferral::begin();
         let change = self.change.lock();
         let taken = self.qp.lock().take();

@@ -1,11 +1,10 @@
 //! What is left to do when the locks are released: those of a completion queue, and with a [`Deferral`] those of whoever
 //! polls operations under a lock of its own.
 
-use std::any::Any;
 use std::cell::{Cell, RefCell};
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::task::Waker;
 
@@ -95,32 +94,26 @@ impl WakeList {
         if DEFERRALS.get() > 0 {
             return later(|deferred| deferred.append(self));
         }
-        let mut turns = Turns { panic: None };
         for waker in self.wakers {
-            turns.run(|| waker.wake());
+            contained(|| waker.wake());
         }
         for (core, kind) in self.ends {
-            turns.run(|| core.shut_down(kind));
+            core.shut_down(kind);
         }
         for (cq, owner, kind) in self.doomed {
             if let Some(core) = cq.queue_pair_of(owner) {
-                turns.run(|| core.shut_down(kind));
+                core.shut_down(kind);
             }
         }
         for (queue, kind) in self.abandons {
-            turns.run(|| {
-                drop(queue.close());
-                queue.cq().abandon(&queue, kind, false);
-            });
+            drop(queue.close());
+            queue.cq().abandon(&queue, kind, false);
         }
         for held in self.held {
-            turns.run(|| drop(held));
+            contained(|| drop(held));
         }
         for waker in self.spent {
-            turns.run(|| drop(waker));
-        }
-        if let Some(panic) = turns.panic {
-            resume_unwind(panic);
+            contained(|| drop(waker));
         }
     }
 
@@ -135,16 +128,18 @@ impl WakeList {
     }
 }
 
-/// Runs code of users, one after the other: the first panic goes on when all had their turn, for one task's waker is no reason
-/// to leave another asleep.
-struct Turns {
-    panic: Option<Box<dyn Any + Send>>,
-}
-
-impl Turns {
-    fn run(&mut self, turn: impl FnOnce()) {
-        if let Err(panic) = catch_unwind(AssertUnwindSafe(turn)) {
-            self.panic.get_or_insert(panic);
+/// Runs a waker or a destructor of a user and stops its panic here.
+///
+/// The task or thread that runs it is not the one it belongs to: another operation's task, a busy-poll thread, or the I/O
+/// driver of a runtime, which a panic would end. The panic hook has reported the panic already.
+pub(crate) fn contained(run: impl FnOnce()) {
+    if let Err(panic) = catch_unwind(AssertUnwindSafe(run)) {
+        tracing::error!(
+            "a waker, or the destructor of what an abandoned operation owned, panicked; the panic is ignored"
+        );
+        // The payload is of the user as well, and so is its destructor.
+        if let Err(another) = catch_unwind(AssertUnwindSafe(|| drop(panic))) {
+            std::mem::forget(another);
         }
     }
 }
@@ -155,7 +150,7 @@ pub(crate) fn wake(waker: Waker) {
     if DEFERRALS.get() > 0 {
         later(|deferred| deferred.wake(waker));
     } else {
-        waker.wake();
+        contained(|| waker.wake());
     }
 }
 

@@ -461,9 +461,10 @@ impl WorkQueue {
 
     /// The completion queue forgets it, and nothing is in flight on it any more: it lives as long as somebody holds it, or
     /// an operation that was not looked at. The poster is for the caller to drop, without a lock.
-    pub(super) fn orphan(&self) -> Option<Poster> {
+    pub(super) fn orphan(self: &Arc<Self>) -> Option<Poster> {
         let poster = self.close();
-        self.slots.iter().for_each(|(_, slot)| slot.orphan());
+        // None of them is the last reference: the caller has one.
+        self.slots.iter().for_each(|(_, slot)| drop(slot.orphan()));
         poster
     }
 

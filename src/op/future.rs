@@ -124,8 +124,8 @@ fn submit<B: Source>(queue: &Arc<WorkQueue>, request: Request<'_>, held: &B) -> 
     }
 }
 
-/// What `post` makes of what is posted, and that again. Posting may wake others, and says what it does to whoever traces; both may
-/// panic: what the device has, or what stands in line for it, is not dropped then but leaked.
+/// What `post` makes of what is posted, and that again. Posting emits events of `tracing`, and a subscriber may panic: what the
+/// device has, or what stands in line for it, is not dropped then but leaked.
 #[inline(always)]
 pub(super) fn kept<B, R>(held: B, post: impl FnOnce(&B) -> R) -> (R, B) {
     let held = ManuallyDrop::new(held);

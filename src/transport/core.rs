@@ -30,6 +30,7 @@ use super::memory::{Chore, Landings, Made};
 use super::outbound::{Block, Sent};
 use super::waiters::Waiters;
 use crate::cm::Link;
+use crate::completion::contained;
 use crate::error::OpErrorKind;
 use crate::op::{QueuePair, Received, Recv};
 use crate::verbs::{BufMut, Pool, ReadOnlyRegion};
@@ -139,7 +140,7 @@ type Operations = (VecDeque<Recv<BufMut>>, VecDeque<Sent>, VecDeque<Incoming>);
 impl After {
     pub(super) fn run(self) {
         for waker in self.wakers {
-            waker.wake();
+            contained(|| waker.wake());
         }
     }
 }

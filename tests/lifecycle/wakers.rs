@@ -1,4 +1,4 @@
-//! Wakers are code of users: they may end what woke them, look at the queue, panic. Nobody else is the worse for it.
+//! Wakers are code of users: they may end what woke them, look at the queue, panic. No other task or operation is affected.
 
 use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -179,18 +179,19 @@ fn whoever_is_woken_by_an_operation_may_drop_all_that_it_is_of() {
 }
 
 #[test]
-fn result_is_there_though_a_waker_panicked_that_was_woken_when_it_was_found() {
+fn operation_that_wakes_a_waker_that_panics_has_its_result() {
     for mode in [Mode::Event, Mode::Hybrid] {
         bounded("a waker that panics", LONG, move || {
             for _ in 0..TRIES {
                 let Some(mut together) = Together::new(mode, false) else { continue };
                 *together.deed.0.lock().unwrap() = Some(Box::new(|| resume_unwind(Box::new("woken"))));
-                if catch_unwind(AssertUnwindSafe(|| poll(&mut together.write))).is_ok() {
-                    // Not found together. It is not to panic when all of it is dropped.
-                    *together.deed.0.lock().unwrap() = None;
+                let found = catch_unwind(AssertUnwindSafe(|| poll(&mut together.write)));
+                let found = found.expect("the panic of another task's waker");
+                if together.deed.0.lock().unwrap().take().is_some() {
+                    // Not found together.
                     continue;
                 }
-                let Poll::Ready(result) = poll(&mut together.write) else { panic!("it was found") };
+                let Poll::Ready(result) = found else { panic!("it was found") };
                 result.unwrap();
                 return;
             }
@@ -260,7 +261,7 @@ fn waker_that_panics_leaves_nobody_asleep() {
             waker.panics.store(panics, Ordering::SeqCst);
         }
         let reset = catch_unwind(AssertUnwindSafe(|| qp.modify(&QpAttr::to_state(QpState::Reset))));
-        assert_eq!(reset.unwrap_err().downcast_ref(), Some(&"woken"), "the first panic goes on");
+        reset.expect("the panic of another task's waker").unwrap();
         assert_eq!(wakers.map(|waker| waker.woken.load(Ordering::SeqCst)), [1; 4]);
         for mut receive in receives {
             let Poll::Ready(Err(error)) = poll(&mut receive) else { panic!("it is over") };
@@ -268,6 +269,74 @@ fn waker_that_panics_leaves_nobody_asleep() {
         }
         assert_eq!(pool.available(), 4);
     });
+}
+
+/// The payload of a panic, whose destructor panics as well.
+struct PanicsAgain;
+
+impl Drop for PanicsAgain {
+    fn drop(&mut self) {
+        resume_unwind(Box::new("dropped"));
+    }
+}
+
+/// Panics when it is woken, from when it shall.
+#[derive(Default)]
+struct Panicking {
+    woken: AtomicUsize,
+    panics: AtomicBool,
+}
+
+impl Wake for Panicking {
+    fn wake(self: Arc<Self>) {
+        self.woken.fetch_add(1, Ordering::SeqCst);
+        if self.panics.load(Ordering::SeqCst) {
+            resume_unwind(Box::new(PanicsAgain));
+        }
+    }
+}
+
+/// Three rounds in which one receive has a waker that panics and another, of the same queue, has a task that waits.
+async fn panics_beside_a_task(queue: CompletionQueue, ends: [(QueuePair, QueuePair); 2], pool: Pool) {
+    let [(a, b), (c, d)] = ends;
+    for _ in 0..3 {
+        let waker = Arc::new(Panicking::default());
+        let mut receive = b.recv(pool.try_alloc(64).unwrap());
+        let_wait(&queue, &Waker::from(waker.clone()), &mut receive);
+        waker.panics.store(true, Ordering::SeqCst);
+        let waiting = queue.counters().waiting;
+        let task = tokio::spawn(d.recv(pool.try_alloc(64).unwrap()));
+        torture::eventually("the task that waits", || queue.counters().waiting > waiting).await;
+        soon("the send that ends the first", a.send(pool.try_alloc(8).unwrap())).await.unwrap();
+        torture::eventually("the waker", || waker.woken.load(Ordering::SeqCst) > 0).await;
+        soon("the send that ends the second", c.send(pool.try_alloc(8).unwrap())).await.unwrap();
+        assert_eq!(soon("the task", task).await.expect("it does not panic").unwrap().len, 8);
+        assert_eq!(soon("the receive of the waker", receive).await.unwrap().len, 8);
+    }
+    let idle = queue.counters().waiting;
+    assert_eq!(idle, 0, "operations that are over are not counted");
+}
+
+#[test]
+fn waker_that_panics_affects_no_other_task_in_any_mode_on_any_runtime() {
+    for mode in Mode::ALL {
+        for flavour in Flavour::ALL {
+            bounded(&format!("{mode:?} {flavour:?}"), LONG, move || {
+                let runtime = flavour.runtime();
+                let (device, pd) = device(&Network::new());
+                let queue = CompletionQueue::new(&device, mode.make()).unwrap();
+                let (ends, pool) = ([pair(&pd, &queue), pair(&pd, &queue)], Pool::new(&pd, 64, 8).unwrap());
+                let test = panics_beside_a_task(queue.clone(), ends, pool);
+                if mode == Mode::Cooperative {
+                    // Without a driver each operation polls for itself, and no other wakes it.
+                    runtime.block_on(queue.drive(test));
+                } else {
+                    // As a task, so that the thread that waits here leaves the I/O driver to a worker.
+                    runtime.block_on(async { tokio::spawn(test).await.expect("it does not panic") });
+                }
+            });
+        }
+    }
 }
 
 #[test]

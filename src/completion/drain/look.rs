@@ -35,69 +35,59 @@ impl CqShared {
         if crowded {
             queue.let_in(&mut state.woken);
         }
-        if !state.woken.is_empty() {
-            // Whoever is woken may panic, and the operation then looks again.
-            slot.keep(&state.completions[0]);
-        }
         this.release(guard);
     }
 
     /// Waits for the work request of `queue` that is in `slot`, which is [new](Slot::is_new): looks once, then as the mode
     /// says.
     ///
-    /// Calls `take` when it is over: with what `see` makes of the completion if that is the next one and a success, which
-    /// spares the operation the way through its slot; the slot is released then. Otherwise the slot has the outcome.
+    /// When it is over, gives what `see` makes of the completion if that is the next one and a success, which spares the
+    /// operation the way through its slot; the caller is to [end](crate::completion::slot::Claim::end) the claim then, in a
+    /// frame whose arguments do not refer to the queue. Otherwise the slot has the outcome.
     #[inline(always)]
-    pub(in crate::completion) fn look_first<S, R>(
+    pub(in crate::completion) fn look_first<S>(
         self: &Arc<Self>,
         queue: &WorkQueue,
         slot: &Slot,
         context: &mut Context<'_>,
         see: impl FnOnce(&WorkCompletion) -> S,
-        take: impl FnOnce(Option<S>) -> Poll<R>,
-    ) -> Poll<R> {
-        self.look(lock(&self.state), queue, slot, context, see, take)
+    ) -> Poll<Option<S>> {
+        self.look(lock(&self.state), queue, slot, context, see)
     }
 
     /// As [`look_first`](Self::look_first), for an operation that is not complete and may have waited.
     #[inline(always)]
-    pub(in crate::completion) fn look_again<S, R>(
+    pub(in crate::completion) fn look_again<S>(
         self: &Arc<Self>,
         queue: &WorkQueue,
         slot: &Slot,
         context: &mut Context<'_>,
         see: impl FnOnce(&WorkCompletion) -> S,
-        take: impl FnOnce(Option<S>) -> Poll<R>,
-    ) -> Poll<R> {
+    ) -> Poll<Option<S>> {
         let rounds = slot.rounds();
         // Else its waker is in the slot.
         if slot.is_unwatched()
             && let Some(state) = try_lock(&self.state)
         {
-            // Counted while the slot is taken: all of this may be gone with its share when it is released.
             let see = |completion: &WorkCompletion| {
                 self.found(rounds);
                 see(completion)
             };
-            return self.look(state, queue, slot, context, see, take);
+            return self.look(state, queue, slot, context, see);
         }
-        match self.wait_slot(slot, context) {
-            Poll::Ready(()) => take(None),
-            Poll::Pending => Poll::Pending,
-        }
+        self.wait_slot(slot, context).map(|()| None)
     }
 
     /// Looks once; for an operation whose waker is not in the slot.
     #[inline(always)]
-    fn look<'a, S, R>(
+    fn look<'a, S>(
         self: &'a Arc<Self>,
         mut guard: MutexGuard<'a, State>,
         queue: &WorkQueue,
         slot: &Slot,
         context: &mut Context<'_>,
         see: impl FnOnce(&WorkCompletion) -> S,
-        take: impl FnOnce(Option<S>) -> Poll<R>,
-    ) -> Poll<R> {
+    ) -> Poll<Option<S>> {
         let state = &mut *guard;
         let waited = if state.next < state.end {
             let at = state.next % BATCH;
@@ -106,12 +96,12 @@ impl CqShared {
                 let seen = see(next);
                 state.next += 1;
                 if queue.end_own(slot, next) {
-                    Self::let_in(guard, at, queue, slot);
+                    Self::let_in(guard, queue);
                 } else {
                     drop(guard);
                 }
-                slot.release_in(Some(queue));
-                return take(Some(seen));
+                queue.slots().hint(slot);
+                return Poll::Ready(Some(seen));
             }
             self.look_further(guard, slot, context)
         } else {
@@ -128,21 +118,18 @@ impl CqShared {
                         state.run -= 1;
                         state.counters.completions += 1;
                         if queue.end_own(slot, next) {
-                            Self::let_in(guard, 0, queue, slot);
+                            Self::let_in(guard, queue);
                         } else {
                             drop(guard);
                         }
                     }
-                    slot.release_in(Some(queue));
-                    return take(Some(seen));
+                    queue.slots().hint(slot);
+                    return Poll::Ready(Some(seen));
                 }
             }
             self.look_at(guard, found, slot, context)
         };
-        match waited {
-            Poll::Ready(()) => take(None),
-            Poll::Pending => Poll::Pending,
-        }
+        waited.map(|()| None)
     }
 
     /// What was taken is not what was looked for, or others shall run first.
@@ -179,12 +166,10 @@ impl CqShared {
         self.wait_slow(state, more, slot, context)
     }
 
-    /// Unlocks; before, lets in who waits for room in `queue`. Completion `at` has ended the operation in `slot`.
+    /// Unlocks; before, lets in who waits for room in `queue`.
     #[cold]
-    fn let_in(mut state: MutexGuard<'_, State>, at: usize, queue: &WorkQueue, slot: &Slot) {
+    fn let_in(mut state: MutexGuard<'_, State>, queue: &WorkQueue) {
         queue.let_in(&mut state.woken);
-        // As in `leave`.
-        slot.keep(&state.completions[at]);
         queue.cq().release(state);
     }
 

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use parking_lot::Mutex;
+use rustix::fs::{OFlags, fcntl_setfl};
 
 use crate::error::VerbError;
 use crate::provider::contract;
@@ -37,8 +38,9 @@ struct Queue<T> {
 impl<T> Mailbox<T> {
     pub(super) fn new() -> io::Result<Self> {
         let (reader, writer) = UnixStream::pair()?;
-        reader.set_nonblocking(true)?;
-        writer.set_nonblocking(true)?;
+        // Not `set_nonblocking`, which Miri lacks for socket pairs.
+        fcntl_setfl(&reader, OFlags::NONBLOCK)?;
+        fcntl_setfl(&writer, OFlags::NONBLOCK)?;
         let queue = Queue { events: VecDeque::new(), signalled: false, holders: 0 };
         Ok(Self { queue: Mutex::new(queue), reader, writer })
     }
