@@ -1,12 +1,16 @@
 //! Completion queue: what users hold.
 
+// Lends the bare queue under a condition that the caller promises.
+#![allow(unsafe_code)]
+
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::drain::CqShared;
 use super::mode::CompletionMode;
-use crate::error::SetupError;
+use crate::error::{SetupError, VerbError};
+use crate::provider::dispatch::CqCounters;
 use crate::verbs::{Channel, Cq, Device};
 
 /// Where completions arrive and how they are watched; clones share it.
@@ -43,12 +47,50 @@ impl CompletionQueue {
     /// The device it belongs to.
     #[must_use]
     pub fn device(&self) -> &Device {
-        self.verbs().device()
+        self.cq().device()
     }
 
-    /// The bare queue.
+    /// Number by which asynchronous events name it ([`AsyncEvent::CqError`](crate::types::AsyncEvent::CqError)).
     #[must_use]
-    pub fn verbs(&self) -> &Cq {
+    pub fn id(&self) -> u64 {
+        self.cq().id()
+    }
+
+    /// Completions it holds; at least as many as asked for.
+    #[must_use]
+    pub fn capacity(&self) -> u32 {
+        self.cq().capacity()
+    }
+
+    /// Why it is dead, if it is: it was overrun, or its device is gone. All operations on it have failed or are about to.
+    #[must_use]
+    pub fn failure(&self) -> Option<VerbError> {
+        self.shared.failure()
+    }
+
+    /// Completions, events and losses so far, if it is of a software device.
+    #[must_use]
+    pub fn software_counters(&self) -> Option<CqCounters> {
+        self.cq().software_counters()
+    }
+
+    /// The bare queue, for experiments that disturb it. Its attributes have safe methods here; for completions of a
+    /// [bare queue pair](crate::verbs::Qp), create a [bare completion queue](crate::verbs::Cq).
+    ///
+    /// # Safety
+    ///
+    /// Every completion on it must stem from this crate's operations: a completion with the work request number of an
+    /// operation in flight ends that operation and returns its buffer while the device may still use it. So a bare queue
+    /// pair that uses it must post no such number.
+    ///
+    /// Besides, an operation whose completion [`Cq::poll`] takes never completes, and one that waits may never be woken
+    /// after [`Cq::arm`], [`Cq::acknowledge`] or a take from [`Cq::channel`].
+    #[must_use]
+    pub unsafe fn verbs(&self) -> &Cq {
+        self.cq()
+    }
+
+    pub(crate) fn cq(&self) -> &Cq {
         self.shared.verbs()
     }
 
@@ -66,7 +108,7 @@ impl CompletionQueue {
 impl fmt::Debug for CompletionQueue {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("CompletionQueue")
-            .field("cq", self.verbs())
+            .field("cq", self.cq())
             .field("mode", self.shared.mode())
             .field("counters", &self.counters())
             .finish()

@@ -572,7 +572,7 @@ impl QueuePairBuilder {
             caps.max_recv_wr = 0;
         }
         let options = QpOptions { transport, caps };
-        let (send_cq, recv_cq) = (send_queue.verbs(), recv_queue.verbs());
+        let (send_cq, recv_cq) = (send_queue.cq(), recv_queue.cq());
         let qp = Qp::new(&pd, send_cq, recv_cq, srq.as_ref().map(SharedReceiveQueue::verbs), &options)?;
         let (granted, qpn) = (qp.caps(), qp.qpn());
         let datagram = transport == Transport::Ud;

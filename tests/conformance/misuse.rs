@@ -3,7 +3,7 @@
 use std::net::IpAddr;
 
 use tokio_rdma::types::{AckTimeout, Mtu, PortNum, QpAttr, QpState, Rkey, Transport, WcStatus};
-use tokio_rdma::verbs::{Qp, QpOptions};
+use tokio_rdma::verbs::{Cq, Qp, QpOptions};
 use tokio_rdma::{
     Access, CompletionQueue, ConnectOptions, ExposedRegion, HostMemory, LimitError, OpErrorKind, Pool, PoolError,
     QueuePair, QueuePairBuilder, QueuePairEndpoint, ReceiveLengths, RemoteRegion, SetupError, SharedReceiveQueue,
@@ -427,7 +427,8 @@ fn strangers_are_named() {
         let mixed = QueuePair::builder(&a.pd, &a.queue).shared_receive_queue(&srq).build();
         assert_eq!(mixed.unwrap_err(), stranger("shared receive queue"));
         let options = QpOptions { transport: Transport::Rc, caps: Options::default().caps };
-        let bare = Qp::new(&a.pd, a.queue.verbs(), far.verbs(), None, &options);
+        let [own, far] = [a.queue.device(), far.device()].map(|device| Cq::new(device, 8, None, 0).unwrap());
+        let bare = Qp::new(&a.pd, &own, &far, None, &options);
         assert_eq!(bare.unwrap_err(), stranger("completion queue"));
     });
 }

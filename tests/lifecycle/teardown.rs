@@ -176,7 +176,9 @@ fn a_queue_without_room_refuses_work_instead_of_waiting_for_ever() {
 /// Overruns a completion queue by means of a bare queue pair.
 fn overrun(pd: &tokio_rdma::ProtectionDomain, queue: &CompletionQueue) -> Qp {
     let caps = QpCaps { max_send_wr: 1, max_recv_wr: 4096, max_send_sge: 1, max_recv_sge: 1, max_inline: 0 };
-    let bare = Qp::new(pd, queue.verbs(), queue.verbs(), None, &QpOptions { transport: Transport::Rc, caps }).unwrap();
+    // SAFETY: the numbers posted below are of no operation.
+    let cq = unsafe { queue.verbs() };
+    let bare = Qp::new(pd, cq, cq, None, &QpOptions { transport: Transport::Rc, caps }).unwrap();
     let init = QpAttr {
         pkey_index: Some(0),
         port: Some(tokio_rdma::types::PortNum(1)),
@@ -187,7 +189,7 @@ fn overrun(pd: &tokio_rdma::ProtectionDomain, queue: &CompletionQueue) -> Qp {
     bare.modify(&QpAttr::to_state(QpState::Err)).unwrap();
     // Flushed as they are posted. Whoever watches the queue takes some away meanwhile, so once may not be enough.
     let list: Vec<_> = (0..4096).map(|number| RecvWr { wr_id: WrId(u64::MAX - number), sges: &[] }).collect();
-    while queue.verbs().software_counters().is_some_and(|counters| counters.lost == 0) {
+    while queue.software_counters().is_some_and(|counters| counters.lost == 0) {
         // SAFETY: it names no memory.
         let _ = unsafe { bare.post_recv(&list) };
     }
@@ -588,7 +590,9 @@ fn bare_queue_pair_says_that_it_is_not_destroyed() {
         transport: Transport::Rc,
         caps: QpCaps { max_send_wr: 1, max_recv_wr: 1, max_send_sge: 1, max_recv_sge: 1, max_inline: 0 },
     };
-    let bare = || Qp::new(&it.pd, it.queue.verbs(), it.queue.verbs(), None, &options).unwrap();
+    // SAFETY: nothing is posted.
+    let cq = unsafe { it.queue.verbs() };
+    let bare = || Qp::new(&it.pd, cq, cq, None, &options).unwrap();
     bare().destroy().unwrap();
     let refused = bare();
     it.control.refuse_ends(true);

@@ -177,7 +177,7 @@ impl DcTargetBuilder {
             Some(key) => key,
             None => DcKey(device.random()?),
         };
-        let dct = Dct::new(&pd, srq.completion_queue().verbs(), srq.verbs(), key)?;
+        let dct = Dct::new(&pd, srq.completion_queue().cq(), srq.verbs(), key)?;
         // Before it takes any receive: a completion queue that has failed may have given them back.
         let core = TargetCore::new(dct, Shared::new(srq.work_queue().clone(), srq.clone()))?;
         let init = QpAttr {
