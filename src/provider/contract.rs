@@ -102,7 +102,9 @@ pub(crate) trait Pd<P: Provider>: Debug + Send + Sync {
     /// `ibv_reg_mr(3)`. EINVAL if `access` is not legal or the range wraps around.
     ///
     /// `shared`: a device that is a program reaches the memory by atomic accesses, as it always does what peers may
-    /// reach, for the caller does so at the same time, or posts work that names the same bytes more than once.
+    /// write, for the caller does so at the same time, or posts work that names the same bytes more than once. Memory that
+    /// is neither shared nor writable by the device (no LOCAL_WRITE, REMOTE_WRITE or REMOTE_ATOMIC) is only read, as plain
+    /// memory: it need not be valid for writes.
     ///
     /// # Safety
     ///

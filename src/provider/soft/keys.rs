@@ -168,12 +168,14 @@ impl Keys {
         }
     }
 
-    /// Registers memory, that is reached by atomic accesses if it is `shared` or peers may reach it; its key, or `None`
-    /// if the table is full. `random` is drawn for this key alone, and peers cannot predict it.
+    /// Registers memory; its key, or `None` if the table is full. The device reaches the memory by atomic accesses if it is
+    /// `shared` or peers may write it. Memory that peers may only read is read as plain memory: atomic accesses, even loads,
+    /// are for memory that may be written. `random` is drawn for this key alone, and peers cannot predict it.
     pub(super) fn insert(&self, memory: Memory, access: Access, shared: bool, pd: u32, random: u64) -> Option<u32> {
         let (slot, key) = self.claim(random)?;
         slot.region.assign(memory);
-        slot.open(key, pd, access, shared || access.is_remote());
+        let writable = access.intersects(Access::REMOTE_WRITE | Access::REMOTE_ATOMIC);
+        slot.open(key, pd, access, shared || writable);
         Some(key)
     }
 

@@ -51,15 +51,25 @@ fn registration_is_released_only_when_no_copy_runs() {
 }
 
 #[test]
-fn memory_that_its_owner_shares_is_reached_by_atomic_accesses_without_any_remote_right() {
+fn memory_is_reached_by_atomic_accesses_if_its_owner_shares_it_or_peers_may_write_it() {
     let (keys, base, _) = memory();
-    for (shared, access) in [(true, Access::LOCAL_WRITE), (false, ALL), (false, Access::LOCAL_WRITE)] {
+    let read = Access::LOCAL_WRITE | Access::REMOTE_READ;
+    for (shared, access, atomic) in [
+        (true, Access::LOCAL_WRITE, true),
+        (false, ALL, true),
+        (false, Access::LOCAL_WRITE | Access::REMOTE_WRITE, true),
+        (false, Access::LOCAL_WRITE | Access::REMOTE_ATOMIC, true),
+        (false, read, false),
+        (true, read, true),
+        (false, Access::LOCAL_WRITE, false),
+    ] {
         // SAFETY: the leaked buffer of `memory`.
         let memory = unsafe { Memory::new(base as *mut u8, 8192, base) };
         let key = keys.insert(memory, access, shared, PD, 7).unwrap();
         let segment = keys.resolve(key, PD, base, 8, Access::LOCAL_WRITE).unwrap();
-        assert_eq!(segment.is_shared(), shared || access.is_remote());
-        assert!(keys.resolve(key, PD, base, 8, Access::REMOTE_READ).is_ok() == access.is_remote());
+        assert_eq!(segment.is_shared(), atomic, "{shared} {access:?}");
+        let readable = access.contains(Access::REMOTE_READ);
+        assert_eq!(keys.resolve(key, PD, base, 8, Access::REMOTE_READ).is_ok(), readable);
     }
 }
 
