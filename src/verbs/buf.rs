@@ -26,6 +26,9 @@ use crate::error::{LimitError, OutOfBounds, SetupError};
 use crate::mem::Storage;
 use crate::types::Sge;
 
+/// Views of one chunk beyond which cloning aborts the process; only leaked views can be so many.
+const MAX_VIEWS: u32 = u32::MAX / 2;
+
 /// Registered memory cut into chunks of equal size.
 pub(super) struct Slab {
     registration: Registration,
@@ -282,7 +285,11 @@ impl Buf {
 impl Clone for Buf {
     fn clone(&self) -> Self {
         let before = self.shares().fetch_add(1, Ordering::Relaxed);
-        assert!(before < u32::MAX / 2, "two thousand million views of one buffer");
+        // As `Arc`: a panic could be caught and the clone tried again until the count wraps around. So many threads that
+        // it wraps between the addition and the check do not exist.
+        if before > MAX_VIEWS {
+            std::process::abort();
+        }
         Self { ptr: self.ptr, len: self.len, index: self.index, slab: self.slab.clone() }
     }
 }
@@ -345,6 +352,10 @@ impl fmt::Debug for Buf {
 
 #[cfg(all(test, not(loom)))]
 mod tests {
+    use std::os::unix::process::ExitStatusExt;
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+    use std::process::{Command, Stdio};
+
     use super::*;
     use crate::software::Network;
     use crate::verbs::{Device, Pool, ProtectionDomain};
@@ -453,5 +464,29 @@ mod tests {
         }
         assert_eq!(inner.sge().addr, view.sge().addr + 4);
         assert_eq!((inner.sge().length, inner.sge().lkey), (8, view.sge().lkey));
+    }
+
+    /// SIGABRT of `signal(7)`.
+    const SIGABRT: i32 = 6;
+
+    #[test]
+    #[cfg_attr(miri, ignore = "starts a process")]
+    fn clone_beyond_the_limit_of_views_aborts_the_process() {
+        const CLONES: &str = "TOKIO_RDMA_CLONES";
+        if std::env::var_os(CLONES).is_some() {
+            let pd =
+                Device::software_in(&crate::software::Network::new(), "views0").unwrap().protection_domain().unwrap();
+            let buf = Pool::new(&pd, 64, 1).unwrap().try_alloc(8).unwrap().freeze();
+            buf.shares().store(MAX_VIEWS, Ordering::Relaxed);
+            for _ in 0..4 {
+                let _ = catch_unwind(AssertUnwindSafe(|| std::mem::forget(buf.clone())));
+            }
+            std::mem::forget(buf);
+            return;
+        }
+        let mut child = Command::new(std::env::current_exe().unwrap());
+        child.args(["--exact", "verbs::buf::tests::clone_beyond_the_limit_of_views_aborts_the_process"]);
+        let status = child.env(CLONES, "1").stdout(Stdio::null()).stderr(Stdio::null()).status().unwrap();
+        assert_eq!(status.signal(), Some(SIGABRT), "{status}");
     }
 }

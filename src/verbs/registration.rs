@@ -134,6 +134,8 @@ impl Drop for Registration {
         if self.end().is_none() {
             // Better leaked than freed under the eyes of a device.
             mem::forget(self.held.take());
+            // The number of its protection domain must not become that of another, which would reach it.
+            mem::forget(self.pd.clone());
         }
     }
 }

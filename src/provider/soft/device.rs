@@ -11,6 +11,7 @@ use parking_lot::{Mutex, RwLock};
 
 pub(super) use self::context::ContextInner;
 pub(crate) use self::context::{Ah, Context, Mr, Mw, Pd};
+use self::context::{MAX_PDS, PdNumbers};
 use super::cm::Manager;
 use super::cq::{Cq, CqInner};
 use super::dc::DctInner;
@@ -44,7 +45,7 @@ pub(super) struct DeviceInner {
     completion_queues: Mutex<Vec<Weak<CqInner>>>,
     contexts: Mutex<Vec<Weak<ContextInner>>>,
     next_id: AtomicU64,
-    next_pd: AtomicU32,
+    pub(super) pd_numbers: Mutex<PdNumbers>,
     management_psn: AtomicU32,
     dead: AtomicBool,
     port_up: AtomicBool,
@@ -92,7 +93,7 @@ impl DeviceInner {
             max_mr: MAX_REGISTRATIONS,
             max_mr_size: MAX_MR_SIZE,
             max_mw: MAX_REGISTRATIONS,
-            max_pd: 1 << 24,
+            max_pd: MAX_PDS,
             max_qp_rd_atom: 16,
             max_qp_init_rd_atom: 16,
             max_srq: 1 << 20,
@@ -121,7 +122,7 @@ impl DeviceInner {
             completion_queues: Mutex::default(),
             contexts: Mutex::default(),
             next_id: AtomicU64::new(1),
-            next_pd: AtomicU32::new(1),
+            pd_numbers: Mutex::new(PdNumbers::new(MAX_PDS)),
             management_psn,
             dead: AtomicBool::new(false),
             port_up: AtomicBool::new(true),

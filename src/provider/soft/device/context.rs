@@ -3,11 +3,11 @@
 // Implements an `unsafe fn` of the contract and passes its promise on to `dma`.
 #![allow(unsafe_code)]
 
+use std::collections::VecDeque;
 use std::mem;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use memmap2::MmapRaw;
 
@@ -93,7 +93,8 @@ impl contract::Context<Soft> for Context {
 
     fn create_pd(&self) -> Result<Pd, VerbError> {
         self.0.device.alive("ibv_alloc_pd")?;
-        let id = self.0.device.next_pd.fetch_add(1, Ordering::Relaxed);
+        let id = self.0.device.pd_numbers.lock().take();
+        let id = id.ok_or(VerbError::new("ibv_alloc_pd", VerbError::ENOMEM))?;
         Ok(Pd { context: Arc::clone(&self.0), id })
     }
 
@@ -149,6 +150,49 @@ impl contract::Context<Soft> for Context {
 pub(crate) struct Pd {
     context: Arc<ContextInner>,
     id: u32,
+}
+
+impl Drop for Pd {
+    fn drop(&mut self) {
+        self.context.device().pd_numbers.lock().give_back(self.id);
+    }
+}
+
+/// Most protection domains of a device at a time.
+pub(super) const MAX_PDS: u32 = 1 << 24;
+// Above are the numbers of queue pairs that bound a window, see `keys`.
+const _: () = assert!(MAX_PDS < 1 << 31);
+
+/// Numbers of the protection domains of a device: 1 up to the limit, each of one domain at a time.
+#[derive(Debug)]
+pub(in crate::provider::soft) struct PdNumbers {
+    limit: u32,
+    /// The latest that was given out for the first time.
+    latest: u32,
+    /// Oldest first, so that a number is reused as late as possible.
+    returned: VecDeque<u32>,
+}
+
+/// Numbers that wait at least before the first of them is reused, while there are others.
+const REST: usize = 256;
+
+impl PdNumbers {
+    pub(super) const fn new(limit: u32) -> Self {
+        Self { limit, latest: 0, returned: VecDeque::new() }
+    }
+
+    /// A number that no protection domain has; `None` if there are as many as the device can have.
+    fn take(&mut self) -> Option<u32> {
+        if self.returned.len() < REST && self.latest < self.limit {
+            self.latest += 1;
+            return Some(self.latest);
+        }
+        self.returned.pop_front()
+    }
+
+    fn give_back(&mut self, number: u32) {
+        self.returned.push_back(number);
+    }
 }
 
 impl Pd {
@@ -322,5 +366,39 @@ pub(crate) struct Ah;
 impl contract::Ah for Ah {
     fn handle(&self) -> usize {
         0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_of_protection_domains_are_reused_and_never_shared() {
+        let limit = 1000;
+        let mut numbers = PdNumbers::new(limit);
+        let mut live: VecDeque<u32> = (0..limit).map(|_| numbers.take().unwrap()).collect();
+        assert_eq!(live.iter().copied().collect::<std::collections::BTreeSet<_>>().len(), limit as usize);
+        assert_eq!(numbers.take(), None, "as many as the device can have");
+        for _ in 0..10 * limit {
+            let gone = live.pop_front().unwrap();
+            numbers.give_back(gone);
+            let next = numbers.take().unwrap();
+            assert!((1..=limit).contains(&next) && !live.contains(&next), "{next}");
+            live.push_back(next);
+        }
+    }
+
+    #[test]
+    fn number_of_a_protection_domain_rests_before_it_is_reused() {
+        let mut numbers = PdNumbers::new(MAX_PDS);
+        let first = numbers.take().unwrap();
+        numbers.give_back(first);
+        let until = (1..).find(|_| {
+            let next = numbers.take().unwrap();
+            numbers.give_back(next);
+            next == first
+        });
+        assert_eq!(until, Some(REST));
     }
 }
