@@ -68,7 +68,8 @@ impl Link {
         self.peer
     }
 
-    /// What the peer said when it connected or accepted, filled up with zeros to 56 or 196 bytes.
+    /// Private data of the peer, padded with zeros: to 56 bytes if it connected, to 196 if it accepted. The messages of IBTA 12.6
+    /// do not carry their length.
     #[must_use]
     pub fn private_data(&self) -> &[u8] {
         &self.private_data

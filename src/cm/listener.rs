@@ -323,7 +323,8 @@ impl Request {
         self.path.gid_index
     }
 
-    /// What the peer has to say, filled up with zeros to 56 bytes.
+    /// Private data of the request, padded with zeros to 56 bytes: a request of IBTA 12.6.5 does not carry their length. Begin them
+    /// with a length if trailing zeros matter.
     #[must_use]
     pub fn private_data(&self) -> &[u8] {
         &self.peer.private_data

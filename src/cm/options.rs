@@ -60,7 +60,8 @@ impl Options {
 
     /// Bytes that travel with the request (at most 56), or with the answer (at most 196); none unless set.
     ///
-    /// The other side sees them filled up with zeros: their length does not travel.
+    /// The other side sees them padded with zeros, because the messages of IBTA 12.6 do not carry their length. Begin them with a
+    /// length if trailing zeros matter. [`ConnectionConfig::user_data`](crate::ConnectionConfig::user_data) arrives with its length.
     #[must_use]
     pub fn private_data(mut self, data: impl Into<Vec<u8>>) -> Self {
         self.private_data = data.into();

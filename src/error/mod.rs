@@ -160,10 +160,22 @@ pub enum OpenError {
         /// Why there are no others, if that is known.
         reason: Option<&'static str>,
     },
-    /// The device is there and refused.
-    Verb(VerbError),
+    /// The device is there, and a verb of opening it failed.
+    Verb {
+        /// Name of the device.
+        device: String,
+        /// Verb and reason.
+        error: VerbError,
+    },
     /// A software device cannot speak over UDP here.
     Udp(UdpError),
+}
+
+impl OpenError {
+    /// Names the device in the error of a verb.
+    pub(crate) fn of(device: &str) -> impl Fn(VerbError) -> Self {
+        move |error| Self::Verb { device: device.to_owned(), error }
+    }
 }
 
 impl fmt::Display for OpenError {
@@ -173,7 +185,7 @@ impl fmt::Display for OpenError {
                 write!(f, "no RDMA device is called {name:?}; there is {}", available.join(", "))?;
                 reason.map_or(Ok(()), |reason| write!(f, " ({reason})"))
             }
-            Self::Verb(error) => error.fmt(f),
+            Self::Verb { device, error } => write!(f, "opening device {device:?}: {error}"),
             Self::Udp(error) => error.fmt(f),
         }
     }
@@ -277,14 +289,14 @@ impl std::error::Error for OpenError {}
 
 impl std::error::Error for SetupError {}
 
-wraps!(OpenError: Verb(VerbError), Udp(UdpError));
+wraps!(OpenError: Udp(UdpError));
 wraps!(SetupError: Verb(VerbError), Limit(LimitError), Transition(TransitionError));
 
 impl From<OpenError> for io::Error {
     fn from(error: OpenError) -> Self {
         let kind = match &error {
             OpenError::NotFound { .. } => io::ErrorKind::NotFound,
-            OpenError::Verb(verb) => Self::from(*verb).kind(),
+            OpenError::Verb { error, .. } => Self::from(*error).kind(),
             OpenError::Udp(udp) => Self::from(udp.clone()).kind(),
         };
         Self::new(kind, error)

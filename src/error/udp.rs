@@ -77,7 +77,7 @@ pub enum UdpError {
     NotLinux,
     /// The system refused.
     System {
-        /// Of the device.
+        /// Address of the device, or of the peer that it is opened for.
         address: IpAddr,
         /// The call and its error.
         error: VerbError,
@@ -132,7 +132,7 @@ impl fmt::Display for UdpError {
             Self::NoRoute { peer, error } => write!(f, "no way to {peer}: {error}"),
             Self::NotLocal { address } => write!(f, "{address} is not an address of this host"),
             Self::NotLinux => f.write_str("this is not Linux, which software devices over UDP need"),
-            Self::System { address, error } => write!(f, "{address}: {error}"),
+            Self::System { address, error } => write!(f, "opening a software device over UDP for {address}: {error}"),
         }
     }
 }

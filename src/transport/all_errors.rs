@@ -146,10 +146,10 @@ fn foundations(seen: &mut BTreeSet<String>) {
         UdpError::NotLinux,
         UdpError::System { address, error: VERB },
     ]);
-    cases!(seen, OpenError { OpenError::NotFound { .. }, OpenError::Verb(_), OpenError::Udp(_) } = [
+    cases!(seen, OpenError { OpenError::NotFound { .. }, OpenError::Verb { .. }, OpenError::Udp(_) } = [
         OpenError::NotFound { name: "mlx5_9".into(), available: vec!["soft0".into()], reason: Some("no rdma-core") },
         OpenError::NotFound { name: "mlx5_9".into(), available: vec!["soft0".into()], reason: None },
-        VERB.into(),
+        OpenError::of("mlx5_0")(VERB),
         UdpError::NotLinux.into(),
     ]);
     cases!(seen, PoolError { PoolError::Empty, PoolError::TooLong(_), PoolError::Register(_) } = [
@@ -352,8 +352,10 @@ fn errors_that_hold_another_one_print_all_of_it() {
     let (address, hello) = (address(), HelloError::Version { theirs: 2, ours: 1 });
     let attempt = Some(Attempt { step: Step::Response, address });
     let setup = SetupError::Verb(VERB);
-    let wrapped: [(String, String); 12] = [
+    let wrapped: [(String, String); 14] = [
         (setup.to_string(), VERB.to_string()),
+        (OpenError::of("mlx5_0")(VERB).to_string(), VERB.to_string()),
+        (OpenError::of("mlx5_0")(VERB).to_string(), "mlx5_0".to_owned()),
         (OpenError::Udp(UdpError::NoRoute { peer: address.ip(), error: VERB }).to_string(), VERB.to_string()),
         (PoolError::Register(setup.clone()).to_string(), VERB.to_string()),
         (OpErrorKind::CompletionQueue(VERB).to_string(), VERB.to_string()),

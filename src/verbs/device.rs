@@ -79,7 +79,7 @@ impl Device {
         }
         #[cfg(feature = "ibverbs")]
         if real_devices().is_ok()
-            && let Some(context) = crate::provider::ibverbs::Context::open(name)?
+            && let Some(context) = crate::provider::ibverbs::Context::open(name).map_err(OpenError::of(name))?
         {
             tracing::debug!(device = name, "opened");
             return Ok(Self::new(Context::Ibverbs(context)));

@@ -70,7 +70,7 @@ fn interfaces_of(gids: &[GidEntry]) -> Vec<NetInterface> {
 pub(super) fn source_to(peer: IpAddr) -> Result<IpAddr, UdpError> {
     let system = |verb, error: io::Error| VerbError::new(verb, error.raw_os_error().unwrap_or(VerbError::EIO));
     let any: IpAddr = if peer.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
-    let refused = |verb| move |error| UdpError::System { address: any, error: system(verb, error) };
+    let refused = |verb| move |error| UdpError::System { address: peer, error: system(verb, error) };
     let socket = UdpSocket::bind(SocketAddr::new(any, 0)).map_err(refused("bind"))?;
     let no_route = |error| UdpError::NoRoute { peer, error: system("connect", error) };
     socket.connect(SocketAddr::new(peer, ROCE)).map_err(no_route)?;

@@ -616,12 +616,12 @@ fn connection_by_address_carries_user_data_and_ends_with_its_link() {
     run("by address", || async {
         let (device, _) = device(&Network::new());
         let listener =
-            Listener::bind_with(&device, connected::address(&device), &config().user_data("server")).await.unwrap();
+            Listener::bind_with(&device, connected::address(&device), &config().user_data("server\0\0")).await.unwrap();
         let address = listener.local_addr();
-        let client = config().user_data("client");
+        let client = config().user_data("client\0");
         let connecting = Connection::connect_with(&device, address, &client);
         let (a, b) = soon("connect", async { tokio::try_join!(connecting, listener.accept()) }).await.unwrap();
-        assert_eq!((&a.user_data()[..], &b.user_data()[..]), (&b"server"[..], &b"client"[..]));
+        assert_eq!((&a.user_data()[..], &b.user_data()[..]), (&b"server\0\0"[..], &b"client\0"[..]));
         assert_eq!((a.peer_addr(), b.local_addr()), (Some(address), Some(address)));
         let exchange = async {
             a.send(pattern(100_000, 1)).await.unwrap();
@@ -642,10 +642,12 @@ fn connection_by_address_carries_user_data_and_ends_with_its_link() {
         assert!(too_much.is_err());
         // A request can be looked at, and rejected.
         let asking = Connection::connect(&device, address);
-        let rejecting = async { listener.request().await.unwrap().reject(b"no room").await.unwrap() };
+        let rejecting = async { listener.request().await.unwrap().reject(b"no room\0").await.unwrap() };
         let (refused, ()) = soon("reject", async { tokio::join!(asking, rejecting) }).await;
         match refused {
-            Err(tokio_rdma::EstablishError::Rejected { user_data, .. }) => assert_eq!(&user_data[..], b"no room"),
+            Err(tokio_rdma::EstablishError::Rejected { user_data, .. }) => {
+                assert_eq!(&user_data[..], b"no room\0", "with its length")
+            }
             other => panic!("{other:?}"),
         }
     });

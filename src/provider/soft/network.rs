@@ -196,7 +196,8 @@ impl Network {
             Some(device) => device,
             None => {
                 let endpoint = self.0.endpoints.get(&known.gid).cloned();
-                let device = DeviceInner::new(name, known.gid, Arc::clone(&self.0), endpoint)?;
+                let made = DeviceInner::new(name, known.gid, Arc::clone(&self.0), endpoint);
+                let device = made.map_err(OpenError::of(name))?;
                 known.device = Arc::downgrade(&device);
                 let mut by_gid = self.0.by_gid.write();
                 by_gid.insert(known.gid, Arc::downgrade(&device));
@@ -204,7 +205,7 @@ impl Network {
             }
         };
         drop(names);
-        Ok(Context::open(device)?)
+        Context::open(device).map_err(OpenError::of(name))
     }
 
     /// Control over the device `name`; `None` if nobody has it open.

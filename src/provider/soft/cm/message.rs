@@ -1,7 +1,7 @@
 //! Messages of the connection manager, with the fields that mean something on RoCE (IBTA 12.6).
 //!
-//! Values only; [`mad`](super::mad) has their bytes. Private data has its length on the wire, so whoever reads it finds zeros
-//! behind what was written.
+//! Values only; [`mad`](super::mad) has their bytes. The field for private data has a fixed length on the wire, so the
+//! receiver finds zeros behind what was written.
 
 use std::net::{IpAddr, SocketAddr};
 
