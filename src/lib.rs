@@ -99,7 +99,7 @@ pub use op::{
 #[cfg(not(loom))]
 pub use transport::{
     CloseReason, Connection, ConnectionConfig, ConnectionCounters, ConnectionRequest, EstablishError, Hello,
-    HelloError, Listener, MessageError, Prepared, RecvHalf, SendHalf, Violation,
+    HelloError, Listener, ListenerStats, MessageError, Prepared, RecvHalf, Refusal, SendHalf, Violation,
 };
 pub use types::{Access, Imm};
 pub use verbs::{

@@ -11,8 +11,9 @@ use tokio::task::spawn_blocking;
 
 use crate::error::VerbError;
 use crate::op::QueuePair;
-use crate::provider::cm_contract::{CmId as _, CmRoute};
+use crate::provider::cm_contract::{CmAnswer, CmId as _, CmRoute};
 use crate::provider::dispatch::CmId;
+use crate::types::Qpn;
 
 use super::error::{ConnectError, Step};
 use super::router::{Happened, Inbox, Router, fail};
@@ -50,6 +51,14 @@ impl Endpoint {
 
     pub(super) fn peer_addr(&self) -> Option<SocketAddr> {
         self.raw.as_ref()?.peer_addr()
+    }
+
+    pub(super) fn answer_late(&self, answer: &CmAnswer) -> bool {
+        self.raw.as_ref().is_some_and(|raw| raw.answer_late(answer))
+    }
+
+    pub(super) fn reserved(&self) -> Option<Qpn> {
+        self.raw.as_ref()?.reserved()
     }
 
     pub(super) fn route(&self) -> Option<CmRoute> {

@@ -13,9 +13,9 @@ use tokio::sync::Notify;
 use crate::completion::contained;
 use crate::error::{LimitError, SetupError, VerbError};
 use crate::op::{QueuePair, QueuePairBuilder};
-use crate::provider::cm_contract::{CmId as _, CmPeer, REJECT_DATA, RESPONSE_DATA};
+use crate::provider::cm_contract::{Admit, CmAnswer, CmId as _, CmPeer, REJECT_DATA, RESPONSE_DATA};
 use crate::provider::dispatch::CmId;
-use crate::types::{Gid, PortNum};
+use crate::types::{Gid, PortNum, Qpn};
 use crate::verbs::Device;
 
 use super::connector::{lookup, no_address};
@@ -151,6 +151,18 @@ impl Listener {
                 Err(error) => tracing::warn!(?address, %error, "rejected: no way back"),
             }
         }
+    }
+
+    /// Has the provider answer requests as `admit` decides, if it can: then a request comes here when its peer has confirmed the
+    /// answer, and accepting it sends nothing.
+    pub(crate) async fn answer(&self, admit: Arc<dyn Admit>) -> Result<bool, ConnectError> {
+        self.endpoint.call(move |id| Ok(id.answer(admit))).await
+    }
+
+    /// What [`answer`](Self::answer) sends to peers that are accepted with `options`.
+    pub(crate) fn answer_with(device: &Device, options: &Options) -> Result<CmAnswer, ConnectError> {
+        let (private_data, _) = options.checked(RESPONSE_DATA)?;
+        Ok(Reads::of(device, options).answer(private_data.to_vec()))
     }
 
     #[cfg(all(test, not(loom)))]
@@ -345,7 +357,18 @@ impl Request {
     /// Makes a queue pair to be described by `builder` send from the port and GID that this request was sent to.
     #[must_use]
     pub fn prepare(&self, builder: QueuePairBuilder) -> QueuePairBuilder {
-        builder.source(self.path.port, self.path.gid_index)
+        builder.source(self.path.port, self.path.gid_index).number(self.reserved())
+    }
+
+    /// Leaves the answer to the provider, see [`Listener::answer`]; false if that cannot give it. If true, the request is not to be
+    /// used any more.
+    pub(crate) fn answer_late(&self, answer: &CmAnswer) -> bool {
+        self.endpoint.answer_late(answer)
+    }
+
+    /// Number that the peer was told, if the provider has answered it.
+    pub(crate) fn reserved(&self) -> Option<Qpn> {
+        self.endpoint.reserved()
     }
 
     /// Says yes with `queue_pair`, which is in INIT and sends from the port and GID of this request, and waits until the

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::error::SetupError;
 use crate::op::{ConnectOptions, QueuePair};
-use crate::provider::cm_contract::{CmId as _, CmParams, CmPeer, CmRoute};
+use crate::provider::cm_contract::{CmAnswer, CmId as _, CmParams, CmPeer, CmRoute};
 use crate::provider::dispatch::CmId;
 use crate::types::{Gid, PortNum, QpState, TransitionError, Transport};
 use crate::verbs::Device;
@@ -91,6 +91,19 @@ impl Reads {
             // The layer above ends earlier, and has the better error.
             timeout: deadline.saturating_add(Duration::from_secs(1)),
             srq: queue_pair.shares_receives(),
+        }
+    }
+}
+
+impl Reads {
+    /// What the provider answers in place of the program, with the same numbers as [`params`](Self::params).
+    pub(super) const fn answer(self, private_data: Vec<u8>) -> CmAnswer {
+        CmAnswer {
+            private_data,
+            responder_resources: self.serve,
+            initiator_depth: self.issue,
+            retry_count: PEER_RETRIES,
+            rnr_retry: PEER_RNR_RETRIES,
         }
     }
 }

@@ -87,6 +87,7 @@ impl QueuePair {
             access: Access::REMOTE_ALL,
             qkey: Qkey(0),
             path: Path::Any,
+            number: None,
         }
     }
 
@@ -436,6 +437,8 @@ pub struct QueuePairBuilder {
     access: Access,
     qkey: Qkey,
     path: Path,
+    /// Reserved by the connection manager.
+    number: Option<Qpn>,
 }
 
 /// How the port and its GID are chosen.
@@ -540,6 +543,12 @@ impl QueuePairBuilder {
         self
     }
 
+    /// Makes it under a number that the connection manager has reserved, if there is one.
+    pub(crate) fn number(mut self, number: Option<Qpn>) -> Self {
+        self.number = number;
+        self
+    }
+
     /// As [`peer`](Self::peer) or [`source`](Self::source), whichever it is.
     pub(crate) fn path(mut self, path: Path) -> Self {
         self.path = path;
@@ -563,7 +572,7 @@ impl QueuePairBuilder {
 
     /// As [`build`](Self::build), of any transport.
     pub(super) fn build_any(self) -> Result<QueuePair, SetupError> {
-        let Self { pd, send_queue, recv_queue, srq, transport, mut caps, access, qkey, path } = self;
+        let Self { pd, send_queue, recv_queue, srq, transport, mut caps, access, qkey, path, number } = self;
         let device = pd.device();
         let (port, gid) = path.choose(device)?;
         // Its work request numbers mean something there only, and there is room set aside for them.
@@ -573,7 +582,8 @@ impl QueuePairBuilder {
         }
         let options = QpOptions { transport, caps };
         let (send_cq, recv_cq) = (send_queue.cq(), recv_queue.cq());
-        let qp = Qp::new(&pd, send_cq, recv_cq, srq.as_ref().map(SharedReceiveQueue::verbs), &options)?;
+        let srq_verbs = srq.as_ref().map(SharedReceiveQueue::verbs);
+        let qp = Qp::numbered(&pd, send_cq, recv_cq, srq_verbs, &options, number)?;
         let (granted, qpn) = (qp.caps(), qp.qpn());
         let datagram = transport == Transport::Ud;
         qp.modify(&QpAttr {

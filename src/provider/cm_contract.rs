@@ -31,8 +31,9 @@
 //! [`CmId::route`] never do.
 
 use std::fmt::Debug;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::contract::Provider;
@@ -77,6 +78,30 @@ pub(crate) trait CmId: Debug + Send + Sync {
     /// `rdma_listen(3)` on the address bound to. `backlog` requests at most wait to be answered (or to be taken, if the
     /// provider can tell no more); requests beyond that are dropped unseen or put off, so that the peer repeats them.
     fn listen(&self, backlog: u32) -> Result<(), VerbError>;
+
+    /// Has the provider answer the requests of this listener as `admit` decides. The connect request of a peer that was
+    /// answered comes when that peer has confirmed, on an id with a [reserved number](Self::reserved): until then the
+    /// provider keeps a record of bounded size, and the oldest records of the source with the most of them give way.
+    ///
+    /// False: the provider cannot, and each request comes to the program.
+    fn answer(&self, admit: Arc<dyn Admit>) -> bool {
+        let _ = admit;
+        false
+    }
+
+    /// Has the provider answer this connect request, which came to the program because nothing else had been decided then. If
+    /// true, the id names nothing any more, and another one comes when the peer has confirmed.
+    fn answer_late(&self, answer: &CmAnswer) -> bool {
+        let _ = answer;
+        false
+    }
+
+    /// Number that the peer of this connect request was told, if the provider has answered it. The queue pair is made under
+    /// that number; what the peer sends before the queue pair is ready is answered as "receiver not ready". Then
+    /// [`accept`](Self::accept) sends nothing, and [`reject`](Self::reject) disconnects.
+    fn reserved(&self) -> Option<Qpn> {
+        None
+    }
 
     /// `rdma_resolve_addr(3)`: binds to a local device by source and destination.
     /// [`AddressResolved`](CmEventKind::AddressResolved) or [`AddressError`](CmEventKind::AddressError) follows, unless
@@ -134,6 +159,37 @@ pub(crate) trait CmId: Debug + Send + Sync {
     /// Over which device and addresses it goes; `None` before [`AddressResolved`](CmEventKind::AddressResolved), and of
     /// a listener. The id of a connect request always has one.
     fn route(&self) -> Option<CmRoute>;
+}
+
+/// Decides about connect requests for a listener, see [`CmId::answer`].
+pub(crate) trait Admit: Debug + Send + Sync {
+    /// Decides about a request from `source`. The caller holds the lock of the manager: implementations return at once, and
+    /// call nothing of the provider.
+    fn admit(&self, source: IpAddr, private_data: &[u8]) -> Verdict;
+
+    /// The handshake of a request that was answered gave way to another one. The same restriction holds.
+    fn gave_way(&self);
+}
+
+/// What an [`Admit`] decides.
+#[derive(Debug)]
+pub(crate) enum Verdict {
+    /// The program decides.
+    Ask,
+    /// The provider answers.
+    Answer(CmAnswer),
+    /// The provider rejects with these private data, and remembers nothing.
+    Reject(Vec<u8>),
+}
+
+/// An answer to connect requests; fields as in [`CmParams`], counts cut to what the peer asks for.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct CmAnswer {
+    pub(crate) private_data: Vec<u8>,
+    pub(crate) responder_resources: u8,
+    pub(crate) initiator_depth: u8,
+    pub(crate) retry_count: u8,
+    pub(crate) rnr_retry: u8,
 }
 
 /// Most bytes of private data in a request: 92 less the IP addresses that rdma_cm puts before them.

@@ -134,6 +134,13 @@ pub(crate) trait Pd<P: Provider>: Debug + Send + Sync {
     /// A failure puts it in ERR as a whole, whichever target was at fault; RESET and the way back to RTS repair it.
     fn create_qp(&self, init: &QpInit<'_, P>) -> Result<P::Qp, VerbError>;
 
+    /// As [`create_qp`](Self::create_qp), under a number that the connection manager has
+    /// [reserved](super::cm_contract::CmId::reserved); EINVAL for any other.
+    fn create_numbered_qp(&self, number: Qpn, init: &QpInit<'_, P>) -> Result<P::Qp, VerbError> {
+        let _ = (number, init);
+        Err(VerbError::new("ibv_create_qp", VerbError::EINVAL))
+    }
+
     /// A target of DC, in RESET: a DCT of `mlx5dv_create_qp(3)`. EOPNOTSUPP if [`DeviceAttr::dc`] is `None`.
     fn create_dct(&self, init: &DctInit<'_, P>) -> Result<P::Dct, VerbError>;
 

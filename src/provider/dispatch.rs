@@ -10,9 +10,10 @@ use std::borrow::Borrow;
 use std::net::SocketAddr;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::time::Duration;
 
-use super::cm_contract::{self, CmEvent, CmParams, CmRoute};
+use super::cm_contract::{self, Admit, CmAnswer, CmEvent, CmParams, CmRoute};
 use super::contract::{self, DctInit, DmaBufRange, PostError, Provider, QpInit};
 #[cfg(feature = "ibverbs")]
 use super::ibverbs::Ibverbs;
@@ -203,6 +204,16 @@ impl contract::Pd<Any> for Pd {
             Self::Soft(inner) => inner.create_qp(&init.of(Cq::soft, Srq::soft)?).map(Qp::Soft),
             #[cfg(feature = "ibverbs")]
             Self::Ibverbs(inner) => inner.create_qp(&init.of(Cq::ibverbs, Srq::ibverbs)?).map(Qp::Ibverbs),
+        }
+    }
+
+    fn create_numbered_qp(&self, number: Qpn, init: &QpInit<'_, Any>) -> Result<Qp, VerbError> {
+        match self {
+            Self::Soft(inner) => inner.create_numbered_qp(number, &init.of(Cq::soft, Srq::soft)?).map(Qp::Soft),
+            #[cfg(feature = "ibverbs")]
+            Self::Ibverbs(inner) => {
+                inner.create_numbered_qp(number, &init.of(Cq::ibverbs, Srq::ibverbs)?).map(Qp::Ibverbs)
+            }
         }
     }
 
@@ -471,6 +482,18 @@ impl cm_contract::CmId for CmId {
 
     fn listen(&self, backlog: u32) -> Result<(), VerbError> {
         each!(self, inner => inner.listen(backlog))
+    }
+
+    fn answer(&self, admit: Arc<dyn Admit>) -> bool {
+        each!(self, inner => inner.answer(admit))
+    }
+
+    fn answer_late(&self, answer: &CmAnswer) -> bool {
+        each!(self, inner => inner.answer_late(answer))
+    }
+
+    fn reserved(&self) -> Option<Qpn> {
+        each!(self, inner => inner.reserved())
     }
 
     fn resolve_addr(

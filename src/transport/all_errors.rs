@@ -16,7 +16,7 @@ use crate::error::{
     UdpError, VerbError,
 };
 use crate::op::EndpointError;
-use crate::transport::{CloseReason, EstablishError, HelloError, MessageError, Violation};
+use crate::transport::{CloseReason, EstablishError, HelloError, MessageError, Refusal, Violation};
 use crate::types::{Access, QpAttrMask, QpState, Qpn, TransitionError, WcStatus};
 use crate::verbs::{PoolError, PostError};
 
@@ -273,6 +273,7 @@ fn messages(seen: &mut BTreeSet<String>) {
         EstablishError::Hello(_),
         EstablishError::OtherProtocol { .. },
         EstablishError::Rejected { .. },
+        EstablishError::Refused { .. },
         EstablishError::NoRuntime,
     } = [
         SetupError::Closed.into(),
@@ -282,6 +283,8 @@ fn messages(seen: &mut BTreeSet<String>) {
         EstablishError::OtherProtocol { address, error: HelloError::Magic { found: [0; 4] } },
         EstablishError::Rejected { address, user_data: Bytes::new() },
         EstablishError::Rejected { address, user_data: Bytes::from_static(b"no") },
+        EstablishError::Refused { address, refusal: Refusal::ListenerFull },
+        EstablishError::Refused { address, refusal: Refusal::SourceFull },
         EstablishError::NoRuntime,
     ]);
     cases!(seen, Violation {
@@ -316,6 +319,7 @@ fn messages(seen: &mut BTreeSet<String>) {
         CloseReason::Operation(_),
         CloseReason::Violation(_),
         CloseReason::Silent,
+        CloseReason::NoFirstMessage,
         CloseReason::Stalled,
         CloseReason::CloseTimeout,
         CloseReason::Memory,
@@ -329,6 +333,7 @@ fn messages(seen: &mut BTreeSet<String>) {
         CloseReason::Operation(KIND),
         CloseReason::Violation(Violation::AfterFinish),
         CloseReason::Silent,
+        CloseReason::NoFirstMessage,
         CloseReason::Stalled,
         CloseReason::CloseTimeout,
         CloseReason::Memory,

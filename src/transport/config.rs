@@ -38,6 +38,9 @@ pub struct ConnectionConfig {
     pub(super) completions: Completions,
     pub(super) connect_timeout: Duration,
     pub(super) handshakes: u32,
+    pub(super) max_connections: u32,
+    pub(super) max_connections_per_source: u32,
+    pub(super) first_message_timeout: Option<Duration>,
     pub(super) user_data: Bytes,
     pub(super) protection_domain: Option<ProtectionDomain>,
     pub(super) path: Path,
@@ -71,6 +74,9 @@ impl Default for ConnectionConfig {
             completions: Completions::Own(CompletionMode::default()),
             connect_timeout: Duration::from_secs(15),
             handshakes: 32,
+            max_connections: 4096,
+            max_connections_per_source: 1024,
+            first_message_timeout: None,
             user_data: Bytes::new(),
             protection_domain: None,
             path: Path::Any,
@@ -196,11 +202,39 @@ impl ConnectionConfig {
         self
     }
 
-    /// Handshakes that a [`Listener`](super::Listener) makes at once; 32 unless set, and at least 1. Each holds a connection's
-    /// buffers, for up to [`connect_timeout`](Self::connect_timeout) if its peer falls silent; peers beyond that wait in the
-    /// backlog.
+    /// Handshakes that a [`Listener`](super::Listener) makes at once; 32 unless set, and at least 1. If there are as many and
+    /// another peer asks, the oldest handshake of the source address with the most of them gives way: its peer is rejected.
+    ///
+    /// On the software device a handshake holds a connection's buffers only after its peer has confirmed the answer, and ends
+    /// at once then. On other devices the peer confirms later: each handshake holds a connection's buffers meanwhile, for up to
+    /// [`connect_timeout`](Self::connect_timeout) if its peer falls silent and does not give way.
     pub fn handshakes(mut self, handshakes: u32) -> Self {
         self.handshakes = handshakes.max(1);
+        self
+    }
+
+    /// Connections that a [`Listener`](super::Listener) has open at once, in all; 4,096 unless set, which is 5.3 GiB with the
+    /// other settings as they are. A connection counts until both ends have ended it and its handles are dropped. Peers
+    /// beyond the limit are rejected as [`Refusal::ListenerFull`](super::Refusal::ListenerFull), and counted in
+    /// [`ListenerStats`](super::ListenerStats).
+    pub fn max_connections(mut self, connections: u32) -> Self {
+        self.max_connections = connections;
+        self
+    }
+
+    /// Connections that a [`Listener`](super::Listener) has open at once from one source address; 1,024 unless set. Peers
+    /// beyond the limit are rejected as [`Refusal::SourceFull`](super::Refusal::SourceFull).
+    pub fn max_connections_per_source(mut self, connections: u32) -> Self {
+        self.max_connections_per_source = connections;
+        self
+    }
+
+    /// Ends the connection as [`CloseReason::NoFirstMessage`](super::CloseReason::NoFirstMessage) if no message of the peer has
+    /// arrived for so long after it was made; never unless set. A service whose peers speak first sets it: a peer that
+    /// connects and sends nothing holds the buffers of a connection no longer than that. An announcement of a long message
+    /// counts as its arrival. At least 1 ms.
+    pub fn first_message_timeout(mut self, timeout: Option<Duration>) -> Self {
+        self.first_message_timeout = timeout;
         self
     }
 
@@ -250,6 +284,11 @@ impl ConnectionConfig {
             Path::Any | Path::To(_) | Path::From(..) => return Ok(()),
         };
         Err(SetupError::Mismatch { what, ours, theirs })
+    }
+
+    /// True if peers need not be looked at before they are answered.
+    pub(super) const fn answers_all(&self) -> bool {
+        matches!(self.path, Path::Any)
     }
 
     /// Where to make the queue pair.
@@ -305,6 +344,7 @@ impl ConnectionConfig {
             ("keepalive interval in milliseconds", self.keepalive.map(|(interval, _)| interval)),
             ("keepalive timeout in milliseconds", self.keepalive.map(|(_, timeout)| timeout)),
             ("stall_timeout in milliseconds", self.stall_timeout),
+            ("first_message_timeout in milliseconds", self.first_message_timeout),
         ];
         for (field, time) in times {
             let millis = time.map_or(u64::MAX, |time| u64::try_from(time.as_millis()).unwrap_or(u64::MAX));

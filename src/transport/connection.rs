@@ -12,6 +12,7 @@ use bytes::Bytes;
 use futures::{Sink, Stream};
 use tokio::net::ToSocketAddrs;
 
+use super::admission::{Admitted, Refusal};
 use super::config::{Completions, ConnectionConfig};
 use super::core::{ConnectionCounters, Core};
 use super::driver::{Shared, Times, drive};
@@ -102,7 +103,7 @@ impl Connection {
     /// [`connect_timeout`](ConnectionConfig::connect_timeout), [`EstablishError::Setup`] for settings that the device does
     /// not allow, [`EstablishError::Hello`] for more [`user_data`](ConnectionConfig::user_data) than a request carries,
     /// [`EstablishError::OtherProtocol`] if the other side is no listener of this kind, [`EstablishError::Rejected`] if its
-    /// service rejects the connection. An address that leads elsewhere than
+    /// service rejects the connection, [`EstablishError::Refused`] if it has as many as it may have. An address that leads elsewhere than
     /// [`peer`](ConnectionConfig::peer) or [`source`](ConnectionConfig::source) of the settings say is passed over; if there is no
     /// other, that is [`ConnectError::Setup`](cm::ConnectError::Setup) with [`SetupError::Mismatch`].
     ///
@@ -133,7 +134,7 @@ impl Connection {
         let (hello, user_data) =
             Hello::decode(link.private_data()).map_err(|error| EstablishError::OtherProtocol { address, error })?;
         let user_data = Bytes::copy_from_slice(user_data);
-        prepared.start(hello, user_data, Some(link))
+        prepared.start(hello, user_data, Some(link), None)
     }
 
     /// Makes what is needed to connect: a queue pair in INIT with its receives posted. For services with a control plane of
@@ -371,12 +372,16 @@ impl Sink<Bytes> for Connection {
     }
 }
 
-/// An error of connecting, with the user data of the listener's service if that rejected the connection.
+/// An error of connecting, with the user data of the listener's service if that rejected the connection, or the limit that the
+/// listener has reached.
 fn rejected(error: cm::ConnectError) -> EstablishError {
     match &error {
         cm::ConnectError::Rejected { attempt, private_data, .. } => match Rejection::decode(private_data) {
             Some(Rejection { user_data }) => EstablishError::Rejected { address: attempt.address, user_data },
-            None => error.into(),
+            None => match Refusal::decode(private_data) {
+                Some(refusal) => EstablishError::Refused { address: attempt.address, refusal },
+                None => error.into(),
+            },
         },
         _ => error.into(),
     }
@@ -449,7 +454,7 @@ impl Prepared {
         let (hello, user_data) = Hello::decode(hello)?;
         let user_data = Bytes::copy_from_slice(user_data);
         self.qp.connect_with(peer, &self.config.options)?;
-        self.start(hello, user_data, None)
+        self.start(hello, user_data, None, None)
     }
 
     /// The connection of a queue pair that is connected.
@@ -458,12 +463,13 @@ impl Prepared {
         peer: Hello,
         user_data: Bytes,
         link: Option<Link>,
+        admitted: Option<Admitted>,
     ) -> Result<Connection, EstablishError> {
         let runtime = tokio::runtime::Handle::try_current().map_err(|_| EstablishError::NoRuntime)?;
         let addresses = link.as_ref().map(|link| (link.local_addr(), link.peer_addr()));
         let link = link.map(Arc::new);
         self.core.meet(self.config.receives(), &peer, link.clone());
-        let shared = Shared::new(self.core, self.qp, runtime.clone());
+        let shared = Shared::new(self.core, self.qp, runtime.clone(), admitted);
         drop(runtime.spawn(drive(shared.clone(), Times::new(&self.config), link)));
         let handle = Arc::new(Handle {
             shared,

@@ -90,6 +90,8 @@ pub(super) struct Core {
     pub(super) gone: bool,
     /// Something has arrived since that was last asked.
     pub(super) heard: bool,
+    /// A message of the peer has arrived, or was announced.
+    pub(super) begun: bool,
     pub(super) counters: ConnectionCounters,
     pub(super) after: After,
 }
@@ -187,6 +189,7 @@ impl Core {
             ended: None,
             gone: false,
             heard: false,
+            begun: false,
             counters: ConnectionCounters::default(),
             after: After::default(),
         };
@@ -275,6 +278,7 @@ impl Core {
         }
         let fetched = self.flow.receive(header)?;
         self.heard = true;
+        self.begun |= header.kind.is_message();
         for _ in 0..fetched {
             if let Some(region) = self.offers.pop_front() {
                 self.offered -= region.len();

@@ -19,6 +19,7 @@ use tokio::runtime::{Handle, RuntimeFlavor};
 use tokio::task::yield_now;
 use tokio::time::{Instant, Sleep, sleep_until, timeout};
 
+use super::admission::Admitted;
 use super::config::ConnectionConfig;
 use super::core::Core;
 use super::error::CloseReason;
@@ -107,14 +108,24 @@ pub(super) struct Shared {
     pub(super) qp: QueuePair,
     /// Where it has its task.
     runtime: Handle,
+    /// Its place among the connections of a listener.
+    _admitted: Option<Admitted>,
     this: Weak<Self>,
 }
 
 impl Shared {
-    pub(super) fn new(core: Core, qp: QueuePair, runtime: Handle) -> Arc<Self> {
+    pub(super) fn new(core: Core, qp: QueuePair, runtime: Handle, admitted: Option<Admitted>) -> Arc<Self> {
         let bell = Arc::new(Bell::default());
         let waker = bell.clone().into();
-        Arc::new_cyclic(|this| Self { core: Mutex::new(core), waker, bell, qp, runtime, this: this.clone() })
+        Arc::new_cyclic(|this| Self {
+            core: Mutex::new(core),
+            waker,
+            bell,
+            qp,
+            runtime,
+            _admitted: admitted,
+            this: this.clone(),
+        })
     }
 
     /// Does something under the lock, and after it what that has left to do, for this connection and, as operations are polled,
@@ -305,11 +316,13 @@ impl Drop for End {
 pub(super) struct Times {
     keepalive: Option<(Duration, Duration)>,
     stall: Option<Duration>,
+    first_message: Option<Duration>,
 }
 
 impl Times {
     pub(super) fn new(config: &ConnectionConfig) -> Self {
-        Self { keepalive: config.keepalive, stall: config.stall_timeout }
+        let (keepalive, stall) = (config.keepalive, config.stall_timeout);
+        Self { keepalive, stall, first_message: config.first_message_timeout }
     }
 }
 
@@ -324,6 +337,8 @@ struct Timers {
     /// When to look whether something was sent, and what had been sent before if somebody was waiting.
     stall: Option<Instant>,
     stalled: Option<(u64, Instant)>,
+    /// When the first message of the peer has to be there.
+    first_message: Option<Instant>,
     /// When to give up saying goodbye.
     linger: Option<Instant>,
 }
@@ -339,13 +354,14 @@ impl Timers {
             asked: false,
             stall: first(times.stall.map(|stall| stall / 2)),
             stalled: None,
+            first_message: first(times.first_message),
             linger: None,
         }
     }
 
     /// Ready when something is due.
     fn poll(&mut self, context: &mut Context<'_>) -> Poll<()> {
-        let next = [self.silence, self.stall, self.linger].into_iter().flatten().min();
+        let next = [self.silence, self.stall, self.first_message, self.linger].into_iter().flatten().min();
         let Some(next) = next else { return Poll::Pending };
         if self.sleep.deadline() != next {
             self.sleep.as_mut().reset(next);
@@ -377,6 +393,12 @@ impl Timers {
                 core.end(CloseReason::Stalled);
             }
             self.stall = now.checked_add(stall / 2);
+        }
+        if is_due(self.first_message) {
+            self.first_message = None;
+            if !core.begun {
+                core.end(CloseReason::NoFirstMessage);
+            }
         }
         if is_due(self.linger) {
             core.end(CloseReason::Local);

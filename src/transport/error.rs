@@ -6,6 +6,7 @@ use std::net::SocketAddr;
 
 use bytes::Bytes;
 
+use super::admission::Refusal;
 use super::hello::HelloError;
 use crate::cm::ConnectError;
 use crate::error::{LimitError, OpErrorKind, SetupError};
@@ -45,6 +46,9 @@ pub enum CloseReason {
     Violation(Violation),
     /// Nothing was heard of the peer, though it was asked.
     Silent,
+    /// No message of the peer arrived in time, see
+    /// [`ConnectionConfig::first_message_timeout`](super::ConnectionConfig::first_message_timeout).
+    NoFirstMessage,
     /// The peer took nothing for too long, see [`ConnectionConfig::stall_timeout`](super::ConnectionConfig::stall_timeout).
     Stalled,
     /// The peer did not finish in time after this end had been closed.
@@ -137,6 +141,7 @@ impl fmt::Display for CloseReason {
             Self::Operation(kind) => kind.fmt(f),
             Self::Violation(violation) => write!(f, "the peer broke the protocol: {violation}"),
             Self::Silent => f.write_str("nothing was heard of the peer"),
+            Self::NoFirstMessage => f.write_str("the peer sent no first message in time"),
             Self::Stalled => f.write_str("the peer took nothing for too long"),
             Self::CloseTimeout => f.write_str("the peer did not finish in time"),
             Self::Memory => f.write_str("no memory for a message of the peer"),
@@ -192,7 +197,10 @@ impl MessageError {
                 CloseReason::Dropped | CloseReason::Disconnected => ErrorKind::ConnectionReset,
                 CloseReason::Operation(kind) => kind.io_kind(),
                 CloseReason::Violation(_) => ErrorKind::InvalidData,
-                CloseReason::Silent | CloseReason::Stalled | CloseReason::CloseTimeout => ErrorKind::TimedOut,
+                CloseReason::Silent
+                | CloseReason::NoFirstMessage
+                | CloseReason::Stalled
+                | CloseReason::CloseTimeout => ErrorKind::TimedOut,
                 CloseReason::Memory => ErrorKind::OutOfMemory,
                 CloseReason::Aborted | CloseReason::Runtime => ErrorKind::ConnectionAborted,
             },
@@ -232,6 +240,13 @@ pub enum EstablishError {
         /// What the service passed to `reject`, with its length.
         user_data: Bytes,
     },
+    /// The listener has as many connections as it may have: the peer's listener, or this one.
+    Refused {
+        /// Address of the other side.
+        address: SocketAddr,
+        /// The limit that was reached.
+        refusal: Refusal,
+    },
     /// There is no Tokio runtime with time enabled to run it on.
     NoRuntime,
 }
@@ -254,6 +269,7 @@ impl fmt::Display for EstablishError {
                 write!(f, "connecting to {address}: rejected by the peer's service")?;
                 if user_data.is_empty() { Ok(()) } else { write!(f, " ({} bytes of user data)", user_data.len()) }
             }
+            Self::Refused { address, refusal } => write!(f, "connection with {address} refused: {refusal}"),
             Self::NoRuntime => f.write_str("a connection is made within a Tokio runtime"),
         }
     }
@@ -287,7 +303,7 @@ impl From<EstablishError> for io::Error {
             EstablishError::Hello(hello) | EstablishError::OtherProtocol { error: hello, .. } => {
                 Self::from(*hello).kind()
             }
-            EstablishError::Rejected { .. } => io::ErrorKind::ConnectionRefused,
+            EstablishError::Rejected { .. } | EstablishError::Refused { .. } => io::ErrorKind::ConnectionRefused,
             EstablishError::NoRuntime => io::ErrorKind::Unsupported,
         };
         Self::new(kind, error)

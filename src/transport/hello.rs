@@ -40,7 +40,7 @@ impl Hello {
     /// Most bytes that a user can add.
     pub const MAX_USER_DATA: usize = u8::MAX as usize;
 
-    const MAGIC: [u8; 4] = *b"tRDM";
+    pub(super) const MAGIC: [u8; 4] = *b"tRDM";
 
     /// As it travels, with the user's bytes.
     ///

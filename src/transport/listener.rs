@@ -1,23 +1,29 @@
 //! Connections that peers ask for.
 
+use std::cmp::Reverse;
+use std::collections::{HashMap, VecDeque};
 use std::fmt;
-use std::future::{Future, poll_fn};
-use std::net::SocketAddr;
+use std::future::{Future, pending, poll_fn};
+use std::net::{IpAddr, SocketAddr};
 use std::panic::resume_unwind;
 use std::pin::pin;
+use std::sync::Arc;
 use std::task::Poll;
+use std::time::Duration;
 
 use bytes::Bytes;
 use tokio::net::ToSocketAddrs;
 use tokio::sync::Mutex;
-use tokio::task::{JoinError, JoinSet};
+use tokio::task::{AbortHandle, JoinError, JoinSet};
+use tokio::time::{Instant, sleep_until};
 
+use super::admission::{Admission, ListenerStats};
 use super::config::ConnectionConfig;
 use super::connection::{Connection, Prepared};
 use super::error::EstablishError;
 use super::hello::{Hello, Rejection};
 use crate::cm;
-use crate::provider::cm_contract::RESPONSE_DATA;
+use crate::provider::cm_contract::{Admit as _, RESPONSE_DATA};
 use crate::verbs::Device;
 
 /// Takes connections that peers ask for by address.
@@ -57,15 +63,60 @@ pub struct Listener {
     inner: cm::Listener,
     device: Device,
     config: ConnectionConfig,
+    admission: Arc<Admission>,
     /// Those that were begun by `accept`, whoever has called it: one caller at a time starts and collects them.
-    handshakes: Mutex<JoinSet<Result<Connection, EstablishError>>>,
+    handshakes: Mutex<Handshakes>,
 }
+
+/// Handshakes in progress.
+#[derive(Debug, Default)]
+struct Handshakes {
+    tasks: JoinSet<Result<Connection, EstablishError>>,
+    /// By age; those that were aborted are in `tasks` only.
+    running: VecDeque<Running>,
+}
+
+#[derive(Debug)]
+struct Running {
+    task: AbortHandle,
+    source: IpAddr,
+    since: Instant,
+    /// Its peer has not confirmed, so far as is known.
+    yields: bool,
+}
+
+/// Age from which a handshake gives way to another one: above what a round trip takes, so that peers which connect at once
+/// wait for each other.
+const GRACE: Duration = Duration::from_millis(100);
 
 /// What an acceptor waits for.
 #[allow(clippy::large_enum_variant, reason = "it is taken apart where it is made")]
 enum Next {
     Asked(Result<ConnectionRequest, EstablishError>),
-    Made(Result<Result<Connection, EstablishError>, JoinError>),
+    Made(Result<(tokio::task::Id, Result<Connection, EstablishError>), JoinError>),
+    /// A handshake has become old enough to give way.
+    Aged,
+}
+
+impl Handshakes {
+    /// The handshake to give way: the oldest of the source with the most of them, of those that may. Else when there will be
+    /// one, if ever.
+    fn victim(&self) -> Result<usize, Option<Instant>> {
+        let now = Instant::now();
+        let mut shares: HashMap<IpAddr, usize> = HashMap::new();
+        for running in &self.running {
+            *shares.entry(running.source).or_default() += 1;
+        }
+        let yielding = || self.running.iter().enumerate().filter(|(_, running)| running.yields);
+        let old = yielding().filter(|(_, running)| now.duration_since(running.since) >= GRACE);
+        // Of equal shares the first, which is the oldest.
+        let victim = old.min_by_key(|(_, running)| Reverse(shares.get(&running.source).copied()));
+        victim.map(|(at, _)| at).ok_or_else(|| yielding().next().map(|(_, running)| running.since + GRACE))
+    }
+
+    fn finished(&mut self, task: tokio::task::Id) {
+        self.running.retain(|running| running.task.id() != task);
+    }
 }
 
 impl Listener {
@@ -108,9 +159,25 @@ impl Listener {
     ) -> Result<Self, EstablishError> {
         config.check(device)?;
         // What cannot be said to any peer would have all of them rejected, and nobody told why.
-        config.cm_options(RESPONSE_DATA)?;
+        let answer = cm::Listener::answer_with(device, &config.cm_options(RESPONSE_DATA)?)?;
+        let admission = Admission::new(config, answer);
         let inner = cm::Listener::bind(device, address).await?;
-        Ok(Self { inner, device: device.clone(), config: config.clone(), handshakes: Mutex::default() })
+        let answered = inner.answer(admission.clone()).await?;
+        tracing::debug!(address = %inner.local_addr(), answered, "the provider answers requests");
+        let (device, config) = (device.clone(), config.clone());
+        Ok(Self { inner, device, config, admission, handshakes: Mutex::default() })
+    }
+
+    /// Leaves each request to the program, as devices do whose manager cannot answer.
+    #[cfg(all(test, not(loom)))]
+    pub(super) fn never_answer(&self) {
+        self.admission.never_answer();
+    }
+
+    /// Counters of what was accepted and refused.
+    #[must_use]
+    pub fn stats(&self) -> ListenerStats {
+        self.admission.stats()
     }
 
     /// Address that it listens at.
@@ -119,13 +186,19 @@ impl Listener {
         self.inner.local_addr()
     }
 
-    /// The next connection that is complete. A peer that asks for another protocol is rejected, and one that does not go
-    /// through with it is passed over; neither is an error here.
+    /// The next connection that is complete. A peer that asks for another protocol, or for a connection more than
+    /// [`max_connections`](ConnectionConfig::max_connections) or
+    /// [`max_connections_per_source`](ConnectionConfig::max_connections_per_source) allow, is rejected, and one that does not
+    /// go through with it is passed over; neither is an error here. [`stats`](Self::stats) counts them.
     ///
-    /// Up to [`handshakes`](ConnectionConfig::handshakes) are made at once, each in a task of its own, so that a peer that is
-    /// slow, or does not answer at all, holds up nobody: connections come in the order in which they are complete. New ones are
-    /// begun while somebody waits here only. Who wants to decide about each peer, or to bound them in another way, takes the
-    /// [`request`](Self::request) and has it accepted.
+    /// Connections come in the order in which they are complete, so that a peer that is slow, or does not answer at all, holds up
+    /// no other. Up to [`handshakes`](ConnectionConfig::handshakes) are made at once, each in a task of its own. To decide about
+    /// each peer, take the [`request`](Self::request) and accept that.
+    ///
+    /// From the first call on, the software device answers peers by itself, as a kernel does for TCP: a peer takes its connection
+    /// for complete when it has the answer, and whatever it sends waits until `accept` has returned the connection. Nothing
+    /// is made for a peer that has not confirmed that answer, but a record of about 1 KiB; of 4,096 such records, and 256 of each
+    /// source, the oldest of the source with the most give way. A real device has a handshake made for each peer that asks.
     ///
     /// # Errors
     ///
@@ -141,43 +214,81 @@ impl Listener {
     /// Outside of a Tokio runtime with its I/O and time drivers.
     pub async fn accept(&self) -> Result<Connection, EstablishError> {
         let mut handshakes = self.handshakes.lock().await;
+        // Where the settings name one peer, that is to be looked at before the answer.
+        self.admission.set_answering(self.config.answers_all());
         loop {
             // Dropped with each round, which loses no request.
-            let mut request = pin!(self.request());
+            let mut request = pin!(self.next_request());
+            let full = handshakes.running.len() >= self.config.handshakes as usize;
+            let victim = if full { handshakes.victim() } else { Err(None) };
+            let mut aged = pin!(async {
+                match victim {
+                    Err(Some(at)) => sleep_until(at).await,
+                    _ => pending().await,
+                }
+            });
             let next = poll_fn(|context| {
-                if let Poll::Ready(Some(made)) = handshakes.poll_join_next(context) {
+                if let Poll::Ready(Some(made)) = handshakes.tasks.poll_join_next_with_id(context) {
                     return Poll::Ready(Next::Made(made));
                 }
-                if handshakes.len() < self.config.handshakes as usize {
+                if !full || victim.is_ok() {
                     return request.as_mut().poll(context).map(Next::Asked);
                 }
-                Poll::Pending
+                aged.as_mut().poll(context).map(|()| Next::Aged)
             });
             match next.await {
+                Next::Aged => {}
                 Next::Asked(request) => {
                     let request = request?;
-                    drop(handshakes.spawn(async move {
+                    // Of a peer that asked before it was known who decides.
+                    if request.inner.reserved().is_none()
+                        && self.admission.may_enter(request.peer_addr().ip())
+                        && self.admission.answer().is_some_and(|answer| request.inner.answer_late(answer))
+                    {
+                        continue;
+                    }
+                    if let Ok(at) = victim
+                        && let Some(running) = handshakes.running.remove(at)
+                    {
+                        tracing::debug!(peer = %running.source, "handshake gives way to another one");
+                        running.task.abort();
+                        self.admission.gave_way();
+                    }
+                    let (source, yields) = (request.peer_addr().ip(), request.inner.reserved().is_none());
+                    let task = handshakes.tasks.spawn(async move {
                         let peer = request.peer_addr();
                         let result = request.accept().await;
                         if let Err(error) = &result {
                             tracing::debug!(%peer, %error, "not accepted");
                         }
                         result
-                    }));
+                    });
+                    handshakes.running.push_back(Running { task, source, since: Instant::now(), yields });
                 }
-                Next::Made(Ok(Ok(connection))) => return Ok(connection),
-                Next::Made(Ok(Err(EstablishError::Setup(error)))) => return Err(error.into()),
-                Next::Made(Ok(Err(_))) => {}
-                Next::Made(Err(error)) => match error.try_into_panic() {
-                    Ok(panic) => resume_unwind(panic),
-                    // The runtime of an acceptor has shut down, and rejected it.
-                    Err(error) => tracing::debug!(%error, "not accepted"),
-                },
+                Next::Made(Ok((task, made))) => {
+                    handshakes.finished(task);
+                    match made {
+                        Ok(connection) => return Ok(connection),
+                        Err(EstablishError::Setup(error)) => return Err(error.into()),
+                        Err(_) => {}
+                    }
+                }
+                Next::Made(Err(error)) => {
+                    handshakes.finished(error.id());
+                    match error.try_into_panic() {
+                        Ok(panic) => resume_unwind(panic),
+                        // It gave way; or the runtime of an acceptor has shut down, and rejected it.
+                        Err(error) => tracing::debug!(%error, "not accepted"),
+                    }
+                }
             }
         }
     }
 
     /// The next peer that asks, to be accepted or rejected. One that asks for another protocol is rejected.
+    ///
+    /// From now on no peer is answered without the program, until [`accept`](Self::accept) is called. A peer that was answered
+    /// before has the settings of the listener, and is disconnected by [`reject`](ConnectionRequest::reject).
     ///
     /// # Errors
     ///
@@ -187,13 +298,19 @@ impl Listener {
     ///
     /// Dropping the future loses no request.
     pub async fn request(&self) -> Result<ConnectionRequest, EstablishError> {
+        self.admission.set_answering(false);
+        self.next_request().await
+    }
+
+    async fn next_request(&self) -> Result<ConnectionRequest, EstablishError> {
         loop {
             let inner = self.inner.accept().await?;
-            match Hello::decode(inner.private_data()) {
+            match self.admission.hello(inner.private_data()) {
                 Ok((hello, user_data)) => {
                     let user_data = Bytes::copy_from_slice(user_data);
                     let (device, config) = (self.device.clone(), self.config.clone());
-                    return Ok(ConnectionRequest { inner, hello, user_data, device, config });
+                    let admission = self.admission.clone();
+                    return Ok(ConnectionRequest { inner, hello, user_data, device, config, admission });
                 }
                 Err(error) => {
                     tracing::warn!(peer = %inner.peer_addr(), %error, "rejected");
@@ -209,7 +326,10 @@ impl Listener {
 
 impl fmt::Debug for Listener {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Listener").field("local", &self.local_addr()).finish_non_exhaustive()
+        f.debug_struct("Listener")
+            .field("local", &self.local_addr())
+            .field("stats", &self.stats())
+            .finish_non_exhaustive()
     }
 }
 
@@ -221,6 +341,7 @@ pub struct ConnectionRequest {
     user_data: Bytes,
     device: Device,
     config: ConnectionConfig,
+    admission: Arc<Admission>,
 }
 
 impl ConnectionRequest {
@@ -246,7 +367,7 @@ impl ConnectionRequest {
     ///
     /// # Errors
     ///
-    /// As [`Connection::connect_with`].
+    /// As [`accept_with`](Self::accept_with).
     ///
     /// # Cancel safety
     ///
@@ -256,16 +377,25 @@ impl ConnectionRequest {
         self.accept_with(&config).await
     }
 
-    /// Says yes, with settings of its own.
+    /// Says yes, with settings of its own, but for the limits of the listener.
     ///
     /// # Errors
     ///
-    /// As [`Connection::connect_with`].
+    /// [`EstablishError::Refused`] if the listener has as many connections as it may have: the peer finds the same; as
+    /// [`Connection::connect_with`] otherwise.
     ///
     /// # Cancel safety
     ///
     /// Dropping the future rejects the peer.
     pub async fn accept_with(self, config: &ConnectionConfig) -> Result<Connection, EstablishError> {
+        let address = self.peer_addr();
+        let answered = self.inner.reserved().is_some();
+        // A peer that was answered has been told them.
+        let config = if answered { &self.config } else { config };
+        if !answered && let Err(refusal) = self.admission.check(address.ip()) {
+            self.inner.reject(&refusal.encode()).await?;
+            return Err(EstablishError::Refused { address, refusal });
+        }
         let options = config.cm_options(RESPONSE_DATA)?;
         let pd = config.domain(&self.device)?;
         let path = (self.inner.port(), self.inner.gid_index());
@@ -273,7 +403,10 @@ impl ConnectionRequest {
         config.check_path(path, self.inner.source()).map_err(|error| self.inner.unprepared(error))?;
         let prepared = Prepared::new(&pd, config, |builder| self.inner.prepare(builder))?;
         let link = self.inner.accept(&prepared.qp, &options).await?;
-        prepared.start(self.hello, self.user_data, Some(link))
+        // Others may have been faster; then the link is dropped, and the peer disconnected.
+        let refused = |refusal| EstablishError::Refused { address, refusal };
+        let admitted = self.admission.enter(address.ip()).map_err(refused)?;
+        prepared.start(self.hello, self.user_data, Some(link), Some(admitted))
     }
 
     /// Rejects the connection. The peer finds the bytes, at most 140 and with their length, in [`EstablishError::Rejected`].

@@ -3,6 +3,7 @@
 //! ```text
 //!   Connection ─ SendHalf, RecvHalf        connection.rs, halves.rs    what a service holds
 //!        │                                 one_sided.rs               the peer's memory
+//!   Listener                               listener.rs, admission.rs   which peers become connections
 //!        │ driver.rs: time, and progress when nobody asks for any
 //!        ▼
 //!      core.rs: one end at work            inbound.rs, fetching.rs, memory.rs, outbound.rs, ending.rs, waiters.rs
@@ -13,6 +14,7 @@
 
 #![forbid(unsafe_code)]
 
+mod admission;
 #[cfg(all(test, not(loom)))]
 mod all_errors;
 mod config;
@@ -22,6 +24,8 @@ mod driver;
 mod ending;
 mod error;
 mod fetching;
+#[cfg(all(test, not(loom)))]
+mod flood;
 mod flow;
 #[cfg(all(test, not(loom)))]
 mod flow_model;
@@ -38,6 +42,7 @@ mod one_sided;
 mod outbound;
 mod waiters;
 
+pub use admission::{ListenerStats, Refusal};
 pub use config::ConnectionConfig;
 pub use connection::{Connection, Prepared};
 pub use core::ConnectionCounters;

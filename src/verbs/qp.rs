@@ -62,6 +62,18 @@ impl Qp {
         srq: Option<&Srq>,
         options: &QpOptions,
     ) -> Result<Self, SetupError> {
+        Self::numbered(pd, send_cq, recv_cq, srq, options, None)
+    }
+
+    /// As [`new`](Self::new), under a number that the connection manager has reserved, if there is one.
+    pub(crate) fn numbered(
+        pd: &ProtectionDomain,
+        send_cq: &Cq,
+        recv_cq: &Cq,
+        srq: Option<&Srq>,
+        options: &QpOptions,
+        number: Option<Qpn>,
+    ) -> Result<Self, SetupError> {
         let (attr, caps) = (pd.device().attr(), options.caps);
         LimitError::check("max_send_wr", caps.max_send_wr.into(), attr.max_qp_wr.into())?;
         LimitError::check("max_recv_wr", caps.max_recv_wr.into(), attr.max_qp_wr.into())?;
@@ -86,13 +98,17 @@ impl Qp {
         if srq.is_some_and(|srq| !srq.protection_domain().same(pd)) {
             return Err(SetupError::Foreign { what: "shared receive queue" });
         }
-        let raw = pd.raw().create_qp(&QpInit {
+        let init = QpInit {
             transport: options.transport,
             send_cq: send_cq.raw(),
             recv_cq: recv_cq.raw(),
             srq: srq.map(Srq::raw),
             caps,
-        })?;
+        };
+        let raw = match number {
+            None => pd.raw().create_qp(&init)?,
+            Some(number) => pd.raw().create_numbered_qp(number, &init)?,
+        };
         let watched = srq.is_some() && pd.device().context().reports_last_receive();
         Ok(Self {
             windows: Arc::default(),

@@ -10,7 +10,7 @@ use tokio_rdma::software::Network;
 use tokio_rdma::types::{Imm, Rkey, WcStatus};
 use tokio_rdma::{
     CloseReason, CompletionMode, CompletionQueue, Connection, ConnectionConfig, Device, EstablishError, Hello,
-    HelloError, Listener, MessageError, Pool, ProtectionDomain, QueuePair, RemoteRegion, Violation, cm,
+    HelloError, Listener, MessageError, Pool, ProtectionDomain, QueuePair, Refusal, RemoteRegion, Violation, cm,
 };
 
 /// A peer that does what the test wants: a bare queue pair with receives.
@@ -405,6 +405,120 @@ fn hellos_that_are_none_are_refused_here_and_there() {
             ),
             "{refused:?}"
         );
+    });
+}
+
+/// A device of `network` that has its own address, and that.
+fn device(network: &Network, name: &str) -> (Device, std::net::IpAddr) {
+    let device = Device::software_in(network, name).unwrap();
+    let address = device.default_path().unwrap().1.gid.to_ip();
+    (device, address)
+}
+
+#[test]
+fn peers_beyond_the_limits_read_why_and_are_counted() {
+    run("limits", || async {
+        let network = Network::new();
+        let (server, at) = device(&network, "server");
+        let limits = config().max_connections(3).max_connections_per_source(2);
+        let listener = Listener::bind_with(&server, (at, 0), &limits).await.unwrap();
+        let address = listener.local_addr();
+        let clients = ["one", "two", "three"].map(|name| device(&network, name).0);
+        let accepted = std::sync::Mutex::new(Vec::new());
+        let serve = async {
+            loop {
+                let connection = listener.accept().await.unwrap();
+                accepted.lock().unwrap().push(connection);
+            }
+        };
+        let test = async {
+            let open = async |count: u32| {
+                eventually("accepted", || listener.stats().open == count).await;
+            };
+            let config = config();
+            let connect = |client: usize| {
+                let (device, config) = (clients[client].clone(), config.clone());
+                async move { soon("answer", Connection::connect_with(&device, address, &config)).await }
+            };
+            let one = (connect(0).await.unwrap(), connect(0).await.unwrap());
+            open(2).await;
+            assert_eq!(
+                connect(0).await.unwrap_err(),
+                EstablishError::Refused { address, refusal: Refusal::SourceFull }
+            );
+            let two = connect(1).await.unwrap();
+            open(3).await;
+            let full = connect(2).await.unwrap_err();
+            assert_eq!(full, EstablishError::Refused { address, refusal: Refusal::ListenerFull });
+            assert!(full.to_string().contains("max_connections"), "{full}");
+            assert_eq!(std::io::Error::from(full).kind(), std::io::ErrorKind::ConnectionRefused);
+            let stats = listener.stats();
+            assert_eq!((stats.accepted, stats.refused_full, stats.refused_source), (3, 1, 1));
+            // A place is free when both ends are gone.
+            drop(one);
+            eventually("ends", || {
+                accepted.lock().unwrap().retain(|connection: &Connection| connection.close_reason().is_none());
+                listener.stats().open == 1
+            })
+            .await;
+            let three = connect(2).await.unwrap();
+            open(2).await;
+            drop((two, three));
+        };
+        tokio::select! {
+            () = serve => unreachable!("it accepts for ever"),
+            () = test => {}
+        }
+        assert_eq!(listener.stats().accepted, 4);
+    });
+}
+
+#[test]
+fn peer_whose_request_is_the_programs_to_answer_is_refused_all_the_same() {
+    run("limits by request", || async {
+        let network = Network::new();
+        let (server, at) = device(&network, "server");
+        let listener = Listener::bind_with(&server, (at, 0), &config().max_connections(1)).await.unwrap();
+        let (address, (client, _)) = (listener.local_addr(), device(&network, "client"));
+        let serve = async {
+            let first = listener.request().await.unwrap().accept().await.unwrap();
+            let second = listener.request().await.unwrap().accept().await.unwrap_err();
+            (first, second)
+        };
+        let ask = async {
+            let first = Connection::connect_with(&client, address, &config()).await.unwrap();
+            (first, Connection::connect_with(&client, address, &config()).await.unwrap_err())
+        };
+        let ((_ours, here), (_theirs, there)) = soon("answers", async { tokio::join!(serve, ask) }).await;
+        assert_eq!(there, EstablishError::Refused { address, refusal: Refusal::ListenerFull });
+        assert!(matches!(here, EstablishError::Refused { refusal: Refusal::ListenerFull, .. }), "{here:?}");
+    });
+}
+
+#[test]
+fn peer_that_sends_no_first_message_in_time_is_ended_and_others_are_not() {
+    run("first message", || async {
+        let network = Network::new();
+        let (server, at) = device(&network, "server");
+        // The time that a first message may take on a busy machine.
+        let limit = Duration::from_secs(3);
+        let patient = config().first_message_timeout(Some(limit));
+        let listener = Listener::bind_with(&server, (at, 0), &patient).await.unwrap();
+        let (address, (client, _)) = (listener.local_addr(), device(&network, "client"));
+        let connect = async || {
+            let theirs = config();
+            let (theirs, ours) = tokio::join!(Connection::connect_with(&client, address, &theirs), listener.accept());
+            (theirs.unwrap(), ours.unwrap())
+        };
+        let (speaks, heard) = connect().await;
+        speaks.send("first").await.unwrap();
+        let (_silent, waited) = connect().await;
+        assert_eq!(reason(&waited).await, CloseReason::NoFirstMessage);
+        // Its time has passed, too; the message need not have been received by the service.
+        assert_eq!(heard.close_reason(), None);
+        assert_eq!(heard.recv().await.unwrap().unwrap(), "first");
+        let none = config().first_message_timeout(Some(Duration::ZERO));
+        assert!(Listener::bind_with(&server, (at, 0), &none).await.is_err());
     });
 }
 

@@ -2,7 +2,7 @@
 
 mod context;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
@@ -42,6 +42,9 @@ pub(super) struct DeviceInner {
     queue_pairs: RwLock<HashMap<Qpn, Weak<QpInner>>>,
     /// Targets of dynamic connections, whose numbers are of the same space. Locked after `queue_pairs`.
     targets: RwLock<HashMap<Qpn, Weak<DctInner>>>,
+    /// Numbers that the connection manager has told peers, for queue pairs that are made when those have confirmed. Locked
+    /// after `targets`.
+    reserved: Mutex<HashSet<Qpn>>,
     completion_queues: Mutex<Vec<Weak<CqInner>>>,
     contexts: Mutex<Vec<Weak<ContextInner>>>,
     next_id: AtomicU64,
@@ -119,6 +122,7 @@ impl DeviceInner {
             attr,
             queue_pairs: RwLock::default(),
             targets: RwLock::default(),
+            reserved: Mutex::default(),
             completion_queues: Mutex::default(),
             contexts: Mutex::default(),
             next_id: AtomicU64::new(1),
@@ -219,13 +223,45 @@ impl DeviceInner {
         self.queue_pairs.read().get(&qpn)?.upgrade()
     }
 
-    /// Makes a queue pair under a number that is not in use and that peers cannot predict.
-    pub(super) fn add_queue_pair(&self, make: impl FnOnce(Qpn) -> Arc<QpInner>) -> Result<Arc<QpInner>, VerbError> {
+    #[cfg(test)]
+    pub(super) fn queue_pair_count(&self) -> usize {
+        self.queue_pairs.read().len()
+    }
+
+    /// Makes a queue pair under the `reserved` number, or one that is not in use and that peers cannot predict.
+    pub(super) fn add_queue_pair(
+        &self,
+        reserved: Option<Qpn>,
+        make: impl FnOnce(Qpn) -> Arc<QpInner>,
+    ) -> Result<Arc<QpInner>, VerbError> {
         let mut table = self.queue_pairs.write();
-        let qpn = self.unused_number(&table, &self.targets.read(), "ibv_create_qp")?;
+        let qpn = match reserved {
+            None => self.unused_number(&table, &self.targets.read(), "ibv_create_qp")?,
+            Some(qpn) if self.reserved.lock().contains(&qpn) && !table.contains_key(&qpn) => qpn,
+            Some(_) => return Err(VerbError::new("ibv_create_qp", VerbError::EINVAL)),
+        };
         let made = make(qpn);
         table.insert(qpn, Arc::downgrade(&made));
         Ok(made)
+    }
+
+    /// Reserves a number for a queue pair that may be made later.
+    pub(super) fn reserve_number(&self) -> Result<Qpn, VerbError> {
+        // Others that look for a number meanwhile either hold the table for writing or come here.
+        let pairs = self.queue_pairs.write();
+        let qpn = self.unused_number(&pairs, &self.targets.read(), "rdma_accept")?;
+        self.reserved.lock().insert(qpn);
+        Ok(qpn)
+    }
+
+    /// Gives a reserved number back. A queue pair that was made under it keeps it.
+    pub(super) fn release_number(&self, qpn: Qpn) {
+        self.reserved.lock().remove(&qpn);
+    }
+
+    /// True if a queue pair may be made under this number, or was.
+    pub(super) fn is_reserved(&self, qpn: Qpn) -> bool {
+        self.reserved.lock().contains(&qpn)
     }
 
     /// Gives a target of dynamic connections its number; packets for it arrive from now on.
@@ -257,7 +293,8 @@ impl DeviceInner {
         loop {
             let qpn = Qpn(self.network.random()? as u32 & Qpn::MAX.0);
             // 0 and 1 are management, 0xffffff is multicast (IBTA 3.5.10).
-            if qpn.0 > 1 && qpn != Qpn::MAX && !pairs.contains_key(&qpn) && !targets.contains_key(&qpn) {
+            let taken = pairs.contains_key(&qpn) || targets.contains_key(&qpn) || self.is_reserved(qpn);
+            if qpn.0 > 1 && qpn != Qpn::MAX && !taken {
                 return Ok(qpn);
             }
         }

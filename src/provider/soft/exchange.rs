@@ -9,8 +9,10 @@ use std::sync::Arc;
 
 use crate::types::{Access, Data, Gid, Transport};
 
+use super::cm::Manager;
 use super::deferred::Deferred;
 use super::dma::{Gather, Payload};
+use super::network::NetworkInner;
 use super::qp::{QpInner, ReceiveSide, ReceiverHalf, SendSide, Sender};
 use super::requester::{Destination, Outgoing, Requester, Source};
 use super::scheduler::Job;
@@ -84,14 +86,14 @@ impl QpInner {
     #[inline]
     fn pump_connected(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) -> bool {
         self.find_peer(sender);
-        let Sender { machine, peer, .. } = sender;
-        let Some(peer) = peer else { return self.pump_lost(machine, deferred) };
+        let Sender { machine, peer, peer_at, .. } = sender;
+        let Some(peer) = peer else { return self.pump_lost(machine, *peer_at, deferred) };
         let mut receiver = peer.receiver.lock();
         let here = self.device();
         let there = peer.device();
         if peer.is_destroyed() || !here.is_linked() || !there.is_linked() {
             drop(receiver);
-            return self.pump_lost(machine, deferred);
+            return self.pump_lost(machine, *peer_at, deferred);
         }
         let responder = &mut receiver.machine;
         let mut out = SendSide { qp: self, deferred };
@@ -146,7 +148,7 @@ impl QpInner {
         deferred: &Deferred,
     ) -> bool {
         let mut receiver = peer.receiver.lock();
-        let responder = &mut receiver.machine;
+        let ReceiverHalf { machine: responder, unconfirmed, .. } = &mut *receiver;
         let here = self.device();
         let there = peer.device();
         // A connection has two ends that name each other; if not, answers reach somebody else.
@@ -180,21 +182,35 @@ impl QpInner {
             responder.on_request(&outgoing.packet, here.gid, &payload, &there.keys, &mut peer_out);
             budget.spend(payload.len());
             gather.clear();
+            if unconfirmed.is_some()
+                && !responder.is_receiving()
+                && let Some(reply) = Manager::on_early(there, here.gid, &outgoing.packet)
+            {
+                machine.on_response(&reply, &Payload::Bytes(&[]), &here.keys, &mut out);
+            }
             if unreliable {
                 machine.on_sent(&mut out);
             }
         }
     }
 
-    /// Nobody is there: packets leave and are lost.
+    /// No queue pair is there: packets leave and are lost, unless the connection manager answers them for a queue pair that is
+    /// still to be made.
     #[cold]
-    fn pump_lost(self: &Arc<Self>, machine: &mut Requester, deferred: &Deferred) -> bool {
+    fn pump_lost(self: &Arc<Self>, machine: &mut Requester, at: Destination, deferred: &Deferred) -> bool {
+        let here = self.device();
+        let there = here.network.device(at.gid).filter(|there| here.is_linked() && there.is_linked());
         let mut out = SendSide { qp: self, deferred };
         let mut budget = Budget::slice();
         let mut gather = Gather::new();
-        while let Some(_lost) = machine.next_packet(&self.device().keys, &mut gather, &mut out) {
+        while let Some(lost) = machine.next_packet(&here.keys, &mut gather, &mut out) {
             gather.clear();
             machine.on_sent(&mut out);
+            if let Some(there) = &there
+                && let Some(reply) = Manager::on_early(there, here.gid, &lost.packet)
+            {
+                machine.on_response(&reply, &Payload::Bytes(&[]), &here.keys, &mut out);
+            }
             budget.spend(0);
             if budget.is_spent() {
                 return machine.has_work();
@@ -290,6 +306,7 @@ impl QpInner {
     /// returned, which must follow: at once, or after more packets for it.
     pub(super) fn on_packet(self: &Arc<Self>, packet: &Packet, source: Gid, payload: &[u8]) -> Half {
         let deferred = Deferred::new();
+        let mut early = false;
         let payload = Payload::Bytes(payload);
         let keys = &self.device().keys;
         let half = if packet.body.is_response() {
@@ -304,16 +321,22 @@ impl QpInner {
                 let mut out = ReceiveSide { qp: self, deferred: &deferred };
                 let dropped = receiver.machine.counters.dropped;
                 receiver.machine.on_request(packet, source, &payload, keys, &mut out);
-                if receiver.unconfirmed.is_some()
-                    && receiver.machine.counters.dropped == dropped
-                    && let Some(connection) = receiver.unconfirmed.take()
-                {
-                    deferred.heard(self, connection);
+                if receiver.unconfirmed.is_some() {
+                    if receiver.machine.counters.dropped == dropped {
+                        if let Some(connection) = receiver.unconfirmed.take() {
+                            deferred.heard(self, connection);
+                        }
+                    } else {
+                        early = !receiver.machine.is_receiving();
+                    }
                 }
             }
             Half::Receiver
         };
         deferred.run();
+        if early {
+            NetworkInner::on_early(self.device(), source, packet);
+        }
         half
     }
 

@@ -373,7 +373,7 @@ impl NetworkInner {
         if packet.dest != MANAGEMENT {
             // Initiators of dynamic connections hear their targets only.
             let taken = device.queue_pair(packet.dest).filter(|qp| qp.transport() != Transport::Dci);
-            let Some(qp) = taken else { return false };
+            let Some(qp) = taken else { return Self::on_early(device, source, packet) };
             let half = qp.on_packet(packet, source, payload);
             turn.next(qp, half);
         } else if let Body::Datagram { qkey: MANAGEMENT_QKEY, imm: None, .. } = packet.body {
@@ -381,6 +381,15 @@ impl NetworkInner {
         } else {
             return false;
         }
+        true
+    }
+
+    /// A packet for a queue pair that is not ready; true if the connection manager has told its number to a peer, who is asked
+    /// to wait then.
+    #[cold]
+    pub(super) fn on_early(device: &Arc<DeviceInner>, source: Gid, packet: &Packet) -> bool {
+        let Some(reply) = Manager::on_early(device, source, packet) else { return false };
+        Outbox::new(device).push(&reply, source, &Payload::Bytes(&[]));
         true
     }
 

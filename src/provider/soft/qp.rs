@@ -23,6 +23,7 @@ use crate::types::{
 
 use self::modify::state_of;
 use super::Soft;
+use super::cm::Manager;
 use super::cq::{CqInner, Frees, Polled};
 use super::dc::DctInner;
 use super::deferred::Deferred;
@@ -92,7 +93,8 @@ pub(super) struct ReceiverHalf {
     pub(super) machine: Responder,
     /// The scheduler goes on with its replies.
     pub(super) replying: bool,
-    /// Number of a connection whose peer is to confirm it, if that has not been heard yet.
+    /// Number of a connection whose peer is to confirm it, if that has not been heard yet; or whose peer has confirmed and
+    /// may send before this queue pair takes requests.
     pub(super) unconfirmed: Option<u32>,
 }
 
@@ -148,8 +150,13 @@ impl Receiver for ReceiveSide<'_> {
     }
 }
 
-/// Makes a queue pair in RESET.
-pub(super) fn create(context: &Arc<ContextInner>, pd: u32, init: &QpInit<'_, Soft>) -> Result<Qp, VerbError> {
+/// Makes a queue pair in RESET, under the number that the connection manager has reserved, if there is one.
+pub(super) fn create(
+    context: &Arc<ContextInner>,
+    pd: u32,
+    init: &QpInit<'_, Soft>,
+    reserved: Option<Qpn>,
+) -> Result<Qp, VerbError> {
     let refuse = || VerbError::new("ibv_create_qp", VerbError::EINVAL);
     let device = context.device();
     let limits = device.attr();
@@ -177,7 +184,8 @@ pub(super) fn create(context: &Arc<ContextInner>, pd: u32, init: &QpInit<'_, Sof
     let srq = init.srq.map(|srq| Arc::clone(&srq.0));
     let incarnation = if initiator { device.network.random()? as u32 } else { 0 };
     let polled = Arc::new(Polled::default());
-    let inner = device.add_queue_pair(|qpn| {
+    let unconfirmed = reserved.and_then(|number| Manager::reserved_for(device, number));
+    let inner = device.add_queue_pair(reserved, |qpn| {
         let send_cq = Arc::clone(&init.send_cq.0);
         let recv_cq = Arc::clone(&init.recv_cq.0);
         let recv_owner = recv_cq.attach(qpn, &polled, srq.as_ref());
@@ -236,7 +244,7 @@ pub(super) fn create(context: &Arc<ContextInner>, pd: u32, init: &QpInit<'_, Sof
                 failed: false,
                 place: None,
             }),
-            receiver: Mutex::new(ReceiverHalf { machine: Responder::new(receive), replying: false, unconfirmed: None }),
+            receiver: Mutex::new(ReceiverHalf { machine: Responder::new(receive), replying: false, unconfirmed }),
         })
     })?;
     Ok(Qp(inner))

@@ -3,17 +3,18 @@
 //! A message for a connection that is not known changes nothing, and is answered with one at most: who waits for an answer
 //! need not wait in vain. How many answers there are is [limited](super::limits).
 
-use crate::types::{Gid, Psn, Qkey, Qpn, RejectReason};
+use crate::provider::cm_contract::Verdict;
+use crate::types::{Gid, Qkey, Qpn, RejectReason};
 
 use super::connection::{Connection, State};
-use super::machine::{BUSY_TIMEOUT, Event, Machine, Output, bounded};
+use super::machine::{BUSY_TIMEOUT, Event, Machine, Numbers, Output, bounded};
 use super::message::{About, CommId, Drep, Dreq, Mad, Message, Mra, Private, Rej, Rep, Req, SidrRep, SidrStatus};
 use super::ports::covers;
 
 impl Machine {
     /// A message from the device `from` arrives.
-    pub(super) fn on_message(&mut self, now: u64, from: Gid, mad: Mad, psn: impl FnOnce() -> Option<Psn>) {
-        self.limited(now, from, |machine| machine.take_message(now, from, mad, psn));
+    pub(super) fn on_message(&mut self, now: u64, from: Gid, mad: Mad, numbers: impl Numbers) {
+        self.limited(now, from, |machine| machine.take_message(now, from, mad, numbers));
     }
 
     /// A request from the device `from` arrives that nobody here could accept, whoever listens.
@@ -46,16 +47,27 @@ impl Machine {
         }
     }
 
-    fn take_message(&mut self, now: u64, from: Gid, mad: Mad, psn: impl FnOnce() -> Option<Psn>) {
+    fn take_message(&mut self, now: u64, from: Gid, mad: Mad, numbers: impl Numbers) {
         let Mad { transaction, message } = mad;
         match message {
-            Message::Req(req) => self.on_request(now, from, transaction, *req, psn),
+            Message::Req(req) => self.on_request(now, from, transaction, *req, numbers),
             Message::Rep(rep) => self.on_response(from, transaction, &rep),
             Message::Rej(rej) => self.on_rejection(now, from, &rej),
             Message::Mra(mra) => self.on_receipt(now, from, &mra),
             Message::Rtu(rtu) => {
                 if self.find(from, rtu.remote_id, rtu.local_id) == Some(State::RepSent) {
                     self.established(rtu.remote_id);
+                } else if self.connection(rtu.remote_id).is_none() && rtu.local_id != 0 {
+                    // It has given way, or was given up: its peer takes it for established.
+                    let rej = Rej {
+                        local_id: rtu.remote_id,
+                        remote_id: rtu.local_id,
+                        about: About::Other,
+                        reason: RejectReason::INVALID_COMM_ID,
+                        private_data: Private::empty(),
+                    };
+                    let mad = Mad { transaction, message: Message::Rej(Box::new(rej)) };
+                    self.out.push_back(Output::Send { to: from, mad });
                 }
             }
             Message::Dreq(dreq) => self.on_goodbye(now, from, transaction, &dreq),
@@ -82,12 +94,12 @@ impl Machine {
         }
     }
 
-    fn on_request(&mut self, now: u64, from: Gid, transaction: u64, req: Req, psn: impl FnOnce() -> Option<Psn>) {
-        let refuse = |reason| {
-            let rej =
-                Rej { local_id: 0, remote_id: req.local_id, about: About::Req, reason, private_data: Private::empty() };
+    fn on_request(&mut self, now: u64, from: Gid, transaction: u64, req: Req, mut numbers: impl Numbers) {
+        let refuse_with = |reason, private_data| {
+            let rej = Rej { local_id: 0, remote_id: req.local_id, about: About::Req, reason, private_data };
             Output::Send { to: from, mad: Mad { transaction, message: Message::Rej(Box::new(rej)) } }
         };
+        let refuse = |reason| refuse_with(reason, Private::empty());
         // Not of a manager that plays by the rules, so nobody would understand the answer.
         if req.local_gid != from || req.local_id == 0 || req.qpn.0 <= 1 || req.qpn.0 > Qpn::MAX.0 {
             return;
@@ -117,24 +129,45 @@ impl Machine {
             }
             return;
         }
-        if listener.waiting >= listener.backlog || !self.half_open.open(from) {
+        let room = listener.waiting < listener.backlog;
+        let verdict = match &listener.admit {
+            Some(admit) if room => admit.admit(req.source.ip(), req.private_data.bytes()),
+            _ => Verdict::Ask,
+        };
+        if let Verdict::Reject(data) = &verdict {
+            // Nothing is remembered of it: if the answer is lost, the peer repeats its request and is answered anew.
+            let data = Private::new(data).unwrap_or_else(Private::empty);
+            return self.out.push_back(refuse_with(RejectReason::CONSUMER, data));
+        }
+        let may_open = |machine: &mut Self| {
+            machine.half_open.open(from)
+                || (matches!(verdict, Verdict::Answer(_)) && machine.give_way_to(from) && machine.half_open.open(from))
+        };
+        if !room || !may_open(self) {
             // Nothing is remembered of it: the peer repeats it, and there may be room then.
             let mra = Mra { local_id: 0, remote_id: req.local_id, about: About::Req, service_timeout: BUSY_TIMEOUT };
             let mad = Mad { transaction, message: Message::Mra(mra) };
             return self.out.push_back(Output::Send { to: from, mad });
         }
         // Without a number that nobody can guess: as if the request was lost.
-        let Some(rq_psn) = psn() else { return self.half_open.close(from) };
-        listener.waiting += 1;
-        let id = self.new_id();
+        let Some(rq_psn) = numbers.psn() else { return self.half_open.close(from) };
+        if let (Verdict::Ask, Some(listener)) = (&verdict, self.listeners.get_mut(&key)) {
+            listener.waiting += 1;
+        }
+        let id = self.id_of_request(numbers.id());
         let timeout = bounded(req.local_timeout);
         let mut connection = Connection::of_request(&req, transaction, rq_psn, timeout);
         connection.waiting_at = Some(key);
+        connection.unseen = matches!(verdict, Verdict::Answer(_));
         let peer = connection.params.clone();
         self.requests.insert((from, req.local_id), id);
         self.queue_pairs.insert((from, req.qpn), id);
         self.connections.insert(id, connection);
-        if let Some(peer) = peer {
+        if let Verdict::Answer(answer) = &verdict {
+            if !self.answer_unseen(now, id, answer, || numbers.reserve()) {
+                self.forget(id);
+            }
+        } else if let Some(peer) = peer {
             self.out.push_back(Output::Request { listener: key, connection: id, peer });
         }
     }

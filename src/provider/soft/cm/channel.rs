@@ -8,8 +8,8 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 use crate::error::VerbError;
-use crate::provider::cm_contract::{self, CmEvent, CmEventKind, CmParams, CmRoute};
-use crate::types::{Access, Gid, Mtu, Psn, QpAttr, QpState};
+use crate::provider::cm_contract::{self, Admit, CmAnswer, CmEvent, CmEventKind, CmParams, CmRoute};
+use crate::types::{Access, Gid, Mtu, Psn, QpAttr, QpState, Qpn};
 
 use super::super::Soft;
 use super::super::channel::{Mailbox, os_error};
@@ -78,6 +78,8 @@ struct Known {
     mtu: Option<Mtu>,
     /// Port and number of what it has bound to.
     claim: Option<(u16, u64)>,
+    /// Number that the peer was told for a queue pair that is still to be made.
+    reserved: Option<Qpn>,
     /// The program went so far that it may say goodbye.
     agreed: bool,
 }
@@ -108,6 +110,7 @@ impl CmId {
         connection: CommId,
         (local, peer): (SocketAddr, SocketAddr),
         (destination, mtu): (Gid, Mtu),
+        reserved: Option<Qpn>,
     ) -> Self {
         let known = Known {
             role: Role::Connection(connection),
@@ -115,6 +118,9 @@ impl CmId {
             peer: Some(peer),
             destination: Some(destination),
             mtu: Some(mtu),
+            reserved,
+            // The peer takes the connection for established.
+            agreed: reserved.is_some(),
             ..Known::default()
         };
         Self::new(device, channel, key, known)
@@ -197,6 +203,26 @@ impl cm_contract::CmId for CmId {
         Manager::with(&self.device, |state, _| state.machine.listen(self.key, local, backlog));
         self.device.network.ports.lock().listen(port, claim);
         Ok(())
+    }
+
+    fn answer(&self, admit: Arc<dyn Admit>) -> bool {
+        Manager::with(&self.device, |state, _| state.machine.answer(self.key, admit))
+    }
+
+    fn answer_late(&self, answer: &CmAnswer) -> bool {
+        let mut known = self.known.lock();
+        let Role::Connection(connection) = known.role else { return false };
+        let taken = Manager::with(&self.device, |state, now| {
+            state.answer_late(now, connection, self.key, answer, || self.device.reserve_number().ok())
+        });
+        if taken {
+            known.role = Role::New;
+        }
+        taken
+    }
+
+    fn reserved(&self) -> Option<Qpn> {
+        self.known.lock().reserved
     }
 
     fn resolve_addr(&self, source: Option<SocketAddr>, destination: SocketAddr, _: Duration) -> Result<(), VerbError> {

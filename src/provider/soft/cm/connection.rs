@@ -17,7 +17,7 @@ use super::message::{CommId, Message, Rep, Req, Traffic};
 ///        │ REP arrives                                      │  └── reject ──▶ Refused ── later ──▶ gone
 ///     RepRcvd ── REJ ──▶ gone                               │ accept ──▶ REP
 ///        │ establish ──▶ RTU                             RepSent ── REJ, timeout ──▶ gone
-///        ▼                                                  │ RTU arrives
+///        ▼                                                  │ RTU arrives, or a packet of the connection
 ///     Established ◀─────────────────────────────────────────┘
 ///        │ disconnect ──▶ DREQ         │ DREQ arrives ──▶ DREP
 ///     DreqSent ── DREP, timeout ──▶ TimeWait ── later ──▶ gone
@@ -60,6 +60,12 @@ pub(super) struct Connection {
     pub(super) owned: bool,
     /// A request that counts against the backlog of this listener.
     pub(super) waiting_at: Option<u64>,
+    /// The manager has answered it, and no program has seen it.
+    pub(super) unseen: bool,
+    /// Its place among those that give way.
+    pub(super) yielding: Option<u64>,
+    /// `local_qpn` was reserved for a queue pair that is made later, or was made.
+    pub(super) reserved: bool,
     /// It counts among those that its peer has begun and not completed.
     pub(super) half_open: bool,
     pub(super) transaction: u64,
@@ -103,6 +109,9 @@ impl Connection {
             state: State::ReqRcvd,
             owned: true,
             waiting_at: None,
+            unseen: false,
+            yielding: None,
+            reserved: false,
             half_open: true,
             transaction,
             peer: req.local_gid,

@@ -1,10 +1,27 @@
 //! What a fuzzer feeds: bytes that arrive at queue pair 1, with what must hold whatever they are.
 
-use crate::types::{Gid, Mtu, Psn};
+use crate::types::{Gid, Mtu, Psn, Qpn};
 
-use super::machine::{Machine, Output};
+use super::machine::{Machine, Numbers, Output};
 use super::mad::MadError;
-use super::message::{Mad, Message};
+use super::message::{CommId, Mad, Message};
+
+/// The same numbers each time.
+struct Numbered;
+
+impl Numbers for Numbered {
+    fn psn(&mut self) -> Option<Psn> {
+        Some(Psn::new(1))
+    }
+
+    fn id(&mut self) -> Option<CommId> {
+        None
+    }
+
+    fn reserve(&mut self) -> Option<Qpn> {
+        Some(Qpn(0x5000))
+    }
+}
 
 /// Datagrams of 256 bytes, each as it is, and as a manager that listens takes it. What is a message encodes to the same
 /// one; each is answered by two at most (a stale connection is refused, and ended), in what decodes again.
@@ -21,7 +38,7 @@ pub fn mad(bytes: &[u8]) {
                 if let Message::Req(req) = &mut mad.message {
                     (req.local_gid, req.remote_gid) = (peer, ours);
                 }
-                machine.on_message(now, peer, mad, || Some(Psn::new(1)));
+                machine.on_message(now, peer, mad, Numbered);
             }
             Err(MadError::Request { transaction, remote_id, reason }) => {
                 machine.refuse_unseen(now, peer, transaction, remote_id, reason);

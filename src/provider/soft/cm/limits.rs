@@ -3,11 +3,12 @@
 //! Both are in fixed memory, or bounded by what they count. What is beyond a limit is as good as lost on the way: peers that
 //! mean well repeat it.
 
-use std::collections::HashMap;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use crate::types::Gid;
 
-use super::message::CmTimeout;
+use super::message::{CmTimeout, CommId};
 
 /// Requests of one peer that have not come to a connection or to a refusal. A program makes a queue pair for each that it
 /// accepts, so this is what a peer can make it hold.
@@ -29,12 +30,22 @@ pub(super) struct HalfOpen {
 impl HalfOpen {
     /// One more, if there may be.
     pub(super) fn open(&mut self, peer: Gid) -> bool {
-        if self.total >= HALF_OPEN || self.of_peers.get(&peer).is_some_and(|&count| count >= HALF_OPEN_OF_PEER) {
+        if self.is_full() || self.is_full_for(peer) {
             return false;
         }
         *self.of_peers.entry(peer).or_default() += 1;
         self.total += 1;
         true
+    }
+
+    /// No peer may begin another.
+    pub(super) const fn is_full(&self) -> bool {
+        self.total >= HALF_OPEN
+    }
+
+    /// This peer may not begin another.
+    pub(super) fn is_full_for(&self, peer: Gid) -> bool {
+        self.of_peers.get(&peer).is_some_and(|&count| count >= HALF_OPEN_OF_PEER)
     }
 
     /// More than half of the room is taken.
@@ -55,6 +66,63 @@ impl HalfOpen {
     #[cfg(test)]
     pub(super) const fn total(&self) -> u32 {
         self.total
+    }
+}
+
+/// Half-open connections that the manager has answered in the name of a listener, and that give way: no program knows of
+/// them, and no queue pair was made.
+#[derive(Debug, Default)]
+pub(super) struct Yielding {
+    /// Of each peer, by age.
+    of_peers: HashMap<Gid, BTreeMap<u64, CommId>>,
+    /// Peers by how many they have, then by the age of their oldest: the last has the most, and of those the oldest.
+    order: BTreeSet<(usize, Reverse<u64>, Gid)>,
+    last: u64,
+}
+
+impl Yielding {
+    /// Adds one; the number by which it is removed.
+    pub(super) fn add(&mut self, peer: Gid, id: CommId) -> u64 {
+        self.last += 1;
+        let number = self.last;
+        self.change(peer, |of_peer| of_peer.insert(number, id));
+        number
+    }
+
+    pub(super) fn remove(&mut self, peer: Gid, number: u64) {
+        self.change(peer, |of_peer| of_peer.remove(&number));
+    }
+
+    /// The oldest of a peer.
+    pub(super) fn oldest_of(&self, peer: Gid) -> Option<CommId> {
+        self.of_peers.get(&peer)?.first_key_value().map(|(_, &id)| id)
+    }
+
+    /// The oldest of the peer that has the most.
+    pub(super) fn of_largest_share(&self) -> Option<CommId> {
+        self.order.last().and_then(|&(_, _, peer)| self.oldest_of(peer))
+    }
+
+    fn change<R>(&mut self, peer: Gid, change: impl FnOnce(&mut BTreeMap<u64, CommId>) -> R) {
+        let place = |of_peer: &BTreeMap<u64, CommId>| {
+            of_peer.first_key_value().map(|(&oldest, _)| (of_peer.len(), Reverse(oldest), peer))
+        };
+        let of_peer = self.of_peers.entry(peer).or_default();
+        let before = place(of_peer);
+        let _ = change(of_peer);
+        let after = place(of_peer);
+        if after.is_none() {
+            self.of_peers.remove(&peer);
+        }
+        if before != after {
+            before.map(|before| self.order.remove(&before));
+            after.map(|after| self.order.insert(after));
+        }
+    }
+
+    #[cfg(test)]
+    pub(super) fn is_empty(&self) -> bool {
+        self.of_peers.is_empty() && self.order.is_empty()
     }
 }
 
@@ -117,6 +185,25 @@ impl Answers {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn oldest_of_the_largest_share_gives_way_first() {
+        let mut yielding = Yielding::default();
+        let mut numbers = HashMap::new();
+        for (id, peer) in [(1, 9), (2, 1), (3, 1), (4, 5), (5, 1), (6, 5)] {
+            numbers.insert(id, (gid(peer), yielding.add(gid(peer), id)));
+        }
+        assert_eq!((yielding.oldest_of(gid(5)), yielding.oldest_of(gid(7))), (Some(4), None));
+        let mut given = Vec::new();
+        while let Some(id) = yielding.of_largest_share() {
+            let (peer, number) = numbers.remove(&id).unwrap();
+            yielding.remove(peer, number);
+            given.push(id);
+        }
+        // Of peer 1 until it has fewer than peer 5, and of equal shares the one with the oldest.
+        assert_eq!(given, [2, 3, 4, 1, 5, 6]);
+        assert!(yielding.is_empty());
+    }
 
     const SECOND: u64 = 1_000_000_000;
 

@@ -7,13 +7,15 @@
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
 
 use crate::error::VerbError;
-use crate::provider::cm_contract::{CmParams, CmPeer, REJECT_DATA};
+use crate::provider::cm_contract::{Admit, CmAnswer, CmParams, CmPeer, REJECT_DATA};
 use crate::types::{AckTimeout, Gid, Mtu, Psn, Qpn, RejectReason};
 
 use super::connection::{Connection, State};
-use super::limits::{Answers, HURRIED_RETRIES, HURRIED_TIMEOUT, HalfOpen};
+use super::limits::{Answers, HURRIED_RETRIES, HURRIED_TIMEOUT, HalfOpen, Yielding};
 use super::message::{About, CmTimeout, CommId, Dreq, Mad, Message, Mra, Private, Rej, Rep, Req, Rtu, Traffic};
 
 /// First wait for an answer to a request or a disconnect: 268 ms, far above what a process takes to be scheduled.
@@ -67,6 +69,8 @@ pub(super) enum Output {
         connection: CommId,
         peer: CmPeer,
     },
+    /// A number that was reserved is needed no more.
+    Release(Qpn),
 }
 
 #[derive(Debug, PartialEq, Eq)]
@@ -83,8 +87,20 @@ pub(super) enum Event {
 pub(super) struct Listener {
     pub(super) address: SocketAddr,
     pub(super) backlog: u32,
-    /// Requests that wait for their answer.
+    /// Requests that wait for their answer; and those that were answered, and wait for the program.
     pub(super) waiting: u32,
+    /// Answers requests without the program.
+    pub(super) admit: Option<Arc<dyn Admit>>,
+}
+
+/// What a request needs that the machine cannot draw itself.
+pub(super) trait Numbers {
+    /// A first sequence number that peers cannot predict.
+    fn psn(&mut self) -> Option<Psn>;
+    /// A number for a connection that a peer has asked for. Who can predict it can confirm an answer that it has not received.
+    fn id(&mut self) -> Option<CommId>;
+    /// A number for a queue pair that is made later, which peers cannot predict either.
+    fn reserve(&mut self) -> Option<Qpn>;
 }
 
 /// Where an active connection goes.
@@ -117,6 +133,9 @@ pub(super) struct Machine {
     /// Rejected last; some may be forgotten already.
     refused: VecDeque<CommId>,
     pub(super) half_open: HalfOpen,
+    pub(super) yielding: Yielding,
+    /// Connections whose queue pair is still to be made, by the number that it will have.
+    pub(super) reserved: HashMap<Qpn, CommId>,
     pub(super) answers: Answers,
     pub(super) out: VecDeque<Output>,
 }
@@ -141,6 +160,8 @@ impl Machine {
             timers: BTreeSet::new(),
             refused: VecDeque::new(),
             half_open: HalfOpen::default(),
+            yielding: Yielding::default(),
+            reserved: HashMap::new(),
             answers: Answers::new(drawn(seed, Draw::Answers)),
             out: VecDeque::new(),
         }
@@ -162,7 +183,14 @@ impl Machine {
     // What programs ask for.
 
     pub(super) fn listen(&mut self, listener: u64, address: SocketAddr, backlog: u32) {
-        self.listeners.insert(listener, Listener { address, backlog, waiting: 0 });
+        self.listeners.insert(listener, Listener { address, backlog, waiting: 0, admit: None });
+    }
+
+    /// Has the requests of a listener answered as `admit` decides.
+    pub(super) fn answer(&mut self, listener: u64, admit: Arc<dyn Admit>) -> bool {
+        let Some(listener) = self.listeners.get_mut(&listener) else { return false };
+        listener.admit = Some(admit);
+        true
     }
 
     pub(super) fn stop_listening(&mut self, listener: u64) {
@@ -206,6 +234,9 @@ impl Machine {
             state: State::ReqSent,
             owned: true,
             waiting_at: None,
+            unseen: false,
+            yielding: None,
+            reserved: false,
             half_open: false,
             transaction,
             peer: to.gid,
@@ -238,6 +269,12 @@ impl Machine {
     /// Answers a request with yes.
     pub(super) fn accept(&mut self, now: u64, id: CommId, params: &CmParams<'_>) -> Result<(), VerbError> {
         const VERB: &str = "rdma_accept";
+        if self.in_state(id, State::Established).is_some_and(|connection| connection.waiting_at.is_some()) {
+            // The peer was answered, and has confirmed.
+            self.answered(id);
+            self.event(id, Event::Established);
+            return Ok(());
+        }
         let private_data = Private::new(params.private_data).ok_or(invalid(VERB))?;
         let guid = self.guid;
         let connection = self.in_state(id, State::ReqRcvd).ok_or(invalid(VERB))?;
@@ -267,6 +304,10 @@ impl Machine {
     pub(super) fn reject(&mut self, now: u64, id: CommId, private_data: &[u8]) -> Result<(), VerbError> {
         const VERB: &str = "rdma_reject";
         let private_data = Private::new(private_data).ok_or(invalid(VERB))?;
+        if self.in_state(id, State::Established).is_some_and(|connection| connection.waiting_at.is_some()) {
+            self.answered(id);
+            return self.disconnect(now, id);
+        }
         self.in_state(id, State::ReqRcvd).ok_or(invalid(VERB))?;
         self.refuse(now, id, RejectReason::CONSUMER, private_data);
         Ok(())
@@ -311,6 +352,7 @@ impl Machine {
             State::RepSent => self.give_up(id, About::Other, RejectReason::CONSUMER),
             State::ReqRcvd => self.refuse(now, id, RejectReason::CONSUMER, Private::empty()),
             State::Established => {
+                self.answered(id);
                 // Cannot fail in this state.
                 let _ = self.disconnect(now, id);
             }
@@ -378,6 +420,23 @@ impl Machine {
         }
     }
 
+    /// A request of RC has arrived at the queue pair `qpn`, which is not ready, with this sequence number. The queue pair of the
+    /// peer, which is to be asked to wait, if this is the first packet of a connection whose queue pair is still to be made.
+    /// The peer can know its numbers from our answer only, so it has confirmed that.
+    pub(super) fn on_early(&mut self, from: Gid, qpn: Qpn, psn: Psn) -> Option<Qpn> {
+        let id = *self.reserved.get(&qpn)?;
+        let connection = self.connections.get(&id)?;
+        let known = matches!(connection.state, State::RepSent | State::Established);
+        if !known || connection.peer != from || connection.rq_psn != psn {
+            return None;
+        }
+        let remote = connection.remote_qpn;
+        if connection.state == State::RepSent {
+            self.established(id);
+        }
+        remote
+    }
+
     // Steps that several of these take.
 
     /// State of the connection that both numbers and the peer's GID name.
@@ -399,10 +458,80 @@ impl Machine {
     pub(super) fn established(&mut self, id: CommId) {
         self.set_deadline(id, None);
         self.completed(id);
-        if let Some(connection) = self.connections.get_mut(&id) {
-            connection.state = State::Established;
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        connection.state = State::Established;
+        if !std::mem::take(&mut connection.unseen) {
+            return self.event(id, Event::Established);
         }
-        self.event(id, Event::Established);
+        let (Some(key), Some(peer)) = (connection.waiting_at, connection.params.clone()) else { return };
+        connection.owned = true;
+        match self.listeners.get_mut(&key) {
+            Some(listener) => listener.waiting += 1,
+            // Its owner is gone, so the request is released when it is given out.
+            None => connection.waiting_at = None,
+        }
+        self.out.push_back(Output::Request { listener: key, connection: id, peer });
+    }
+
+    /// True for a request that waits for its answer.
+    pub(super) fn waits(&mut self, id: CommId) -> bool {
+        self.in_state(id, State::ReqRcvd).is_some()
+    }
+
+    /// Answers a request without the program. False if no number can be had.
+    pub(super) fn answer_unseen(
+        &mut self,
+        now: u64,
+        id: CommId,
+        answer: &CmAnswer,
+        number: impl FnOnce() -> Option<Qpn>,
+    ) -> bool {
+        let listener = self.connections.get(&id).and_then(|connection| connection.waiting_at);
+        // No longer, if it did: it waits for the program once its peer has confirmed.
+        self.answered(id);
+        let Some(qpn) = number() else { return false };
+        let Some(connection) = self.connections.get_mut(&id) else { return false };
+        connection.owned = false;
+        connection.unseen = true;
+        connection.reserved = true;
+        connection.local_qpn = qpn;
+        let peer = connection.peer;
+        let params = CmParams {
+            qpn,
+            private_data: &answer.private_data,
+            responder_resources: answer.responder_resources.min(connection.responder_resources),
+            initiator_depth: answer.initiator_depth.min(connection.initiator_depth),
+            retry_count: answer.retry_count,
+            rnr_retry: answer.rnr_retry,
+            // Nothing is repeated by it.
+            timeout: Duration::ZERO,
+            srq: false,
+        };
+        self.reserved.insert(qpn, id);
+        let place = self.yielding.add(peer, id);
+        if let Some(connection) = self.connections.get_mut(&id) {
+            connection.yielding = Some(place);
+        }
+        let accepted = self.accept(now, id, &params).is_ok();
+        if let Some(connection) = self.connections.get_mut(&id) {
+            connection.waiting_at = listener;
+        }
+        accepted
+    }
+
+    /// Lets a half-open connection give way to one of `peer`, if there is any that may: of the peer itself if that has as many as
+    /// it may, else of the one that has the most.
+    pub(super) fn give_way_to(&mut self, peer: Gid) -> bool {
+        let own = self.half_open.is_full_for(peer);
+        let oldest = if own { self.yielding.oldest_of(peer) } else { self.yielding.of_largest_share() };
+        let Some(id) = oldest else { return false };
+        let listener = self.connections.get(&id).and_then(|connection| connection.waiting_at);
+        if let Some(admit) = listener.and_then(|key| self.listeners.get(&key)).and_then(|it| it.admit.as_ref()) {
+            admit.gave_way();
+        }
+        // Its peer is not told: most likely there is none.
+        self.forget(id);
+        true
     }
 
     pub(super) fn disconnected(&mut self, now: u64, id: CommId) {
@@ -473,7 +602,8 @@ impl Machine {
 
     /// A request waits no more.
     fn answered(&mut self, id: CommId) {
-        let listener = self.connections.get_mut(&id).and_then(|connection| connection.waiting_at.take());
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        let listener = connection.waiting_at.take().filter(|_| !connection.unseen);
         if let Some(listener) = listener.and_then(|key| self.listeners.get_mut(&key)) {
             listener.waiting -= 1;
         }
@@ -481,10 +611,12 @@ impl Machine {
 
     /// It is half open no more.
     fn completed(&mut self, id: CommId) {
-        if let Some(connection) = self.connections.get_mut(&id)
-            && std::mem::take(&mut connection.half_open)
-        {
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        if std::mem::take(&mut connection.half_open) {
             self.half_open.close(connection.peer);
+        }
+        if let Some(place) = connection.yielding.take() {
+            self.yielding.remove(connection.peer, place);
         }
     }
 
@@ -535,10 +667,20 @@ impl Machine {
         self.set_deadline(id, None);
         self.let_go_of_queue_pair(id);
         let Some(connection) = self.connections.remove(&id) else { return };
+        if connection.reserved {
+            self.reserved.remove(&connection.local_qpn);
+            self.out.push_back(Output::Release(connection.local_qpn));
+        }
         let request = (connection.peer, connection.remote_id);
         if self.requests.get(&request) == Some(&id) {
             self.requests.remove(&request);
         }
+    }
+
+    /// Number of a new connection: `drawn`, if it is free.
+    pub(super) fn id_of_request(&mut self, drawn: Option<CommId>) -> CommId {
+        let free = drawn.filter(|id| *id != 0 && !self.connections.contains_key(id));
+        free.unwrap_or_else(|| self.new_id())
     }
 
     pub(super) fn new_id(&mut self) -> CommId {

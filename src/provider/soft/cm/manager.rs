@@ -9,19 +9,40 @@ use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
-use crate::provider::cm_contract::{CmEvent, CmEventKind};
-use crate::types::{Gid, Mtu, Psn, Qpn};
+use crate::provider::cm_contract::{CmAnswer, CmEvent, CmEventKind};
+use crate::types::{Gid, Mtu, Psn, Qpn, RnrTimer, Transport};
 
 use super::super::Soft;
 use super::super::device::DeviceInner;
 use super::super::scheduler::Job;
+use super::super::wire::{Aeth, Body, Packet, Syndrome};
 use super::channel::{ChannelInner, CmId};
-use super::machine::{Event, Machine, Output};
+use super::machine::{Event, Machine, Numbers, Output};
 use super::mad::MadError;
 use super::message::{CommId, Mad, Message};
 
 /// `ETIMEDOUT` of `errno(3)`.
 const ETIMEDOUT: i32 = 110;
+
+/// How long a peer waits that sends before our queue pair is ready, 0.64 ms: making one takes less, if the program is about to.
+const NOT_READY: RnrTimer = RnrTimer::from_code(12);
+
+/// Numbers of a device.
+struct Drawn<'a>(&'a Arc<DeviceInner>);
+
+impl Numbers for Drawn<'_> {
+    fn psn(&mut self) -> Option<Psn> {
+        self.0.network.random().ok().map(|random| Psn::new(random as u32))
+    }
+
+    fn id(&mut self) -> Option<CommId> {
+        self.0.network.random().ok().map(|random| random as u32)
+    }
+
+    fn reserve(&mut self) -> Option<Qpn> {
+        self.0.reserve_number().ok()
+    }
+}
 
 /// See the module.
 pub(in super::super) struct Manager(Mutex<State>);
@@ -76,7 +97,6 @@ impl Manager {
     pub(in super::super) fn on_datagram(device: &Arc<DeviceInner>, from: Gid, bytes: &[u8]) {
         let mad = Mad::decode(bytes);
         tracing::trace!(%from, ?mad, "message arrived");
-        let psn = || device.network.random().ok().map(|random| Psn::new(random as u32));
         match mad {
             // Programs are told the address that a request says, so it must be its sender's; within the process devices have
             // several.
@@ -85,7 +105,7 @@ impl Manager {
             {
                 tracing::debug!(device = device.attr().name, %from, source = %req.source, "another's address: dropped");
             }
-            Ok(mad) => Self::with(device, |state, now| state.machine.on_message(now, from, mad, psn)),
+            Ok(mad) => Self::with(device, |state, now| state.machine.on_message(now, from, mad, Drawn(device))),
             Err(MadError::Request { transaction, remote_id, reason }) => {
                 Self::with(device, |state, now| state.machine.refuse_unseen(now, from, transaction, remote_id, reason));
             }
@@ -96,6 +116,24 @@ impl Manager {
     /// A packet of the connection has arrived at the queue pair `qpn`.
     pub(in super::super) fn on_traffic(device: &Arc<DeviceInner>, connection: CommId, qpn: Qpn) {
         Self::with(device, |state, _| state.machine.on_traffic(connection, qpn));
+    }
+
+    /// A packet has arrived at a queue pair that is not ready. If its number is one that a peer was told, and the packet is the
+    /// first of that peer, what asks the peer to wait.
+    pub(in super::super) fn on_early(device: &Arc<DeviceInner>, from: Gid, packet: &Packet) -> Option<Packet> {
+        let asks = packet.transport == Transport::Rc && !packet.body.is_response();
+        if !asks || !device.is_reserved(packet.dest) {
+            return None;
+        }
+        let dest = Self::with(device, |state, _| state.machine.on_early(from, packet.dest, packet.psn))?;
+        let aeth = Aeth { syndrome: Syndrome::RnrNak(NOT_READY.code()), msn: 0 };
+        let body = Body::Acknowledge(aeth);
+        Some(Packet { transport: Transport::Rc, dest, psn: packet.psn, solicited: false, ack_request: false, body })
+    }
+
+    /// The connection for whose queue pair this number is reserved.
+    pub(in super::super) fn reserved_for(device: &Arc<DeviceInner>, number: Qpn) -> Option<CommId> {
+        device.cm.0.lock().machine.reserved.get(&number).copied()
     }
 
     /// The device is lost: every id is told, and nothing more happens.
@@ -148,6 +186,27 @@ impl State {
         }
     }
 
+    /// The id `key` gives its request back, to be answered without the program; false if it cannot be.
+    pub(super) fn answer_late(
+        &mut self,
+        now: u64,
+        connection: CommId,
+        key: u64,
+        answer: &CmAnswer,
+        number: impl FnOnce() -> Option<Qpn>,
+    ) -> bool {
+        if self.connections.get(&connection) != Some(&key) || !self.machine.waits(connection) {
+            return false;
+        }
+        self.connections.remove(&connection);
+        self.owners.remove(&key);
+        if !self.machine.answer_unseen(now, connection, answer, number) {
+            // As if the request was lost.
+            self.machine.forget(connection);
+        }
+        true
+    }
+
     /// The id of a listener, or of nothing yet, is gone.
     pub(super) fn forget(&mut self, key: u64) {
         self.owners.remove(&key);
@@ -164,6 +223,7 @@ impl State {
         let mut held = Vec::new();
         while let Some(output) = self.machine.next_output() {
             match output {
+                Output::Release(number) => device.release_number(number),
                 Output::Send { to, mad } => device.network.transmit_management(device, to, &mad.encode()),
                 Output::Event { connection, event } => {
                     let Some(&key) = self.connections.get(&connection) else { continue };
@@ -180,7 +240,9 @@ impl State {
                     };
                     let key = self.new_key(&channel);
                     self.add(connection, key);
-                    let id = CmId::of_request(device, &channel, key, connection, addresses, path);
+                    let reserved = self.machine.connection(connection).filter(|known| known.reserved);
+                    let reserved = reserved.map(|known| known.local_qpn);
+                    let id = CmId::of_request(device, &channel, key, connection, addresses, path, reserved);
                     channel.events.push(CmEvent { key: listener, kind: CmEventKind::ConnectRequest { id, peer } });
                     held.push(channel);
                 }

@@ -14,7 +14,7 @@ use memmap2::MmapRaw;
 use crate::error::VerbError;
 use crate::provider::contract::{self, DctInit, DmaBufRange, QpInit};
 use crate::types::{
-    Access, AddressVector, AsyncEvent, DeviceAttr, GidEntry, GidKind, Lkey, PortAttr, PortNum, Rkey, SrqCaps,
+    Access, AddressVector, AsyncEvent, DeviceAttr, GidEntry, GidKind, Lkey, PortAttr, PortNum, Qpn, Rkey, SrqCaps,
 };
 
 use super::{DeviceInner, MAX_MR_SIZE, PORT};
@@ -243,7 +243,12 @@ impl contract::Pd<Soft> for Pd {
 
     fn create_qp(&self, init: &QpInit<'_, Soft>) -> Result<Qp, VerbError> {
         self.context.device.alive("ibv_create_qp")?;
-        qp::create(&self.context, self.id, init)
+        qp::create(&self.context, self.id, init, None)
+    }
+
+    fn create_numbered_qp(&self, number: Qpn, init: &QpInit<'_, Soft>) -> Result<Qp, VerbError> {
+        self.context.device.alive("ibv_create_qp")?;
+        qp::create(&self.context, self.id, init, Some(number))
     }
 
     fn create_mw(&self) -> Result<Mw, VerbError> {

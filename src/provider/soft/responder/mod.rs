@@ -207,6 +207,12 @@ impl Responder {
         self.position
     }
 
+    /// True in the states in which requests are executed.
+    #[inline]
+    pub(in crate::provider::soft) const fn is_receiving(&self) -> bool {
+        matches!(self.state, QpState::Rtr | QpState::Rts | QpState::Sqd | QpState::Sqe)
+    }
+
     /// Replies that have not been taken.
     pub(in crate::provider::soft) fn has_replies(&self) -> bool {
         !self.replies.is_empty()
@@ -252,8 +258,7 @@ impl Responder {
         keys: &Keys,
         out: &mut impl Receiver,
     ) {
-        let receiving = matches!(self.state, QpState::Rtr | QpState::Rts | QpState::Sqd | QpState::Sqe);
-        if !receiving || packet.transport != self.config.transport {
+        if !self.is_receiving() || packet.transport != self.config.transport {
             self.counters.dropped += 1;
             return;
         }

@@ -4,9 +4,19 @@ use std::fs;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::{Path, PathBuf};
 
+use crate::provider::soft::Network;
 use crate::provider::soft::wire::{Packet, WireError};
 
 use super::icrc::{CHECK, Header};
+
+impl Network {
+    /// Appends the check that a packet has between port 4791 of two addresses.
+    pub(in crate::provider::soft) fn seal_between(source: IpAddr, destination: IpAddr, image: &mut Vec<u8>) {
+        let header = Header { source, source_port: 4791, destination, destination_port: 4791 };
+        let check = header.check(image, 0);
+        image.extend_from_slice(&check.to_le_bytes());
+    }
+}
 
 /// A datagram to port 4791.
 struct Datagram {

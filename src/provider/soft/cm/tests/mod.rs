@@ -1,19 +1,22 @@
 //! The manager's machine alone, under virtual time, and its manager on a simulated network.
 
+mod answered;
 mod bytes;
 mod campaign;
 mod devices;
+mod spoof;
 mod table;
 mod times;
 
 use std::net::SocketAddr;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use crate::provider::cm_contract::CmParams;
 use crate::types::{Gid, Mtu, Psn, Qpn};
 
 use super::connection::State;
-use super::machine::{Destination, Event, Machine, Output};
+use super::machine::{Destination, Event, Machine, Numbers, Output};
 use super::message::{CommId, Mad, Message};
 
 const A: Gid = Gid([0xa; 16]);
@@ -40,6 +43,22 @@ fn params(qpn: u32, data: &[u8]) -> CmParams<'_> {
     }
 }
 
+/// Numbers for queue pairs count up.
+impl<F: FnMut() -> Option<Psn>> Numbers for F {
+    fn psn(&mut self) -> Option<Psn> {
+        self()
+    }
+
+    fn id(&mut self) -> Option<CommId> {
+        None
+    }
+
+    fn reserve(&mut self) -> Option<Qpn> {
+        static LAST: AtomicU32 = AtomicU32::new(0x1000);
+        Some(Qpn(LAST.fetch_add(1, Ordering::Relaxed)))
+    }
+}
+
 fn psn() -> Option<Psn> {
     Some(Psn::new(0x00be_ef00))
 }
@@ -50,6 +69,7 @@ struct Out {
     sent: Vec<(Gid, Mad)>,
     events: Vec<(CommId, Event)>,
     requests: Vec<CommId>,
+    released: Vec<Qpn>,
 }
 
 impl Out {
@@ -61,6 +81,7 @@ impl Out {
                     assert_eq!(Mad::decode(&mad.encode()).as_ref(), Ok(&mad));
                     out.sent.push((to, mad));
                 }
+                Output::Release(number) => out.released.push(number),
                 Output::Event { connection, event } => out.events.push((connection, event)),
                 Output::Request { listener, connection, .. } => {
                     assert_eq!(listener, LISTENER);
