@@ -64,6 +64,12 @@ mod pages {
     mod software_device {}
 }
 
+// Under Miri the name `parking_lot` means this crate, which has the locks of the standard library under the same names.
+#[cfg(miri)]
+extern crate self as parking_lot;
+#[cfg(miri)]
+use sync::locks::{Condvar, Mutex, MutexGuard, RwLock};
+
 #[cfg(not(loom))]
 pub mod cm;
 pub mod doctor;

@@ -145,6 +145,7 @@ mod tests {
     use super::*;
 
     #[test]
+    #[cfg_attr(miri, ignore = "asks for more memory than there are addresses")]
     fn every_length_has_pages_of_its_own() {
         for len in [0, 1, 4095, 4096, HostMemory::LARGE - 1, HostMemory::LARGE, HostMemory::LARGE + 1, 3 << 20] {
             let memory = HostMemory::zeroed(len).unwrap();
@@ -156,6 +157,7 @@ mod tests {
 
     #[test]
     #[cfg(target_os = "linux")]
+    #[cfg_attr(miri, ignore = "reads how much memory the process has")]
     fn large_memory_takes_what_is_touched() {
         let resident = || {
             let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
