@@ -577,9 +577,13 @@ impl WorkQueue {
     }
 }
 
-/// Why the device refused a work request: `error`, or the state of the queue pair, if it takes no such work in that state.
+/// Why the device refused a work request: `error`, or the state of the queue pair, if it takes no such work in that state. A full
+/// queue and a device that is gone have errors of their own.
 #[cold]
 pub(super) fn refusal(posting: &Posting, error: VerbError) -> OpErrorKind {
+    if error.errno != VerbError::EINVAL {
+        return OpErrorKind::Post(error);
+    }
     let (qp, takes): (_, fn(QpState) -> bool) = match &posting.poster {
         Some(Poster::Send(qp)) => (qp, |state| matches!(state, QpState::Rts | QpState::Sqd)),
         Some(Poster::Receive(qp)) => (qp, |state| !matches!(state, QpState::Reset | QpState::Err)),

@@ -321,7 +321,7 @@ fn every_operation_ends_though_its_initiator_is_reset_all_the_time() {
                                     Ok(_) => done[0] += 1,
                                     Err(error) => {
                                         let kind = error.kind();
-                                        let known = matches!(kind, OpErrorKind::Closed | OpErrorKind::Post(_))
+                                        let known = matches!(kind, OpErrorKind::Closed | OpErrorKind::Post(_) | OpErrorKind::State { .. })
                                             || kind.status() == Some(WcStatus::WR_FLUSH_ERR)
                                             // Of a thread that was not run for long.
                                             || kind.status() == Some(WcStatus::RETRY_EXC_ERR) && slow

@@ -184,7 +184,7 @@ impl DcInitiator {
     /// Ends all that is in flight and brings it back, in whatever state it is. Operations that the device has not flushed
     /// within a millisecond fail as [`OpErrorKind::Closed`](crate::OpErrorKind::Closed), and so do those that wait for
     /// room. When it returns the device touches no buffer of them any more. An operation that is called meanwhile may be
-    /// refused as [`OpErrorKind::Post`](crate::OpErrorKind::Post).
+    /// refused as [`OpErrorKind::State`](crate::OpErrorKind::State).
     ///
     /// # Errors
     ///
