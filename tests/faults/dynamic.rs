@@ -213,7 +213,8 @@ impl Asker {
         let receiver = DctTarget { address, handle: 0, number: to.number(), key: to.key };
         let flags = if random.u8(..6) == 0 { SendFlags::FENCE } else { SendFlags::empty() } | SendFlags::SIGNALED;
         let wr_id = WrId((index * STEPS + number) as u64);
-        let wr = SendWr { wr_id, op, flags, data: Data::Sges(&[sge]), target: Some(receiver.into()) };
+        let sges = [sge];
+        let wr = SendWr { wr_id, op, flags, data: Data::Sges(&sges), target: Some(receiver.into()) };
         // SAFETY: source and results outlive the queue pair; what is read into is looked at after the completion.
         unsafe { self.qp.post_send(&[wr]) }.unwrap();
         self.steps.push(Step { kind, target, number: to.number(), at, len, status: None, arrived: 0 });
