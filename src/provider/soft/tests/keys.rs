@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use super::machines::{ALL, PD, memory};
 use crate::provider::soft::dma::Memory;
-use crate::provider::soft::keys::Keys;
-use crate::types::Access;
+use crate::provider::soft::keys::{Keys, MAX_REGISTRATIONS};
+use crate::types::{Access, Lkey, Qpn, Rkey, WindowBind};
 
 #[test]
 fn stale_keys_name_nothing() {
@@ -258,4 +258,84 @@ fn lookups_beside_registrations_that_end_find_no_memory_of_another_key() {
             assert!(keys.resolve(seen, PD, base + other, 8, ALL).is_err(), "the memory of another key");
         }
     });
+}
+
+#[test]
+fn key_that_names_nothing_ends_nothing() {
+    let (keys, base, key) = memory();
+    // At the same place, and nowhere.
+    for other in [key ^ 0x100, key ^ 0x800, !key] {
+        keys.remove(other);
+        keys.remove_window(other);
+        assert!(keys.resolve(key, PD, base, 8, ALL).is_ok());
+    }
+}
+
+#[test]
+fn full_table_refuses_and_takes_again_what_has_ended() {
+    if cfg!(miri) {
+        return;
+    }
+    let (keys, base, first) = memory();
+    // SAFETY: the leaked buffer of `memory`.
+    let same = || unsafe { Memory::new(base as *mut u8, 8192, base) };
+    let mut random = fastrand::Rng::with_seed(9);
+    // The first is there.
+    for _ in 1..MAX_REGISTRATIONS {
+        keys.insert(same(), ALL, false, PD, random.u64(..)).unwrap();
+    }
+    assert!(keys.insert(same(), ALL, false, PD, random.u64(..)).is_none());
+    assert!(keys.add_window(PD, random.u64(..)).is_none());
+    keys.remove(first);
+    let again = keys.insert(same(), ALL, false, PD, random.u64(..)).unwrap();
+    assert!(keys.resolve(again, PD, base, 8, ALL).is_ok() && keys.resolve(first, PD, base, 8, ALL).is_err());
+    assert!(keys.insert(same(), ALL, false, PD, random.u64(..)).is_none());
+}
+
+/// Two windows of two queue pairs over two registrations: each end takes along what belongs to it, and nothing else.
+#[test]
+fn windows_end_with_their_registration_their_queue_pair_and_themselves() {
+    let (own, other) = (Qpn(2), Qpn(3));
+    type End = fn(&Keys, [u32; 2], [u32; 2]);
+    let ends: [(&str, End); 5] = [
+        ("registration", |keys, regions, _| keys.remove(regions[0])),
+        ("queue pair", |keys, _, _| keys.end_windows_of(Qpn(2))),
+        ("window", |keys, _, windows| keys.remove_window(windows[0])),
+        ("invalidation", |keys, _, windows| keys.invalidate(Rkey(windows[0]), Qpn(2)).unwrap()),
+        ("nothing", |_, _, _| {}),
+    ];
+    for (what, end) in ends {
+        let (keys, base, first) = memory();
+        // SAFETY: the leaked buffer of `memory`.
+        let second = keys.insert(unsafe { Memory::new(base as *mut u8, 8192, base) }, ALL, false, PD, 8).unwrap();
+        let regions = [first, second];
+        let made = [1 << 40 | 5, 2 << 40 | 6].map(|random| keys.add_window(PD, random << 12 | 0x77).unwrap());
+        let bind = |at: usize, rkey: u32, current: u32, len| WindowBind {
+            window: made[at] as usize,
+            region: regions[at] as usize,
+            current: Rkey(current),
+            rkey: Rkey(rkey),
+            lkey: Lkey(regions[at]),
+            addr: base,
+            len,
+            access: Access::REMOTE_READ,
+        };
+        let bound = made.map(|key| Rkey(key).next().0);
+        assert!(keys.bind_window(own, PD, &bind(0, bound[0], made[0], 0)).is_err(), "of no bytes");
+        assert!(keys.bind_window(own, PD + 1, &bind(0, bound[0], made[0], 8)).is_err(), "of another domain");
+        for (at, qpn) in [own, other].into_iter().enumerate() {
+            keys.bind_window(qpn, PD, &bind(at, bound[at], made[at], 8)).unwrap();
+        }
+        let is_open =
+            |at: usize, qpn| keys.resolve_remote(bound[at], (PD + 9, qpn), base, 8, Access::REMOTE_READ).is_ok();
+        assert!(is_open(0, own) && is_open(1, other) && !is_open(0, other) && !is_open(1, own));
+        assert!(keys.resolve(bound[0], PD, base, 8, Access::REMOTE_READ).is_err(), "it is the peer's alone");
+        // Neither another queue pair nor another tag ends it.
+        assert!(keys.invalidate(Rkey(bound[0]), other).is_err());
+        assert!(keys.invalidate(Rkey(bound[0]).next(), own).is_err());
+        assert!(keys.invalidate(Rkey(first), own).is_err(), "a registration is not invalidated");
+        assert!(is_open(0, own));
+        end(&keys, regions, bound);
+        assert_eq!((is_open(0, own), is_open(1, other)), (what == "nothing", true), "{what}");
+    }
 }
