@@ -155,12 +155,12 @@ impl Shared {
         mut work: impl FnMut(&mut Core, &Waker, &mut Guest<'_>) -> Poll<R>,
     ) -> Poll<R> {
         let mut guest = Guest::new(context.waker());
-        loop {
-            match self.with(|core, bell| work(core, bell, &mut guest)) {
-                Poll::Pending if guest.comes_again() => {}
-                result => return result,
-            }
+        let first = self.with(|core, bell| work(core, bell, &mut guest));
+        if first.is_ready() || !guest.clone_if_needed() {
+            return first;
         }
+        // With the clone the task is registered: a third time is never needed.
+        self.with(|core, bell| work(core, bell, &mut guest))
     }
 
     /// The service has dropped all it held.

@@ -9,25 +9,31 @@ use smallvec::SmallVec;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Ticket(u64);
 
-/// A task that looks, under the lock, and may have to wait. What its waker does when it is cloned or dropped is code of
-/// somebody else, so both are done without the lock: [`Shared::poll`](super::driver::Shared::poll) lets it look again with a
-/// clone, if it has to wait.
+/// A task that checks a condition under the lock, and may have to wait. Cloning and dropping its waker runs code of the user, so
+/// both happen without the lock: [`Shared::poll`](super::driver::Shared::poll) checks a second time with a clone if the task
+/// has to wait.
+///
+/// A guest is registered at most once in a poll. Whether `will_wake` recognises the clone is irrelevant: it is best effort,
+/// and only saves the clone when the waker registered by an earlier poll wakes the same task.
 #[derive(Debug)]
 pub(super) struct Guest<'a> {
     waker: &'a Waker,
     clone: Option<Waker>,
     needs_clone: bool,
+    /// Place in line where this poll has registered the task.
+    registered: Option<Ticket>,
     /// Wakers that others took the place of.
     spent: SmallVec<[Waker; 1]>,
 }
 
 impl<'a> Guest<'a> {
     pub(super) fn new(waker: &'a Waker) -> Self {
-        Self { waker, clone: None, needs_clone: false, spent: SmallVec::new() }
+        Self { waker, clone: None, needs_clone: false, registered: None, spent: SmallVec::new() }
     }
 
-    /// True if it could not be told to wait, and now can.
-    pub(super) fn comes_again(&mut self) -> bool {
+    /// Clones the waker if registering failed for want of a clone. True if the task must check again: with the clone it is
+    /// registered then.
+    pub(super) fn clone_if_needed(&mut self) -> bool {
         if std::mem::take(&mut self.needs_clone) {
             self.clone = Some(self.waker.clone());
             return true;
@@ -54,11 +60,18 @@ impl Waiters {
     }
 
     /// Has `guest` woken when it is its turn; joins the line if it is not in it.
+    ///
+    /// If the registered waker was taken since this poll registered it, the wake that follows polls the task again: there is
+    /// nothing to register then.
     pub(super) fn wait(&mut self, ticket: &mut Option<Ticket>, guest: &mut Guest<'_>) {
+        if ticket.is_some() && guest.registered == *ticket {
+            return;
+        }
         let found = ticket.and_then(|ticket| self.line.iter_mut().find(|(other, _)| *other == ticket));
         if let Some((_, Some(registered))) = &found
             && registered.will_wake(guest.waker)
         {
+            guest.registered = *ticket;
             return;
         }
         let Some(waker) = guest.clone.take() else {
@@ -74,6 +87,7 @@ impl Waiters {
                 *ticket = Some(new);
             }
         }
+        guest.registered = *ticket;
     }
 
     /// Leaves the line; who was to be woken is the caller's to drop, without the lock.
@@ -102,9 +116,9 @@ mod tests {
     fn wait(waiters: &mut Waiters, ticket: &mut Option<Ticket>, waker: &Waker) {
         let mut guest = Guest::new(waker);
         waiters.wait(ticket, &mut guest);
-        assert!(ticket.is_none() && guest.comes_again(), "not without a clone");
+        assert!(ticket.is_none() && guest.clone_if_needed(), "not without a clone");
         waiters.wait(ticket, &mut guest);
-        assert!(ticket.is_some() && !guest.comes_again());
+        assert!(ticket.is_some() && !guest.clone_if_needed());
     }
 
     #[test]
@@ -129,10 +143,10 @@ mod tests {
         wait(&mut waiters, &mut ticket, &waker);
         let mut again = Guest::new(&waker);
         waiters.wait(&mut ticket, &mut again);
-        assert!(!again.comes_again());
+        assert!(!again.clone_if_needed());
         let mut moved = Guest::new(&other);
         waiters.wait(&mut ticket, &mut moved);
-        assert!(moved.comes_again());
+        assert!(moved.clone_if_needed());
         waiters.wait(&mut ticket, &mut moved);
         assert_eq!(moved.spent.len(), 1, "the earlier one is dropped with the guest");
     }

@@ -16,7 +16,7 @@ use tokio_rdma::software::{Faults, LinkCounters, Network};
 use tokio_rdma::types::{AckTimeout, Gid};
 use tokio_rdma::{
     Access, Buf, CompletionMode, CompletionQueue, ConnectOptions, Connection, ConnectionConfig, EstablishError, Hello,
-    HelloError, Listener, MessageError, RemoteRegion, SetupError, cm,
+    HelloError, Listener, MessageError, RemoteRegion, SendHalf, SetupError, cm,
 };
 
 /// Runs `test` in every completion mode and on each runtime.
@@ -477,6 +477,42 @@ fn messages_too_long_for_the_peer_are_refused_and_harm_nothing() {
         a.send(pattern(100_000, 1)).await.unwrap();
         assert!(recv(&b).await == pattern(100_000, 1));
     });
+}
+
+#[test]
+fn flush_that_is_awaited_by_block_on_itself_returns() {
+    // One byte more than is copied: the flush has to wait until the peer has fetched the message. In release builds the waker
+    // of `block_on` does not recognise its own clones.
+    for len in [8193, 8192, 1] {
+        for mode in Mode::ALL {
+            bounded("flush in block_on", LONG, move || {
+                Flavour::CurrentThread.runtime().block_on(async {
+                    let (a, mut b) = pair(&config().mode(mode.make()));
+                    let receiver = tokio::spawn(async move { (recv(&b).await, b) });
+                    a.send(pattern(len, 1)).await.unwrap();
+                    a.flush().await.unwrap();
+                    let received;
+                    (received, b) = receiver.await.unwrap();
+                    assert!(received == pattern(len, 1));
+                    let (mut sink, stream) = a.into_split();
+                    let receiver = tokio::spawn(async move {
+                        for _ in 0..2 {
+                            assert!(recv(&b).await == pattern(len, 2));
+                        }
+                        assert!(b.recv().await.unwrap().is_none());
+                        b.close().await.unwrap();
+                    });
+                    sink.send(pattern(len, 2)).await.unwrap();
+                    SendHalf::send(&sink, pattern(len, 2)).await.unwrap();
+                    SendHalf::flush(&sink).await.unwrap();
+                    SinkExt::<Bytes>::flush(&mut sink).await.unwrap();
+                    SinkExt::<Bytes>::close(&mut sink).await.unwrap();
+                    receiver.await.unwrap();
+                    drop(stream);
+                });
+            });
+        }
+    }
 }
 
 #[test]

@@ -117,13 +117,19 @@ impl<F> Entry<F> {
 
     /// The operation if it was posted; otherwise `waker` is woken when it is.
     fn look(&self, waker: &Waker) -> Option<F> {
+        // Cloning and dropping a waker runs code of the user, so both happen without the lock.
+        let mut clone = None;
         let mut stage = self.stage.lock();
-        if let Stage::Lined { waker: kept, .. } = &mut *stage {
-            let same = kept.as_ref().is_some_and(|kept| kept.will_wake(waker));
-            let spent = if same { None } else { kept.replace(waker.clone()) };
+        if let Stage::Lined { waker: kept, .. } = &*stage {
+            if kept.as_ref().is_some_and(|kept| kept.will_wake(waker)) {
+                return None;
+            }
             drop(stage);
-            // It may be all that keeps another task.
-            drop(spent);
+            clone = Some(waker.clone());
+            stage = self.stage.lock();
+        }
+        if let Stage::Lined { waker: kept, .. } = &mut *stage {
+            std::mem::swap(kept, &mut clone);
             return None;
         }
         match std::mem::replace(&mut *stage, Stage::Taken) {
