@@ -182,10 +182,10 @@ impl Meter {
         let mut ends = Vec::with_capacity(peers);
         for _ in 0..peers {
             let queue = shared.as_ref().map_or_else(|| completions(2 * DEPTH), |queue| Ok(queue.clone()))?;
-            let builder = QueuePair::builder(pd, &queue).max_send_wr(DEPTH).max_recv_wr(DEPTH).max_sge(1);
+            let builder = QueuePair::builder(pd, &queue).max_send_wr(DEPTH).max_sge(1);
             let builder = match &receives {
                 Some(receives) => builder.shared_receive_queue(receives),
-                None => builder,
+                None => builder.max_recv_wr(DEPTH),
             };
             ends.push(builder.build()?);
         }

@@ -208,7 +208,8 @@ impl Route {
     ///
     /// [`ConnectError::Refused`] if nobody listens, [`ConnectError::Rejected`] if somebody does and says no,
     /// [`ConnectError::TimedOut`] after [`Options::timeout`], [`ConnectError::Limit`] for private data of more than 56
-    /// bytes, [`ConnectError::Setup`] for a queue pair that does not fit. The queue pair is in the error state then,
+    /// bytes or more [`Options::reads`] than the device can, [`ConnectError::Setup`] for a queue pair that does not fit. The queue
+    /// pair is in the error state then,
     /// unless it did not fit.
     ///
     /// # Cancel safety
@@ -224,7 +225,7 @@ impl Route {
         let (_, transport) = options.checked(REQUEST_DATA)?;
         path.check(&device, queue_pair).map_err(|error| ConnectError::from(error).during(Step::Prepare, address))?;
         let halfway = Halfway::new(queue_pair);
-        let reads = Reads::of(&device, options);
+        let reads = Reads::of(&device, options)?;
         let peer = within(options.deadline(), Step::Response, async {
             let (ours, options) = (queue_pair.clone(), options.clone());
             endpoint

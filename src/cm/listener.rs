@@ -59,7 +59,8 @@ impl Listener {
     /// # Errors
     ///
     /// [`ConnectError::AddressInUse`], [`ConnectError::AddressNotAvailable`] for one that is not of the device,
-    /// [`ConnectError::Lookup`] for a host name that means nothing, [`ConnectError::Verb`] if the provider refuses.
+    /// [`ConnectError::Lookup`] for a host name that means nothing, [`ConnectError::Setup`] for a backlog of 0,
+    /// [`ConnectError::Verb`] if the provider refuses.
     ///
     /// # Cancel safety
     ///
@@ -73,9 +74,10 @@ impl Listener {
         address: impl ToSocketAddrs,
         options: &ListenOptions,
     ) -> Result<Self, ConnectError> {
+        let backlog = options.checked()?;
         let mut last = no_address();
         for address in lookup(address, &Options::default()).await? {
-            let attempt = async { Self::bind_one(&Router::of(device).await?, address, options).await };
+            let attempt = async { Self::bind_one(&Router::of(device).await?, address, backlog).await };
             match attempt.await {
                 Ok(listener) => return Ok(listener),
                 Err(error) => last = error.during(Step::Listen, address),
@@ -84,12 +86,7 @@ impl Listener {
         Err(last)
     }
 
-    async fn bind_one(
-        router: &Arc<Router>,
-        address: SocketAddr,
-        options: &ListenOptions,
-    ) -> Result<Self, ConnectError> {
-        let backlog = options.most_waiting();
+    async fn bind_one(router: &Arc<Router>, address: SocketAddr, backlog: u32) -> Result<Self, ConnectError> {
         let endpoint = Endpoint::new(router, router.create_id()?, Inbox::new(Some(Incoming::new(backlog))));
         let refused = move |error: VerbError| match error.errno {
             VerbError::EADDRINUSE => ConnectError::AddressInUse { address, device: Held::device_at(address) },
@@ -162,7 +159,7 @@ impl Listener {
     /// What [`answer`](Self::answer) sends to peers that are accepted with `options`.
     pub(crate) fn answer_with(device: &Device, options: &Options) -> Result<CmAnswer, ConnectError> {
         let (private_data, _) = options.checked(RESPONSE_DATA)?;
-        Ok(Reads::of(device, options).answer(private_data.to_vec()))
+        Ok(Reads::of(device, options)?.answer(private_data.to_vec()))
     }
 
     #[cfg(all(test, not(loom)))]
@@ -395,7 +392,7 @@ impl Request {
         let device = endpoint.router().device().clone();
         path.check(&device, queue_pair).map_err(|error| ConnectError::from(error).during(Step::Prepare, address))?;
         let halfway = Halfway::new(queue_pair);
-        let reads = Reads::of(&device, options).agreed(&peer);
+        let reads = Reads::of(&device, options)?.agreed(&peer);
         within(options.deadline(), Step::Establish, async {
             endpoint.inbox().tie(queue_pair);
             let (ours, options) = (queue_pair.clone(), options.clone());

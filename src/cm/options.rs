@@ -13,7 +13,7 @@ pub struct Options {
     resolve_timeout: Duration,
     timeout: Duration,
     private_data: Vec<u8>,
-    reads: u8,
+    reads: Option<u8>,
     transport: ConnectOptions,
 }
 
@@ -26,7 +26,7 @@ impl Default for Options {
             // Some repetitions of the kernel's manager, which waits 4.3 s between two.
             timeout: Duration::from_secs(15),
             private_data: Vec::new(),
-            reads: u8::MAX,
+            reads: None,
             transport: ConnectOptions::default(),
         }
     }
@@ -69,10 +69,11 @@ impl Options {
     }
 
     /// READs and atomics that either side issues at once, at most; as many as both devices can unless set. With 0 there
-    /// are none.
+    /// are none. More than this side's device serves or issues ([`DeviceAttr::max_qp_rd_atom`](crate::types::DeviceAttr),
+    /// `max_qp_init_rd_atom`) are refused; the other side may agree to fewer.
     #[must_use]
     pub const fn reads(mut self, reads: u8) -> Self {
-        self.reads = reads;
+        self.reads = Some(reads);
         self
     }
 
@@ -103,7 +104,8 @@ impl Options {
         self.timeout
     }
 
-    pub(super) const fn most_reads(&self) -> u8 {
+    /// READs and atomics at once, unless the devices decide.
+    pub(super) const fn reads_asked(&self) -> Option<u8> {
         self.reads
     }
 
@@ -128,7 +130,7 @@ impl Default for ListenOptions {
 }
 
 impl ListenOptions {
-    /// Requests that wait at most; 1024 unless set, some 2 KiB each, and at least 1.
+    /// Requests that wait at most; 1024 unless set, some 2 KiB each. At least 1: 0 is refused.
     ///
     /// The software device's manager asks the peers beyond that to try again a little later, until there is room or their
     /// deadline has passed; a request counts until it is accepted or rejected. The kernel's counts only those that the
@@ -136,11 +138,13 @@ impl ListenOptions {
     /// [`CONSUMER`](crate::cm::RejectReason::CONSUMER).
     #[must_use]
     pub const fn backlog(mut self, requests: u32) -> Self {
-        self.backlog = if requests == 0 { 1 } else { requests };
+        self.backlog = requests;
         self
     }
 
-    pub(super) const fn most_waiting(&self) -> u32 {
-        self.backlog
+    /// Requests that wait at most, within its limit.
+    pub(super) fn checked(&self) -> Result<u32, SetupError> {
+        SetupError::at_least("backlog", self.backlog.into(), 1)?;
+        Ok(self.backlog)
     }
 }

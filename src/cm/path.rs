@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::error::SetupError;
+use crate::error::{LimitError, SetupError};
 use crate::op::{ConnectOptions, QueuePair};
 use crate::provider::cm_contract::{CmAnswer, CmId as _, CmParams, CmPeer, CmRoute};
 use crate::provider::dispatch::CmId;
@@ -66,12 +66,12 @@ pub(super) struct Reads {
 }
 
 impl Reads {
-    pub(super) fn of(device: &Device, options: &Options) -> Self {
-        let attr = device.attr();
-        Self {
-            serve: attr.max_qp_rd_atom.min(options.most_reads()),
-            issue: attr.max_qp_init_rd_atom.min(options.most_reads()),
-        }
+    /// As many as `options` ask for, or as the device can.
+    pub(super) fn of(device: &Device, options: &Options) -> Result<Self, LimitError> {
+        let (serve, issue) = (device.attr().max_qp_rd_atom, device.attr().max_qp_init_rd_atom);
+        let Some(asked) = options.reads_asked() else { return Ok(Self { serve, issue }) };
+        LimitError::check("reads", asked.into(), serve.min(issue).into())?;
+        Ok(Self { serve: asked, issue: asked })
     }
 
     /// No more than the peer asks for, or can.

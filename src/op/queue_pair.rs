@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use crate::completion::{CompletionQueue, Limits, QueuePairCore, Request, Shared, What, WorkQueue, WorkQueueCounters};
-use crate::error::{OpErrorKind, SetupError};
+use crate::error::{LimitError, OpErrorKind, SetupError};
 use crate::mem::RemoteRegion;
 use crate::op::{ConnectOptions, QueuePairEndpoint, SharedReceiveQueue};
 use crate::provider::dispatch::{ReceiveCounters, SendCounters};
@@ -80,12 +80,13 @@ impl QueuePair {
         QueuePairBuilder {
             pd: pd.clone(),
             send_queue: queue.clone(),
-            recv_queue: queue.clone(),
+            recv_queue: None,
             srq: None,
             transport: Transport::Rc,
             caps: QpCaps { max_send_wr: 128, max_recv_wr: 128, max_send_sge: 4, max_recv_sge: 4, max_inline: 64 },
-            access: Access::REMOTE_ALL,
-            qkey: Qkey(0),
+            receives: None,
+            access: None,
+            qkey: None,
             path: Path::Any,
             number: None,
         }
@@ -430,12 +431,14 @@ impl fmt::Debug for QueuePair {
 pub struct QueuePairBuilder {
     pd: ProtectionDomain,
     send_queue: CompletionQueue,
-    recv_queue: CompletionQueue,
+    recv_queue: Option<CompletionQueue>,
     srq: Option<SharedReceiveQueue>,
     transport: Transport,
     caps: QpCaps,
-    access: Access,
-    qkey: Qkey,
+    /// Receives asked for.
+    receives: Option<u32>,
+    access: Option<Access>,
+    qkey: Option<Qkey>,
     path: Path,
     /// Reserved by the connection manager.
     number: Option<Qpn>,
@@ -467,22 +470,24 @@ impl QueuePairBuilder {
         self
     }
 
-    /// Another queue for completions of receives than for those of sends. Those of a shared receive queue arrive on
-    /// its own, whatever is set here.
+    /// Another queue for completions of receives than for those of sends. With a shared receive queue it can only be the
+    /// completion queue of that.
     #[must_use]
     pub fn receive_completions(mut self, queue: &CompletionQueue) -> Self {
-        self.recv_queue = queue.clone();
+        self.recv_queue = Some(queue.clone());
         self
     }
 
-    /// Draws receives from a shared queue, whose completion queue becomes that of receives.
+    /// Draws receives from a shared queue, whose completion queue becomes that of receives. The queue pair has no receive queue
+    /// of its own then: [`max_recv_wr`](Self::max_recv_wr) can only be 0.
     #[must_use]
     pub fn shared_receive_queue(mut self, srq: &SharedReceiveQueue) -> Self {
         self.srq = Some(srq.clone());
         self
     }
 
-    /// Work requests the send queue holds; 128 unless set. More operations wait for room.
+    /// Work requests the send queue holds; 128 unless set. More operations wait for room. A device may grant more, here and for
+    /// the other sizes, as `ibv_create_qp(3)` allows: [`QueuePair::caps`] has what it granted.
     #[must_use]
     pub fn max_send_wr(mut self, work_requests: u32) -> Self {
         self.caps.max_send_wr = work_requests;
@@ -492,7 +497,7 @@ impl QueuePairBuilder {
     /// Work requests the receive queue holds; 128 unless set. More operations wait for room.
     #[must_use]
     pub fn max_recv_wr(mut self, work_requests: u32) -> Self {
-        self.caps.max_recv_wr = work_requests;
+        self.receives = Some(work_requests);
         self
     }
 
@@ -511,17 +516,17 @@ impl QueuePairBuilder {
         self
     }
 
-    /// What a peer may do to regions exposed in the same protection domain; everything unless set.
+    /// What a peer may do to regions exposed in the same protection domain (RC, UC); everything unless set.
     #[must_use]
     pub fn access(mut self, access: Access) -> Self {
-        self.access = access;
+        self.access = Some(access);
         self
     }
 
-    /// Queue key that datagrams must carry; 0 unless set.
+    /// Queue key that datagrams must carry (UD); 0 unless set.
     #[must_use]
     pub fn qkey(mut self, qkey: Qkey) -> Self {
-        self.qkey = qkey;
+        self.qkey = Some(qkey);
         self
     }
 
@@ -559,10 +564,11 @@ impl QueuePairBuilder {
     ///
     /// # Errors
     ///
-    /// [`SetupError::Limit`] beyond a limit of the device, [`SetupError::CompletionQueueFull`] if the completion queue
-    /// has no room for its work, [`SetupError::Foreign`] for queues of another device or protection domain,
-    /// [`SetupError::NoGid`] without an active port or the entry asked for, [`SetupError::Verb`] if the provider
-    /// refuses, [`SetupError::Unsupported`] for DC.
+    /// [`SetupError::Limit`] beyond a limit of the device, and for receives of its own beside a shared receive queue,
+    /// [`SetupError::CompletionQueueFull`] if the completion queue has no room for its work, [`SetupError::Foreign`] for queues
+    /// of another device or protection domain, [`SetupError::Mismatch`] for another completion queue of receives than that of
+    /// the shared receive queue, [`SetupError::NoGid`] without an active port or the entry asked for, [`SetupError::Verb`] if
+    /// the provider refuses, [`SetupError::Unsupported`] for DC, and for a setting that the transport does not have.
     pub fn build(self) -> Result<QueuePair, SetupError> {
         if self.transport == Transport::Dci {
             return Err(SetupError::Unsupported { what: "queue pairs of DC but in a DcInitiator" });
@@ -572,24 +578,49 @@ impl QueuePairBuilder {
 
     /// As [`build`](Self::build), of any transport.
     pub(super) fn build_any(self) -> Result<QueuePair, SetupError> {
-        let Self { pd, send_queue, recv_queue, srq, transport, mut caps, access, qkey, path, number } = self;
+        let Self { pd, send_queue, recv_queue, srq, transport, mut caps, receives, access, qkey, path, number } = self;
         let device = pd.device();
-        let (port, gid) = path.choose(device)?;
-        // Its work request numbers mean something there only, and there is room set aside for them.
-        let recv_queue = srq.as_ref().map_or(recv_queue, |srq| srq.completion_queue().clone());
-        if srq.is_some() {
-            caps.max_recv_wr = 0;
+        let (connected, datagram) = (matches!(transport, Transport::Rc | Transport::Uc), transport == Transport::Ud);
+        if access.is_some() && !connected {
+            return Err(SetupError::Unsupported { what: "remote access (`access`) on transports but RC and UC" });
         }
+        if qkey.is_some() && !datagram {
+            return Err(SetupError::Unsupported { what: "queue key (`qkey`) on transports but UD" });
+        }
+        let recv_queue = match (&srq, recv_queue) {
+            (None, asked) => {
+                caps.max_recv_wr = receives.unwrap_or(caps.max_recv_wr);
+                asked.unwrap_or_else(|| send_queue.clone())
+            }
+            // Its work request numbers mean something on its completion queue only, which has entries reserved for them.
+            (Some(srq), asked) => {
+                let queue = srq.completion_queue();
+                if let Some(asked) = asked.filter(|asked| !Arc::ptr_eq(asked.shared(), queue.shared())) {
+                    let name = |queue: &CompletionQueue| format!("completion queue {}", queue.id());
+                    let (ours, theirs) = (name(&asked), name(queue));
+                    return Err(SetupError::Mismatch {
+                        what: "completion queue of the shared receive queue",
+                        ours,
+                        theirs,
+                    });
+                }
+                let field = "max_recv_wr beside a shared receive queue";
+                LimitError::check(field, receives.unwrap_or(0).into(), 0)?;
+                caps.max_recv_wr = 0;
+                queue.clone()
+            }
+        };
+        let (access, qkey) = (access.unwrap_or(Access::REMOTE_ALL), qkey.unwrap_or(Qkey(0)));
+        let (port, gid) = path.choose(device)?;
         let options = QpOptions { transport, caps };
         let (send_cq, recv_cq) = (send_queue.cq(), recv_queue.cq());
         let srq_verbs = srq.as_ref().map(SharedReceiveQueue::verbs);
         let qp = Qp::numbered(&pd, send_cq, recv_cq, srq_verbs, &options, number)?;
         let (granted, qpn) = (qp.caps(), qp.qpn());
-        let datagram = transport == Transport::Ud;
         qp.modify(&QpAttr {
             pkey_index: Some(0),
             port: Some(port.port),
-            access: matches!(transport, Transport::Rc | Transport::Uc).then_some(access),
+            access: connected.then_some(access),
             qkey: datagram.then_some(qkey),
             ..QpAttr::to_state(QpState::Init)
         })?;

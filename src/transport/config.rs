@@ -127,7 +127,10 @@ impl ConnectionConfig {
         self
     }
 
-    /// Longest message that is received; 64 MiB unless set. A peer can make this end set aside as much memory.
+    /// Longest message that is received; 64 MiB unless set. A peer can make this end set aside as much memory. The limit holds
+    /// for short messages, too: it may be below [`receive_buffer_size`](Self::receive_buffer_size), and with 0 only empty
+    /// messages are received. The peer learns it when it connects, and its `send` refuses longer ones; a peer that sends one all
+    /// the same ends the connection as a [`Violation`](super::Violation).
     pub fn max_message(mut self, bytes: u64) -> Self {
         self.max_message = bytes;
         self
@@ -202,14 +205,14 @@ impl ConnectionConfig {
         self
     }
 
-    /// Handshakes that a [`Listener`](super::Listener) makes at once; 32 unless set, and at least 1. If there are as many and
+    /// Handshakes that a [`Listener`](super::Listener) makes at once; 32 unless set. At least 1: 0 is refused. If there are as many and
     /// another peer asks, the oldest handshake of the source address with the most of them gives way: its peer is rejected.
     ///
     /// On the software device a handshake holds a connection's buffers only after its peer has confirmed the answer, and ends
     /// at once then. On other devices the peer confirms later: each handshake holds a connection's buffers meanwhile, for up to
     /// [`connect_timeout`](Self::connect_timeout) if its peer falls silent and does not give way.
     pub fn handshakes(mut self, handshakes: u32) -> Self {
-        self.handshakes = handshakes.max(1);
+        self.handshakes = handshakes;
         self
     }
 
@@ -318,11 +321,7 @@ impl ConnectionConfig {
 
     /// What the peer is told.
     pub(super) fn hello(&self) -> Hello {
-        Hello {
-            buffer_size: self.receive_buffer_size,
-            receives: self.receives(),
-            max_message: self.max_message.max(self.receive_buffer_size.into()),
-        }
+        Hello { buffer_size: self.receive_buffer_size, receives: self.receives(), max_message: self.max_message }
     }
 
     /// Checks that all of it is possible, and possible on this device.
@@ -337,6 +336,7 @@ impl ConnectionConfig {
         at_least("receive_buffer_size", self.receive_buffer_size.into(), OFFER_LEN as u64)?;
         at_least("receive_buffers", self.receive_buffers.into(), 1)?;
         at_least("send_buffers", self.send_buffers.into(), 1)?;
+        at_least("handshakes", self.handshakes.into(), 1)?;
         at_least("max_send_wr", self.max_send_wr.into(), 2)?;
         at_least("max_inline", self.max_inline.into(), OFFER_LEN as u64)?;
         // Timers tick in milliseconds; one that is always due would never let go of its processor.

@@ -287,7 +287,10 @@ impl Core {
         }
         match header.kind {
             Kind::Data => {
-                // What is in a buffer needs no more memory, however short the longest message is.
+                let (len, allowed) = (buffer.len() as u64, self.limits.receive);
+                if len > allowed {
+                    return Err(Violation::TooLong { len, allowed }.into());
+                }
                 self.inbox.push(Incoming::Here(buffer));
                 return Ok(());
             }

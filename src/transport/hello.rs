@@ -22,7 +22,8 @@ use crate::provider::cm_contract::REJECT_DATA;
 /// zeros: of the 56 bytes that a request of librdmacm has room for, 32 are the user's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Hello {
-    /// Bytes of each receive buffer: a message up to that length is sent at once, a longer one is fetched.
+    /// Bytes of each receive buffer: a message up to that length is sent at once, a longer one is fetched. The longest message
+    /// may be shorter than that.
     pub buffer_size: u32,
     /// Receives that are posted: what the peer may send before it hears of new ones.
     pub receives: u32,
@@ -95,7 +96,6 @@ impl Hello {
         };
         in_range("receive buffer size", hello.buffer_size.into(), OFFER_LEN as u64, 1 << 31)?;
         in_range("receives", hello.receives.into(), (RESERVE + 1).into(), MAX_RECEIVES.into())?;
-        in_range("longest message", hello.max_message, hello.buffer_size.into(), u64::MAX)?;
         Ok((hello, user))
     }
 }
@@ -299,7 +299,10 @@ mod tests {
         assert_eq!(refused(Hello { buffer_size: 19, ..HELLO }), "receive buffer size");
         assert_eq!(refused(Hello { receives: 4, ..HELLO }), "receives");
         assert_eq!(refused(Hello { receives: 8192, ..HELLO }), "receives");
-        assert_eq!(refused(Hello { max_message: 8191, ..HELLO }), "longest message");
+        for max_message in [0, 8191, u64::MAX] {
+            let hello = Hello { max_message, ..HELLO };
+            assert_eq!(Hello::decode(&hello.encode(b"").unwrap()), Ok((hello, &b""[..])), "any longest message is one");
+        }
     }
 
     #[test]

@@ -225,7 +225,7 @@ impl PoolBuilder {
         self
     }
 
-    /// Number of buffers, or of those added each time a growing pool grows; at least one, 64 unless set.
+    /// Number of buffers, or of those added each time a growing pool grows; 64 unless set, at least 1.
     #[must_use]
     pub fn buffers(mut self, number: usize) -> Self {
         self.buffers = number;
@@ -251,11 +251,13 @@ impl PoolBuilder {
     ///
     /// # Errors
     ///
-    /// [`SetupError::Limit`] for too many or too long buffers; [`SetupError::Verb`] if the provider refuses.
+    /// [`SetupError::TooSmall`] for no buffers, [`SetupError::Limit`] for too many or too long ones; [`SetupError::Verb`] if the
+    /// provider refuses.
     pub fn build(self) -> Result<Pool, SetupError> {
         // A cache line each, so that neighbours do not fight; words of 8 bytes stay words.
         let align = if self.buffer_size <= 8 { 8 } else { 64 };
         LimitError::check("buffer_size", self.buffer_size as u64, u64::from(u32::MAX - 63))?;
+        SetupError::at_least("buffers", self.buffers as u64, 1)?;
         LimitError::check("buffers", self.buffers as u64, u64::from(u32::MAX))?;
         let stride = self.buffer_size.max(1).next_multiple_of(align) as u32;
         let free = Arc::new(FreeList {
@@ -266,7 +268,7 @@ impl PoolBuilder {
             pd: self.pd,
             buffer_size: self.buffer_size as u32,
             stride,
-            per_slab: self.buffers.max(1) as u32,
+            per_slab: self.buffers as u32,
             growing: self.growing,
             huge_pages: self.huge_pages,
             free,

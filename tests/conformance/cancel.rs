@@ -488,10 +488,10 @@ async fn storm(setting: Setting, seed: u64) -> u64 {
         }
         srq => {
             let client = QueuePair::builder(&pd, &queue).max_send_wr(setting.depth).build().unwrap();
-            let server = QueuePair::builder(&pd, &queue).max_recv_wr(setting.depth);
+            let server = QueuePair::builder(&pd, &queue);
             let server = match srq {
                 Some(srq) => server.shared_receive_queue(srq).build().unwrap(),
-                None => server.receive_completions(&elsewhere).build().unwrap(),
+                None => server.max_recv_wr(setting.depth).receive_completions(&elsewhere).build().unwrap(),
             };
             connect(&client, &server);
             (Client::Pair(client), Some(server))

@@ -9,7 +9,8 @@ use crate::torture::{Flavour, LONG, bounded, connect, device, scaled, soon};
 use tokio_rdma::software::Network;
 use tokio_rdma::types::{QpAttr, QpState};
 use tokio_rdma::{
-    Access, CompletionMode, CompletionQueue, OpErrorKind, Pool, ProtectionDomain, QueuePair, SharedReceiveQueue,
+    Access, CompletionMode, CompletionQueue, LimitError, OpErrorKind, Pool, ProtectionDomain, QueuePair, SetupError,
+    SharedReceiveQueue,
 };
 
 /// Polls once, from nowhere.
@@ -22,7 +23,7 @@ fn queue(pd: &ProtectionDomain) -> CompletionQueue {
 }
 
 #[test]
-fn receives_of_a_shared_queue_arrive_on_its_completion_queue_however_the_queue_pair_is_described() {
+fn receives_of_a_shared_queue_arrive_on_its_completion_queue_and_no_other_can_be_asked_for() {
     bounded("receive", LONG, || {
         Flavour::CurrentThread.runtime().block_on(async {
             let (_device, pd) = device(&Network::new());
@@ -30,8 +31,15 @@ fn receives_of_a_shared_queue_arrive_on_its_completion_queue_however_the_queue_p
             let srq = SharedReceiveQueue::new(&pd, &own, 8, 1).unwrap();
             let pool = Pool::new(&pd, 64, 8).unwrap();
             let sender = QueuePair::new(&pd, &other).unwrap();
-            let receiver =
-                QueuePair::builder(&pd, &other).shared_receive_queue(&srq).receive_completions(&other).build().unwrap();
+            let sharing = || QueuePair::builder(&pd, &other).shared_receive_queue(&srq);
+            let elsewhere = sharing().receive_completions(&other).build().unwrap_err();
+            let what = "completion queue of the shared receive queue";
+            assert!(matches!(&elsewhere, SetupError::Mismatch { what: found, .. } if *found == what), "{elsewhere}");
+            let with_own = sharing().max_recv_wr(1).build().unwrap_err();
+            let field = "max_recv_wr beside a shared receive queue";
+            assert_eq!(with_own, SetupError::Limit(LimitError { field, asked: 1, allowed: 0 }));
+            let receiver = sharing().receive_completions(&own).max_recv_wr(0).build().unwrap();
+            assert_eq!(receiver.caps().max_recv_wr, 0);
             connect(&sender, &receiver);
             // In `other`, the number of the shared queue is that of this queue, and its slot that of this receive.
             let mut bystander = sender.recv(pool.try_alloc(8).unwrap());

@@ -168,6 +168,21 @@ fn message_longer_than_a_buffer_ends_the_connection() {
 }
 
 #[test]
+fn message_above_a_limit_that_is_shorter_than_a_buffer_ends_the_connection() {
+    run("over the limit", || async {
+        let (len, allowed) = (1001, 1000);
+        let offer = RemoteRegion::new(4096, len, Rkey(7)).to_bytes();
+        for (payload, kind) in [(&[1; 1001][..], DATA), (&offer, OFFER)] {
+            let (connection, peer) = meet(&Network::new(), &config().max_message(allowed));
+            peer.send(&[1; 1000], header(DATA, 0, 0)).await;
+            peer.send(payload, header(kind, 0, 0)).await;
+            let expected = CloseReason::Violation(Violation::TooLong { len, allowed });
+            assert_eq!(reason(&connection).await, expected);
+        }
+    });
+}
+
+#[test]
 fn offer_of_memory_that_is_not_there_fails_and_frees_what_was_set_aside() {
     run("offers", || async {
         for len in [100, 5 << 20] {

@@ -480,6 +480,25 @@ fn messages_too_long_for_the_peer_are_refused_and_harm_nothing() {
 }
 
 #[test]
+fn limit_of_messages_below_the_buffer_size_holds_to_the_byte() {
+    run("short limit", || async {
+        let (_, pd) = device(&Network::new());
+        for limit in [0, 1, 1000, 8191, 8192, 8193] {
+            let (a, b) = pair_in(&pd, &pd, &config(), &config().max_message(limit));
+            assert_eq!((a.max_message(), a.peer().max_message), (limit, limit));
+            match a.send(vec![0; limit as usize + 1]).await {
+                Err(MessageError::TooLong(error)) => assert_eq!((error.asked, error.allowed), (limit + 1, limit)),
+                other => panic!("{limit}: {other:?}"),
+            }
+            for len in [limit as usize, 0] {
+                a.send(pattern(len, 1)).await.unwrap();
+                assert!(recv(&b).await == pattern(len, 1), "{len} bytes of at most {limit}");
+            }
+        }
+    });
+}
+
+#[test]
 fn flush_that_is_awaited_by_block_on_itself_returns() {
     // One byte more than is copied: the flush has to wait until the peer has fetched the message. In release builds the waker
     // of `block_on` does not recognise its own clones.
@@ -526,6 +545,7 @@ fn settings_that_cannot_be_are_refused_by_name() {
         };
         assert_eq!(small(config().receive_buffers(0)), "receive_buffers");
         assert_eq!(small(config().send_buffers(0)), "send_buffers");
+        assert_eq!(small(config().handshakes(0)), "handshakes");
         assert_eq!(small(config().receive_buffer_size(19)), "receive_buffer_size");
         assert_eq!(small(config().max_inline(19)), "max_inline");
         assert_eq!(small(config().max_send_wr(1)), "max_send_wr");

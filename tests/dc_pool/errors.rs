@@ -213,6 +213,8 @@ fn pool_is_checked_when_it_is_made() {
     let fit = home.queue.counters().capacity / 128;
     let error = builder().initiators(fit as usize + 1).initiator(|each| each.max_send_wr(128)).build().unwrap_err();
     assert!(matches!(error, SetupError::CompletionQueueFull { asked: 128, free: 0..128 }), "{error}");
-    let pool = builder().policy(exclusive(0)).build().unwrap();
+    let error = builder().policy(exclusive(0)).build().unwrap_err();
+    assert_eq!(error, SetupError::TooSmall { field: "quota", asked: 0, least: 1 });
+    let pool = builder().policy(exclusive(1)).build().unwrap();
     assert_eq!((pool.policy(), pool.counters().initiators.len()), (exclusive(1), 4));
 }

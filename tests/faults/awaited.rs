@@ -381,10 +381,12 @@ fn run(seed: u64, verbose: bool) -> Outcome {
     for _ in 0..pairs {
         let pair = [0, 1].map(|side: usize| {
             let mut builder = QueuePair::builder(&pds[side], &queues[side]);
-            builder = builder.max_send_wr(random.u32(4..12)).max_recv_wr(random.u32(1..12));
-            if let Some(srq) = srq.as_ref().filter(|_| side == 1) {
-                builder = builder.shared_receive_queue(srq);
-            }
+            builder = builder.max_send_wr(random.u32(4..12));
+            let receives = random.u32(1..12);
+            let builder = match srq.as_ref().filter(|_| side == 1) {
+                Some(srq) => builder.shared_receive_queue(srq),
+                None => builder.max_recv_wr(receives),
+            };
             builder.build().unwrap()
         });
         connect(&mut random, pair.each_ref(), mtu, patient);

@@ -191,17 +191,14 @@ impl DcPoolBuilder {
     ///
     /// # Errors
     ///
-    /// [`SetupError::TooSmall`] for no initiators, [`SetupError::CompletionQueueFull`] if their completions do not fit the
+    /// [`SetupError::TooSmall`] for no initiators or a [quota](DcPolicy::Exclusive) of 0, [`SetupError::CompletionQueueFull`] if their completions do not fit the
     /// queue, else as [`DcInitiatorBuilder::build`].
     pub fn build(self) -> Result<DcPool, SetupError> {
         let Self { initiator, initiators, policy } = self;
-        if initiators == 0 {
-            return Err(SetupError::TooSmall { field: "initiators", asked: 0, least: 1 });
+        SetupError::at_least("initiators", initiators as u64, 1)?;
+        if let DcPolicy::Exclusive { quota } = policy {
+            SetupError::at_least("quota", quota.into(), 1)?;
         }
-        let policy = match policy {
-            DcPolicy::Exclusive { quota } => DcPolicy::Exclusive { quota: quota.max(1) },
-            DcPolicy::Shared => DcPolicy::Shared,
-        };
         let initiators = (0..initiators).map(|_| initiator.clone().build()).collect::<Result<Vec<_>, _>>()?;
         Ok(DcPool { core: Core::new(initiators, policy) })
     }
