@@ -92,8 +92,8 @@ pub use completion::{
     WorkQueueCounters, events,
 };
 pub use error::{
-    CompletionError, LimitError, OpError, OpErrorKind, OpenError, OutOfBounds, ReceiveLengths, SetupError, TryError,
-    VerbError,
+    CompletionError, LimitError, NoRuntime, OpError, OpErrorKind, OpenError, OutOfBounds, ReceiveLengths, SetupError,
+    TryError, VerbError,
 };
 pub use mem::{HostMemory, RemoteRegion, Storage};
 pub use op::{

@@ -69,7 +69,8 @@ const UNSAFE: [&str; 36] = [
 const NAMES_SOFT: [&str; 4] = ["lib.rs", "provider/dispatch.rs", "provider/mod.rs", "verbs/device.rs"];
 
 /// Where Tokio is named; besides, in all of `completion`.
-const NAMES_TOKIO: [&str; 11] = [
+const NAMES_TOKIO: [&str; 12] = [
+    "cm/clock.rs",
     "cm/connector.rs",
     "cm/disposer.rs",
     "cm/endpoint.rs",

@@ -24,15 +24,12 @@ use super::router::Router;
 ///
 /// # Errors
 ///
-/// That of the last address: as [`resolve`] and [`Route::connect`], and what `make` gives.
+/// That of the last address: as [`resolve`] and [`Route::connect`], and what `make` gives. [`ConnectError::NoRuntime`] outside
+/// of a Tokio runtime with its I/O and time drivers.
 ///
 /// # Cancel safety
 ///
 /// Dropping the future takes the request back; the queue pair made for it is in the error state.
-///
-/// # Panics
-///
-/// Outside of a Tokio runtime with its I/O and time drivers.
 pub async fn connect(
     device: &Device,
     address: impl ToSocketAddrs,
@@ -65,10 +62,6 @@ pub async fn connect(
 /// # Cancel safety
 ///
 /// As [`resolve_with`]: dropping the future leaves nothing behind.
-///
-/// # Panics
-///
-/// As [`connect`].
 pub async fn resolve(device: &Device, address: impl ToSocketAddrs) -> Result<Route, ConnectError> {
     resolve_with(device, address, &Options::default()).await
 }
@@ -78,7 +71,8 @@ pub async fn resolve(device: &Device, address: impl ToSocketAddrs) -> Result<Rou
 ///
 /// # Errors
 ///
-/// [`ConnectError::Lookup`] for a host name that means nothing, [`ConnectError::Resolve`] if no device leads there,
+/// [`ConnectError::NoRuntime`] outside of a Tokio runtime with its I/O and time drivers, [`ConnectError::Lookup`] for a host
+/// name that means nothing, [`ConnectError::Resolve`] if no device leads there,
 /// [`ConnectError::OtherDevice`] if another one than `device` does, [`ConnectError::AddressNotAvailable`] if
 /// [`Options::source`] is not ours, [`ConnectError::Setup`] if that is of another family, [`ConnectError::TimedOut`] after
 /// [`Options::resolve_timeout`].
@@ -86,10 +80,6 @@ pub async fn resolve(device: &Device, address: impl ToSocketAddrs) -> Result<Rou
 /// # Cancel safety
 ///
 /// Dropping the future leaves nothing behind.
-///
-/// # Panics
-///
-/// As [`connect`].
 pub async fn resolve_with(
     device: &Device,
     address: impl ToSocketAddrs,
@@ -206,7 +196,7 @@ impl Route {
     ///
     /// # Errors
     ///
-    /// [`ConnectError::Refused`] if nobody listens, [`ConnectError::Rejected`] if somebody does and says no,
+    /// [`ConnectError::NoRuntime`] outside of a Tokio runtime with its I/O and time drivers, [`ConnectError::Refused`] if nobody listens, [`ConnectError::Rejected`] if somebody does and says no,
     /// [`ConnectError::TimedOut`] after [`Options::timeout`], [`ConnectError::Limit`] for private data of more than 56
     /// bytes or more [`Options::reads`] than the device can, [`ConnectError::Setup`] for a queue pair that does not fit. The queue
     /// pair is in the error state then,
@@ -215,12 +205,9 @@ impl Route {
     /// # Cancel safety
     ///
     /// Dropping the future takes the request back, and the queue pair goes to the error state.
-    ///
-    /// # Panics
-    ///
-    /// As [`connect`].
     pub async fn connect(self, queue_pair: &QueuePair, options: &Options) -> Result<Link, ConnectError> {
         let Self { endpoint, path, address, .. } = self;
+        endpoint.ready()?;
         let device = endpoint.router().device().clone();
         let (_, transport) = options.checked(REQUEST_DATA)?;
         path.check(&device, queue_pair).map_err(|error| ConnectError::from(error).during(Step::Prepare, address))?;

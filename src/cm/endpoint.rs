@@ -1,20 +1,22 @@
 //! An id with its events: called where that holds up nobody, awaited with a deadline.
 
 use std::fmt;
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::Duration;
 
 use tokio::task::spawn_blocking;
 
-use crate::error::VerbError;
+use crate::error::{NoRuntime, VerbError};
 use crate::op::QueuePair;
 use crate::provider::cm_contract::{CmAnswer, CmId as _, CmRoute};
 use crate::provider::dispatch::CmId;
 use crate::types::Qpn;
 
+use super::clock;
 use super::error::{ConnectError, Step};
 use super::router::{Happened, Inbox, Router, fail};
 
@@ -80,9 +82,15 @@ impl Endpoint {
         where_it_may_block(move || f(&raw)).await
     }
 
-    /// Waits until `f` finds what it looks for in what has happened.
+    /// Makes sure that the current runtime watches events, and has timers for deadlines.
+    pub(super) fn ready(&self) -> Result<(), NoRuntime> {
+        clock::runtime()?;
+        self.router.watch()
+    }
+
+    /// Waits until `f` finds what it looks for in what has happened. Where no runtime watches events, it polls for them.
     pub(super) async fn until<T>(&self, mut f: impl FnMut(&Happened) -> Option<T>) -> T {
-        self.router.watch();
+        let watched = self.router.watch().is_ok() || self.router.is_watched();
         loop {
             let mut changed = pin!(self.inbox.changed.notified());
             changed.as_mut().enable();
@@ -91,7 +99,20 @@ impl Endpoint {
             if let Some(found) = found {
                 return found;
             }
-            changed.await;
+            if watched {
+                changed.await;
+                continue;
+            }
+            self.router.drain();
+            let mut again = false;
+            poll_fn(|context| {
+                if std::mem::replace(&mut again, true) || changed.as_mut().poll(context).is_ready() {
+                    return Poll::Ready(());
+                }
+                context.waker().wake_by_ref();
+                Poll::Pending
+            })
+            .await;
         }
     }
 
@@ -111,9 +132,9 @@ impl Endpoint {
         // One that the refused call itself has raised does not make the channel readable.
         self.router.drain();
         let end = self.until(|happened| happened.end.clone());
-        match tokio::time::timeout(GRACE, end).await {
-            Ok(end) => Err(ConnectError::ended(&end, step, address)),
-            Err(_) => Err(error.during(step, address)),
+        match clock::timeout(GRACE, end).await {
+            Some(end) => Err(ConnectError::ended(&end, step, address)),
+            None => Err(error.during(step, address)),
         }
     }
 
@@ -138,13 +159,16 @@ pub(super) async fn where_it_may_block<T: Send + 'static>(
     }
 }
 
-/// `future`, or an error that names the step when it takes too long; the caller adds the address by [`ConnectError::during`].
+/// `future`, or an error that names the step when it takes too long in real time, whatever the clock of the runtime says; the caller
+/// adds the address by [`ConnectError::during`].
 pub(super) async fn within<T>(
     after: Duration,
     step: Step,
     future: impl Future<Output = Result<T, ConnectError>>,
 ) -> Result<T, ConnectError> {
-    tokio::time::timeout(after, future).await.unwrap_or(Err(ConnectError::TimedOut { address: None, step, after }))
+    clock::runtime()?;
+    let late = Err(ConnectError::TimedOut { address: None, step, after });
+    clock::timeout(after, future).await.unwrap_or(late)
 }
 
 impl Drop for Endpoint {

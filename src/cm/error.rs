@@ -5,7 +5,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use crate::error::{LimitError, SetupError, VerbError};
+use crate::error::{LimitError, NoRuntime, SetupError, VerbError};
 use crate::types::RejectReason;
 
 use super::router::End;
@@ -98,6 +98,8 @@ pub enum ConnectError {
         /// Address of the listener or the peer, and step of the attempt.
         attempt: Attempt,
     },
+    /// The runtime that polls the future lacks what it needs.
+    NoRuntime(NoRuntime),
     /// A setting is beyond its limit, private data for example.
     Limit(LimitError),
     /// The queue pair does not fit the connection, or cannot be made ready.
@@ -185,7 +187,7 @@ impl ConnectError {
         self
     }
 
-    /// Step that failed; none for a [`Limit`](Self::Limit).
+    /// Step that failed; none for a [`Limit`](Self::Limit) or without a [runtime](Self::NoRuntime).
     #[must_use]
     pub const fn step(&self) -> Option<Step> {
         match self {
@@ -202,7 +204,10 @@ impl ConnectError {
             Self::Setup { attempt: Some(attempt), .. } | Self::Verb { attempt: Some(attempt), .. } => {
                 Some(attempt.step)
             }
-            Self::Setup { attempt: None, .. } | Self::Verb { attempt: None, .. } | Self::Limit(_) => None,
+            Self::Setup { attempt: None, .. }
+            | Self::Verb { attempt: None, .. }
+            | Self::Limit(_)
+            | Self::NoRuntime(_) => None,
         }
     }
 
@@ -227,6 +232,7 @@ impl ConnectError {
             Self::Setup { attempt: None, .. }
             | Self::Verb { attempt: None, .. }
             | Self::Limit(_)
+            | Self::NoRuntime(_)
             | Self::Lookup { .. } => None,
         }
     }
@@ -250,6 +256,7 @@ impl ConnectError {
             Self::TimedOut { .. } => ErrorKind::TimedOut,
             Self::Disconnected { .. } | Self::AddressChanged { .. } => ErrorKind::ConnectionAborted,
             Self::DeviceRemoved { .. } => ErrorKind::NotConnected,
+            Self::NoRuntime(_) => ErrorKind::Unsupported,
             Self::Limit(_) => ErrorKind::InvalidInput,
             Self::Setup { error, .. } => io::Error::from(error.clone()).kind(),
             Self::Verb { error, .. } => io::Error::from(*error).kind(),
@@ -292,6 +299,7 @@ impl fmt::Display for ConnectError {
                 f.write_str("the local address was moved to another device or network interface")
             }
             Self::DeviceRemoved { .. } => f.write_str("the device was removed"),
+            Self::NoRuntime(error) => error.fmt(f),
             Self::Limit(error) => error.fmt(f),
             Self::Setup { error, .. } => error.fmt(f),
             Self::Verb { error, .. } => error.fmt(f),
@@ -347,6 +355,12 @@ fn is_for_messages(private_data: &[u8]) -> bool {
 }
 
 impl std::error::Error for ConnectError {}
+
+impl From<NoRuntime> for ConnectError {
+    fn from(error: NoRuntime) -> Self {
+        Self::NoRuntime(error)
+    }
+}
 
 impl From<LimitError> for ConnectError {
     fn from(error: LimitError) -> Self {

@@ -86,20 +86,18 @@ impl Link {
     ///
     /// # Errors
     ///
+    /// [`ConnectError::NoRuntime`] outside of a Tokio runtime with its I/O and time drivers; nothing was said then.
     /// [`ConnectError::TimedOut`] if there is no answer within [`Options::timeout`](super::Options::timeout); the goodbye
     /// goes on being repeated for a while.
     ///
     /// # Cancel safety
     ///
     /// Once polled, it goes on without the future.
-    ///
-    /// # Panics
-    ///
-    /// As [`Listener::accept`](super::Listener::accept).
     pub async fn disconnect(&self) -> Result<(), ConnectError> {
         if self.peer_knows() {
             return Ok(());
         }
+        self.endpoint.ready()?;
         self.ours.store(true, Ordering::Release);
         self.endpoint.inbox().fail_queue_pair();
         within(self.deadline, Step::Disconnect, async {
@@ -118,15 +116,12 @@ impl Link {
 
     /// Waits until the connection is over, and says how it ended. Any number of tasks may wait.
     ///
-    /// That a peer is gone without a goodbye is not noticed here, but by operations that fail.
+    /// That a peer is gone without a goodbye is not noticed here, but by operations that fail. Where no runtime with an I/O
+    /// driver watches the device's connections, this polls for the end.
     ///
     /// # Cancel safety
     ///
     /// Dropping the future changes nothing.
-    ///
-    /// # Panics
-    ///
-    /// As [`Listener::accept`](super::Listener::accept).
     pub async fn disconnected(&self) -> Disconnection {
         self.endpoint
             .until(|happened| match happened.end.as_ref()? {
@@ -151,16 +146,14 @@ impl Link {
     ///
     /// # Errors
     ///
+    /// [`ConnectError::NoRuntime`] outside of a Tokio runtime with its I/O and time drivers,
     /// [`ConnectError::TimedOut`] if TIMEWAIT has not ended 150 s after the connection.
     ///
     /// # Cancel safety
     ///
     /// Dropping the future changes nothing.
-    ///
-    /// # Panics
-    ///
-    /// As [`Listener::accept`](super::Listener::accept).
     pub async fn drained(&self) -> Result<(), ConnectError> {
+        self.endpoint.ready()?;
         self.drained_within(TIMEWAIT).await
     }
 

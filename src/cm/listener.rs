@@ -45,10 +45,6 @@ impl Listener {
     /// # Cancel safety
     ///
     /// As [`bind_with`](Self::bind_with): dropping the future leaves nothing behind.
-    ///
-    /// # Panics
-    ///
-    /// As [`accept`](Self::accept).
     pub async fn bind(device: &Device, address: impl ToSocketAddrs) -> Result<Self, ConnectError> {
         Self::bind_with(device, address, &ListenOptions::default()).await
     }
@@ -58,6 +54,7 @@ impl Listener {
     ///
     /// # Errors
     ///
+    /// [`ConnectError::NoRuntime`] outside of a Tokio runtime with its I/O and time drivers,
     /// [`ConnectError::AddressInUse`], [`ConnectError::AddressNotAvailable`] for one that is not of the device,
     /// [`ConnectError::Lookup`] for a host name that means nothing, [`ConnectError::Setup`] for a backlog of 0,
     /// [`ConnectError::Verb`] if the provider refuses.
@@ -65,10 +62,6 @@ impl Listener {
     /// # Cancel safety
     ///
     /// Dropping the future leaves nothing behind.
-    ///
-    /// # Panics
-    ///
-    /// As [`accept`](Self::accept).
     pub async fn bind_with(
         device: &Device,
         address: impl ToSocketAddrs,
@@ -100,7 +93,6 @@ impl Listener {
                 Ok(id.local_addr())
             })
             .await?;
-        router.watch();
         let address = bound.unwrap_or(address);
         let held = Held::new(address, router.device().name());
         tracing::debug!(%address, backlog, device = router.device().name(), "listening");
@@ -119,19 +111,16 @@ impl Listener {
     ///
     /// # Errors
     ///
+    /// [`ConnectError::NoRuntime`] outside of a Tokio runtime with its I/O and time drivers.
     /// [`ConnectError::DeviceRemoved`]: there will be no more. That its address was moved to another network interface
     /// (`RDMA_CM_EVENT_ADDR_CHANGE` of `rdma_get_cm_event(3)`) is logged and no error: the listener is bound as before.
     ///
     /// # Cancel safety
     ///
     /// Dropping the future loses no request.
-    ///
-    /// # Panics
-    ///
-    /// Outside of a Tokio runtime with its I/O and time drivers.
     pub async fn accept(&self) -> Result<Request, ConnectError> {
+        self.endpoint.ready()?;
         let router = self.endpoint.router();
-        router.watch();
         loop {
             let Pending { endpoint, peer } = self.next().await?;
             let (device, address) = (router.device(), endpoint.peer_addr());
@@ -377,17 +366,14 @@ impl Request {
     /// [`ConnectError::Rejected`] if the peer has given up, [`ConnectError::Unreachable`] or [`ConnectError::TimedOut`]
     /// if it does not confirm, [`ConnectError::Limit`] for private data of more than 196 bytes, [`ConnectError::Setup`]
     /// for a queue pair that does not fit. The queue pair is in the error state then, unless it did not fit, and the
-    /// request is rejected.
+    /// request is rejected; so it is with [`ConnectError::NoRuntime`] outside of a Tokio runtime with its I/O and time drivers.
     ///
     /// # Cancel safety
     ///
     /// Dropping the future rejects the request, or ends the connection; the queue pair goes to the error state.
-    ///
-    /// # Panics
-    ///
-    /// As [`Listener::accept`].
     pub async fn accept(self, queue_pair: &QueuePair, options: &Options) -> Result<Link, ConnectError> {
         let Self { endpoint, peer, path, local, address, .. } = self;
+        endpoint.ready()?;
         let (_, transport) = options.checked(RESPONSE_DATA)?;
         let device = endpoint.router().device().clone();
         path.check(&device, queue_pair).map_err(|error| ConnectError::from(error).during(Step::Prepare, address))?;
@@ -423,6 +409,7 @@ impl Request {
     ///
     /// # Errors
     ///
+    /// [`ConnectError::NoRuntime`] outside of a Tokio runtime with its I/O and time drivers (it is rejected all the same),
     /// [`ConnectError::Limit`] for private data of more than 148 bytes (it is rejected without it then),
     /// [`ConnectError::Rejected`] if the peer has given up.
     ///
@@ -431,6 +418,7 @@ impl Request {
     /// Dropping the future rejects it all the same.
     pub async fn reject(self, private_data: &[u8]) -> Result<(), ConnectError> {
         LimitError::check("private_data", private_data.len() as u64, REJECT_DATA as u64)?;
+        self.endpoint.ready()?;
         let data = private_data.to_vec();
         let said = self.endpoint.call(move |id| Ok(id.reject(&data)?)).await;
         self.endpoint.blame(said, Step::Reject, self.address).await

@@ -49,6 +49,7 @@
 
 #![forbid(unsafe_code)]
 
+pub(crate) mod clock;
 mod connector;
 mod disposer;
 mod endpoint;

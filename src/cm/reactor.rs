@@ -3,6 +3,7 @@
 //! As that of completion channels: no task is spawned, the waker that the reactor holds drains the channel itself.
 
 use std::future::{Future, poll_fn};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::pin;
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Wake, Waker};
@@ -13,6 +14,7 @@ use tokio::runtime::{self, Handle};
 use tokio::task::unconstrained;
 
 use super::router::{Router, Watched};
+use crate::error::NoRuntime;
 
 /// Registrations of one channel.
 pub(super) struct Reactors(parking_lot::Mutex<Vec<Arc<Reactor>>>);
@@ -32,24 +34,25 @@ impl Reactors {
         Self(parking_lot::Mutex::new(Vec::new()))
     }
 
-    /// Makes sure that the current runtime watches the channel.
-    ///
-    /// Panics outside of a runtime with an I/O driver, as all of Tokio's network types.
-    pub(super) fn watch(&self, router: &Arc<Router>) {
-        let handle = Handle::current();
+    /// Makes sure that the current runtime watches the channel, if it can.
+    pub(super) fn watch(&self, router: &Arc<Router>) -> Result<(), NoRuntime> {
+        let handle = Handle::try_current().map_err(|_| NoRuntime::Outside)?;
         let runtime = handle.id();
         let mut list = self.0.lock();
         if list.iter().any(|reactor| reactor.runtime == runtime) {
-            return;
+            return Ok(());
         }
+        let watched = router.watched();
         // Deprecated because an `AsRawFd` can lie about its descriptor; ours owns it.
         #[allow(deprecated, reason = "its successor is not in the oldest Tokio we work with")]
-        let fd = match AsyncFd::with_interest(router.watched(), Interest::READABLE) {
+        let register = || AsyncFd::with_interest(watched, Interest::READABLE);
+        // Tokio panics, and has no other answer, in a runtime that was built without an I/O driver.
+        let fd = match catch_unwind(AssertUnwindSafe(register)).map_err(|_| NoRuntime::Io)? {
             Ok(fd) => fd,
             Err(error) => {
                 // Deadlines still hold; and the next wait tries again.
                 tracing::error!(%error, "events of the connection manager cannot be watched");
-                return;
+                return Ok(());
             }
         };
         let reactor = Arc::new_cyclic(|weak: &Weak<Reactor>| Reactor {
@@ -62,6 +65,12 @@ impl Reactors {
         list.push(Arc::clone(&reactor));
         drop(list);
         reactor.run();
+        Ok(())
+    }
+
+    /// True if a runtime watches the channel.
+    pub(super) fn is_watched(&self) -> bool {
+        !self.0.lock().is_empty()
     }
 
     /// A runtime in which somebody waits, if there is one besides those.

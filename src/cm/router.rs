@@ -13,7 +13,7 @@ use tokio::runtime::{self, Handle};
 use tokio::sync::Notify;
 
 use crate::completion::contained;
-use crate::error::VerbError;
+use crate::error::{NoRuntime, VerbError};
 use crate::op::{QueuePair, WeakQueuePair};
 use crate::provider::cm_contract::{CmChannel as _, CmEvent, CmEventKind, CmPeer};
 use crate::provider::contract::Context as _;
@@ -21,6 +21,7 @@ use crate::provider::dispatch::{Any, CmChannel, CmId};
 use crate::types::{QpAttr, QpState, RejectReason};
 use crate::verbs::Device;
 
+use super::clock;
 use super::disposer::Disposer;
 use super::endpoint::where_it_may_block;
 use super::error::ConnectError;
@@ -150,14 +151,19 @@ impl Router {
     /// That of an open device, made when first needed and gone with the last id.
     ///
     /// To make one may take a while: the first time librdmacm reads from sysfs what devices there are.
+    ///
+    /// The current runtime watches its events from now on.
     pub(super) async fn of(device: &Device) -> Result<Arc<Self>, ConnectError> {
-        match Self::known(device, None) {
-            Some(router) => Ok(router),
+        clock::runtime()?;
+        let router = match Self::known(device, None) {
+            Some(router) => router,
             None => {
                 let device = device.clone();
-                where_it_may_block(move || Ok(Self::make(&device)?)).await
+                where_it_may_block(move || Ok(Self::make(&device)?)).await?
             }
-        }
+        };
+        router.watch()?;
+        Ok(router)
     }
 
     fn make(device: &Device) -> Result<Arc<Self>, VerbError> {
@@ -209,9 +215,14 @@ impl Router {
         &self.reactors
     }
 
-    /// Makes sure that the current runtime watches the channel.
-    pub(super) fn watch(self: &Arc<Self>) {
-        self.reactors.watch(self);
+    /// Makes sure that the current runtime watches the channel, if it can.
+    pub(super) fn watch(self: &Arc<Self>) -> Result<(), NoRuntime> {
+        self.reactors.watch(self)
+    }
+
+    /// True if a runtime watches the channel.
+    pub(super) fn is_watched(&self) -> bool {
+        self.reactors.is_watched()
     }
 
     pub(super) fn add(&self, key: u64, inbox: &Arc<Inbox>) {

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
@@ -11,9 +12,10 @@ use futures::Stream;
 use futures::task::AtomicWaker;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
+use tokio::runtime::Handle;
 
 use super::wake::contained;
-use crate::error::VerbError;
+use crate::error::{NoRuntime, VerbError};
 use crate::types::AsyncEvent;
 use crate::verbs::{Device, Listener};
 
@@ -24,14 +26,12 @@ use crate::verbs::{Device, Listener};
 ///
 /// # Errors
 ///
-/// If the descriptor cannot be registered with the current runtime, or there is no thread to tell of events that somebody else
-/// has read.
-///
-/// # Panics
-///
-/// Outside of a Tokio runtime with an I/O driver, as [`AsyncFd::new`].
+/// Kind `Unsupported` with [`NoRuntime`] outside of a Tokio runtime with an I/O driver. Else if the descriptor cannot be
+/// registered with the current runtime, or there is no thread to tell of events that somebody else has read.
 pub fn events(device: &Device) -> io::Result<DeviceEvents> {
-    let fd = readable(device)?;
+    Handle::try_current().map_err(|_| NoRuntime::Outside)?;
+    // Tokio panics, and has no other answer, in a runtime that was built without an I/O driver.
+    let fd = catch_unwind(AssertUnwindSafe(|| readable(device))).map_err(|_| NoRuntime::Io)??;
     let waker = Arc::new(AtomicWaker::new());
     let told = waker.clone();
     // Called where another task or a reactor has read the events.

@@ -9,8 +9,10 @@ use std::ops::{Bound, RangeBounds};
 
 use crate::types::{Access, QpState, Qpn, TransitionError, WcStatus};
 
+mod runtime;
 mod udp;
 
+pub use runtime::NoRuntime;
 pub use udp::UdpError;
 
 /// A verb that the provider refused: its name and the `errno` it gave.

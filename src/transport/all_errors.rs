@@ -12,8 +12,8 @@ use bytes::Bytes;
 
 use crate::cm::{Attempt, ConnectError, FOR_MESSAGES, RejectReason, Step};
 use crate::error::{
-    CompletionError, LimitError, OpError, OpErrorKind, OpenError, OutOfBounds, ReceiveLengths, SetupError, TryError,
-    UdpError, VerbError,
+    CompletionError, LimitError, NoRuntime, OpError, OpErrorKind, OpenError, OutOfBounds, ReceiveLengths, SetupError,
+    TryError, UdpError, VerbError,
 };
 use crate::op::EndpointError;
 use crate::transport::{CloseReason, EstablishError, HelloError, MessageError, Refusal, Violation};
@@ -218,6 +218,7 @@ fn connecting(seen: &mut BTreeSet<String>) {
         ConnectError::Disconnected { .. },
         ConnectError::AddressChanged { .. },
         ConnectError::DeviceRemoved { .. },
+        ConnectError::NoRuntime(_),
         ConnectError::Limit(_),
         ConnectError::Setup { .. },
         ConnectError::Verb { .. },
@@ -238,6 +239,7 @@ fn connecting(seen: &mut BTreeSet<String>) {
         ConnectError::Disconnected { attempt },
         ConnectError::AddressChanged { attempt },
         ConnectError::DeviceRemoved { attempt },
+        NoRuntime::Io.into(),
         LIMIT.into(),
         ConnectError::Setup { attempt: Some(attempt), error: SetupError::Closed },
         SetupError::Closed.into(),
@@ -274,7 +276,7 @@ fn messages(seen: &mut BTreeSet<String>) {
         EstablishError::OtherProtocol { .. },
         EstablishError::Rejected { .. },
         EstablishError::Refused { .. },
-        EstablishError::NoRuntime,
+        EstablishError::NoRuntime(_),
     } = [
         SetupError::Closed.into(),
         ConnectError::Refused { address }.into(),
@@ -285,8 +287,13 @@ fn messages(seen: &mut BTreeSet<String>) {
         EstablishError::Rejected { address, user_data: Bytes::from_static(b"no") },
         EstablishError::Refused { address, refusal: Refusal::ListenerFull },
         EstablishError::Refused { address, refusal: Refusal::SourceFull },
-        EstablishError::NoRuntime,
+        NoRuntime::Time.into(),
     ]);
+    cases!(seen, NoRuntime {
+        NoRuntime::Outside,
+        NoRuntime::Io,
+        NoRuntime::Time,
+    } = [NoRuntime::Outside, NoRuntime::Io, NoRuntime::Time]);
     cases!(seen, Violation {
         Violation::Header { .. },
         Violation::FrameLength { .. },

@@ -19,7 +19,7 @@ use super::driver::{Shared, Times, drive};
 use super::error::{CloseReason, EstablishError, MessageError};
 use super::halves::{RecvHalf, SendHalf, Turn};
 use super::hello::{Hello, HelloError, Rejection};
-use crate::cm::{self, Link};
+use crate::cm::{self, Link, clock};
 use crate::completion::CompletionQueue;
 use crate::error::{OpErrorKind, SetupError};
 use crate::op::{QueuePair, QueuePairBuilder, QueuePairEndpoint};
@@ -87,10 +87,6 @@ impl Connection {
     /// # Cancel safety
     ///
     /// As [`connect_with`](Self::connect_with): dropping the future takes the request back.
-    ///
-    /// # Panics
-    ///
-    /// As [`connect_with`](Self::connect_with).
     pub async fn connect(device: &Device, address: impl ToSocketAddrs) -> Result<Self, EstablishError> {
         Self::connect_with(device, address, &ConnectionConfig::default()).await
     }
@@ -99,6 +95,7 @@ impl Connection {
     ///
     /// # Errors
     ///
+    /// [`EstablishError::NoRuntime`] outside of a Tokio runtime with its I/O and time drivers,
     /// [`EstablishError::Connect`] if the two sides do not meet, also within
     /// [`connect_timeout`](ConnectionConfig::connect_timeout), [`EstablishError::Setup`] for settings that the device does
     /// not allow, [`EstablishError::Hello`] for more [`user_data`](ConnectionConfig::user_data) than a request carries,
@@ -110,10 +107,6 @@ impl Connection {
     /// # Cancel safety
     ///
     /// Dropping the future takes the request back.
-    ///
-    /// # Panics
-    ///
-    /// Outside of a Tokio runtime with its I/O and time drivers.
     pub async fn connect_with(
         device: &Device,
         address: impl ToSocketAddrs,
@@ -230,9 +223,9 @@ impl Connection {
             })
             .await
         };
-        let reason = match tokio::time::timeout(handle.close_timeout, gone()).await {
-            Ok(reason) => reason,
-            Err(_) => {
+        let reason = match clock::timeout(handle.close_timeout, gone()).await {
+            Some(reason) => reason,
+            None => {
                 handle.shared.leave(CloseReason::CloseTimeout);
                 gone().await
             }
@@ -445,12 +438,9 @@ impl Prepared {
     /// # Errors
     ///
     /// [`EstablishError::Hello`] if the peer's hello is not one, [`EstablishError::Setup`] if the ends do not fit together,
-    /// [`EstablishError::NoRuntime`] outside of a Tokio runtime.
-    ///
-    /// # Panics
-    ///
-    /// If the runtime has no time: see `enable_time` of Tokio's builder.
+    /// [`EstablishError::NoRuntime`] outside of a Tokio runtime with a time driver.
     pub fn establish(self, peer: &QueuePairEndpoint, hello: &[u8]) -> Result<Connection, EstablishError> {
+        clock::runtime()?;
         let (hello, user_data) = Hello::decode(hello)?;
         let user_data = Bytes::copy_from_slice(user_data);
         self.qp.connect_with(peer, &self.config.options)?;
@@ -465,7 +455,7 @@ impl Prepared {
         link: Option<Link>,
         admitted: Option<Admitted>,
     ) -> Result<Connection, EstablishError> {
-        let runtime = tokio::runtime::Handle::try_current().map_err(|_| EstablishError::NoRuntime)?;
+        let runtime = clock::runtime()?;
         let addresses = link.as_ref().map(|link| (link.local_addr(), link.peer_addr()));
         let link = link.map(Arc::new);
         self.core.meet(self.config.receives(), &peer, link.clone());

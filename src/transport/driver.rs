@@ -12,12 +12,11 @@ use std::pin::{Pin, pin};
 use std::ptr;
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use tokio::runtime::{Handle, RuntimeFlavor};
 use tokio::task::yield_now;
-use tokio::time::{Instant, Sleep, sleep_until, timeout};
 
 use super::admission::Admitted;
 use super::config::ConnectionConfig;
@@ -25,15 +24,13 @@ use super::core::Core;
 use super::error::CloseReason;
 use super::waiters::Guest;
 use crate::cm::Link;
+use crate::cm::clock::{self, Sleep, timeout};
 use crate::completion::Deferral;
 use crate::op::QueuePair;
 
 /// Longest wait for a goodbye to be taken by the peer's device when the service has dropped or aborted the connection, and for the
 /// queue pair to be flushed: on a network that works both take less than a millisecond.
 const LINGER: Duration = Duration::from_secs(1);
-
-/// A far future for what has no deadline.
-const NEVER: Duration = Duration::from_secs(365 * 24 * 3600);
 
 thread_local! {
     /// Bell of the driver that is polled on this thread, and whether it has rung since.
@@ -239,7 +236,7 @@ pub(super) fn drive(shared: Arc<Shared>, config: Times, link: Option<Arc<Link>>)
         // In order: what is in flight ends first, flushed. Not so if sending was stopped: then nothing can be posted behind it
         // to wait for, and what has no completion when the queue pair is destroyed ends as closed. A device that does not flush
         // is not waited for: what it may still touch is kept until the queue pair is destroyed.
-        if timeout(LINGER, shared.qp.clone().close()).await.is_err() {
+        if timeout(LINGER, shared.qp.clone().close()).await.is_none() {
             tracing::warn!(qpn = %shared.qp.qpn(), "a queue pair is not flushed");
         }
         drop(end.shared.take());
@@ -326,11 +323,11 @@ impl Times {
     }
 }
 
-/// What happens by itself, and when.
+/// What happens by itself, and when. In real time: a paused clock of the runtime says nothing of what the peer does.
 #[derive(Debug)]
 struct Timers {
     times: Times,
-    sleep: Pin<Box<Sleep>>,
+    sleep: Sleep,
     /// When to look whether something was heard; and whether the peer was asked.
     silence: Option<Instant>,
     asked: bool,
@@ -349,7 +346,7 @@ impl Timers {
         let first = |time: Option<Duration>| time.and_then(|time| now.checked_add(time));
         Self {
             times,
-            sleep: Box::pin(sleep_until(now + NEVER)),
+            sleep: Sleep::new(clock::deadline(Duration::MAX)),
             silence: first(times.keepalive.map(|(interval, _)| interval)),
             asked: false,
             stall: first(times.stall.map(|stall| stall / 2)),
@@ -364,9 +361,9 @@ impl Timers {
         let next = [self.silence, self.stall, self.first_message, self.linger].into_iter().flatten().min();
         let Some(next) = next else { return Poll::Pending };
         if self.sleep.deadline() != next {
-            self.sleep.as_mut().reset(next);
+            self.sleep.reset(next);
         }
-        self.sleep.as_mut().poll(context)
+        self.sleep.poll(context)
     }
 
     /// Does what is due.

@@ -9,7 +9,7 @@ use bytes::Bytes;
 use super::admission::Refusal;
 use super::hello::HelloError;
 use crate::cm::ConnectError;
-use crate::error::{LimitError, OpErrorKind, SetupError};
+use crate::error::{LimitError, NoRuntime, OpErrorKind, SetupError};
 
 /// Why a message was not sent or received.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -247,8 +247,8 @@ pub enum EstablishError {
         /// The limit that was reached.
         refusal: Refusal,
     },
-    /// There is no Tokio runtime with time enabled to run it on.
-    NoRuntime,
+    /// The runtime that polls the future lacks what a connection needs: its tasks run there.
+    NoRuntime(NoRuntime),
 }
 
 impl fmt::Display for EstablishError {
@@ -270,7 +270,7 @@ impl fmt::Display for EstablishError {
                 if user_data.is_empty() { Ok(()) } else { write!(f, " ({} bytes of user data)", user_data.len()) }
             }
             Self::Refused { address, refusal } => write!(f, "connection with {address} refused: {refusal}"),
-            Self::NoRuntime => f.write_str("a connection is made within a Tokio runtime"),
+            Self::NoRuntime(error) => error.fmt(f),
         }
     }
 }
@@ -285,7 +285,16 @@ impl From<SetupError> for EstablishError {
 
 impl From<ConnectError> for EstablishError {
     fn from(error: ConnectError) -> Self {
-        Self::Connect(error)
+        match error {
+            ConnectError::NoRuntime(error) => Self::NoRuntime(error),
+            error => Self::Connect(error),
+        }
+    }
+}
+
+impl From<NoRuntime> for EstablishError {
+    fn from(error: NoRuntime) -> Self {
+        Self::NoRuntime(error)
     }
 }
 
@@ -304,7 +313,7 @@ impl From<EstablishError> for io::Error {
                 Self::from(*hello).kind()
             }
             EstablishError::Rejected { .. } | EstablishError::Refused { .. } => io::ErrorKind::ConnectionRefused,
-            EstablishError::NoRuntime => io::ErrorKind::Unsupported,
+            EstablishError::NoRuntime(_) => io::ErrorKind::Unsupported,
         };
         Self::new(kind, error)
     }

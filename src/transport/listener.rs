@@ -129,10 +129,6 @@ impl Listener {
     /// # Cancel safety
     ///
     /// As [`bind_with`](Self::bind_with): dropping the future leaves nothing behind.
-    ///
-    /// # Panics
-    ///
-    /// As [`bind_with`](Self::bind_with).
     pub async fn bind(device: &Device, address: impl ToSocketAddrs) -> Result<Self, EstablishError> {
         Self::bind_with(device, address, &ConnectionConfig::default()).await
     }
@@ -141,17 +137,14 @@ impl Listener {
     ///
     /// # Errors
     ///
-    /// [`EstablishError::Setup`] for settings that the device does not allow; [`EstablishError::Hello`] for more
+    /// [`EstablishError::NoRuntime`] outside of a Tokio runtime with its I/O and time drivers; [`EstablishError::Setup`] for
+    /// settings that the device does not allow; [`EstablishError::Hello`] for more
     /// [`user_data`](ConnectionConfig::user_data) than an answer has room for; [`EstablishError::Connect`] as
     /// [`cm::Listener::bind_with`].
     ///
     /// # Cancel safety
     ///
     /// Dropping the future leaves nothing behind.
-    ///
-    /// # Panics
-    ///
-    /// Outside of a Tokio runtime with its I/O and time drivers.
     pub async fn bind_with(
         device: &Device,
         address: impl ToSocketAddrs,
@@ -202,16 +195,13 @@ impl Listener {
     ///
     /// # Errors
     ///
+    /// [`EstablishError::NoRuntime`] outside of a Tokio runtime with its I/O and time drivers,
     /// [`EstablishError::Connect`] if there will be no more, [`EstablishError::Setup`] if no queue pair can be made.
     ///
     /// # Cancel safety
     ///
     /// Dropping the future loses no connection: handshakes that were begun go on, and whoever accepts next has them. Dropping
     /// the listener rejects their peers.
-    ///
-    /// # Panics
-    ///
-    /// Outside of a Tokio runtime with its I/O and time drivers.
     pub async fn accept(&self) -> Result<Connection, EstablishError> {
         let mut handshakes = self.handshakes.lock().await;
         // Where the settings name one peer, that is to be looked at before the answer.

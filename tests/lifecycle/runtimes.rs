@@ -1,13 +1,19 @@
 //! Which runtime, if any, drives an operation: several on one completion queue, one that stops, none at all.
 
 use std::future::Future;
+use std::net::IpAddr;
 use std::sync::mpsc::channel;
 use std::thread;
 use std::time::Duration;
 
 use crate::torture::{Flavour, LONG, Mode, block_on, bounded, connect, device, pair, slow_network, soon};
 use tokio::runtime::Builder;
-use tokio_rdma::{Access, CompletionQueue, ExposedRegion, Pool, QueuePair, RemoteRegion};
+use tokio_rdma::cm::{self, ConnectError, Options};
+use tokio_rdma::software::Network;
+use tokio_rdma::{
+    Access, CompletionMode, CompletionQueue, Connection, ConnectionConfig, Device, EstablishError, ExposedRegion,
+    Listener, NoRuntime, Pool, QueuePair, RemoteRegion, events,
+};
 
 /// A connected pair on a network where nothing is done at once.
 struct Setup {
@@ -202,4 +208,229 @@ fn a_wait_outlives_the_reactor_it_relied_on() {
             assert_eq!(waiter.join().unwrap().unwrap().buffer[..], *b"still there");
         });
     }
+}
+
+/// Everything of connections that is awaited, ready to be.
+struct Awaited {
+    devices: [Device; 2],
+    ip: IpAddr,
+    listener: Listener,
+    cm_listener: cm::Listener,
+    request: cm::Request,
+    refused: cm::Request,
+    route: cm::Route,
+    qps: [QueuePair; 2],
+    link: cm::Link,
+    _peer: cm::Link,
+    _linked: [QueuePair; 2],
+}
+
+impl Awaited {
+    async fn new() -> Self {
+        let network = Network::new();
+        let devices = ["active", "passive"].map(|name| Device::software_in(&network, name).unwrap());
+        let ip = devices[1].default_path().unwrap().1.gid.to_ip();
+        let listener = Listener::bind(&devices[1], (ip, 0)).await.unwrap();
+        let cm_listener = cm::Listener::bind(&devices[1], (ip, 0)).await.unwrap();
+        let options = Options::default();
+        let builders = devices.each_ref().map(|device| {
+            let queue = CompletionQueue::new(device, CompletionMode::Event).unwrap();
+            QueuePair::builder(&device.protection_domain().unwrap(), &queue).max_send_wr(8).max_recv_wr(8)
+        });
+        let resolve = async || cm::resolve(&devices[0], cm_listener.local_addr()).await.unwrap();
+        let active = async {
+            let route = resolve().await;
+            let qp = route.prepare(builders[0].clone()).build().unwrap();
+            (route.connect(&qp, &options).await.unwrap(), qp)
+        };
+        let passive = async {
+            let request = cm_listener.accept().await.unwrap();
+            let qp = request.prepare(builders[1].clone()).build().unwrap();
+            (request.accept(&qp, &options).await.unwrap(), qp)
+        };
+        let ((link, ours), (peer, theirs)) = tokio::join!(active, passive);
+        // Peers that ask, and go on to.
+        let asking = || {
+            let (device, to, builder) = (devices[0].clone(), cm_listener.local_addr(), builders[0].clone());
+            tokio::spawn(async move {
+                let route = cm::resolve(&device, to).await.unwrap();
+                let qp = route.prepare(builder).build().unwrap();
+                drop(route.connect(&qp, &Options::default()).await);
+            })
+        };
+        let _asking = [asking(), asking()];
+        let (request, refused) = (cm_listener.accept().await.unwrap(), cm_listener.accept().await.unwrap());
+        let route = resolve().await;
+        let qps = [route.prepare(builders[0].clone()), request.prepare(builders[1].clone())];
+        let qps = qps.map(|builder| builder.build().unwrap());
+        let _linked = [ours, theirs];
+        Self { devices, ip, listener, cm_listener, request, refused, route, qps, link, _peer: peer, _linked }
+    }
+
+    /// What each of them misses.
+    async fn missed(self) -> Vec<(&'static str, NoRuntime)> {
+        fn of_cm<T>(result: Result<T, ConnectError>) -> NoRuntime {
+            match result.err() {
+                Some(ConnectError::NoRuntime(missing)) => missing,
+                other => panic!("{other:?}"),
+            }
+        }
+        fn of<T>(result: Result<T, EstablishError>) -> NoRuntime {
+            match result.err() {
+                Some(EstablishError::NoRuntime(missing)) => missing,
+                other => panic!("{other:?}"),
+            }
+        }
+        let ([device, passive], options, ip) = (&self.devices, Options::default(), self.ip);
+        let to = self.listener.local_addr();
+        let fresh = Device::software_in(&Network::new(), "fresh").unwrap();
+        let make = |_: &cm::Route| panic!("no route without a runtime");
+        vec![
+            ("connect", of(Connection::connect(device, to).await)),
+            ("connect by name", of(Connection::connect(device, "localhost:1").await)),
+            ("bind", of(Listener::bind(passive, (ip, 0)).await)),
+            ("bind on a device that has never connected", of(Listener::bind(&fresh, "127.0.0.1:0").await)),
+            ("accept", of(self.listener.accept().await)),
+            ("request", of(self.listener.request().await)),
+            ("cm connect", of_cm(cm::connect(device, to, &options, make).await)),
+            ("cm resolve", of_cm(cm::resolve(device, to).await)),
+            ("cm bind", of_cm(cm::Listener::bind(passive, (ip, 0)).await)),
+            ("cm accept", of_cm(self.cm_listener.accept().await)),
+            ("cm route", of_cm(self.route.connect(&self.qps[0], &options).await)),
+            ("cm request", of_cm(self.request.accept(&self.qps[1], &options).await)),
+            ("cm reject", of_cm(self.refused.reject(b"no").await)),
+            ("cm disconnect", of_cm(self.link.disconnect().await)),
+            ("cm drained", of_cm(self.link.drained().await)),
+        ]
+    }
+}
+
+/// Ends of a connection that are to be established.
+fn establish() -> Result<[Connection; 2], EstablishError> {
+    let pd = Device::software_in(&Network::new(), "prepared").unwrap().protection_domain().unwrap();
+    let [a, b] = [(); 2].map(|()| Connection::prepare(&pd, &ConnectionConfig::default()).unwrap());
+    let ends = [a.endpoint(), b.endpoint()];
+    let hellos = [a.hello(b"").unwrap(), b.hello(b"").unwrap()];
+    Ok([a.establish(&ends[1], &hellos[1])?, b.establish(&ends[0], &hellos[0])?])
+}
+
+#[test]
+fn what_needs_a_runtime_or_a_driver_says_which_is_missing() {
+    bounded("no runtime", LONG, || {
+        let full = Flavour::MultiThread.runtime();
+        let awaited = || full.block_on(Awaited::new());
+        let check = |missed: Vec<(&str, NoRuntime)>, expected: NoRuntime| {
+            missed.iter().for_each(|&(what, missing)| assert_eq!(missing, expected, "{what}"));
+        };
+        check(block_on(awaited().missed()), NoRuntime::Outside);
+        assert_eq!(establish().unwrap_err(), EstablishError::NoRuntime(NoRuntime::Outside));
+        let device = Device::software().unwrap();
+        let kind = |result: std::io::Result<_>| result.map(drop).unwrap_err().kind();
+        assert_eq!(kind(events(&device)), std::io::ErrorKind::Unsupported);
+
+        let without_io = Builder::new_current_thread().enable_time().build().unwrap();
+        check(without_io.block_on(awaited().missed()), NoRuntime::Io);
+        without_io.block_on(async { assert_eq!(kind(events(&device)), std::io::ErrorKind::Unsupported) });
+
+        let without_time = Builder::new_current_thread().enable_io().build().unwrap();
+        check(without_time.block_on(awaited().missed()), NoRuntime::Time);
+        let refused = without_time.block_on(async { establish().unwrap_err() });
+        assert_eq!(refused, EstablishError::NoRuntime(NoRuntime::Time));
+        without_time.block_on(async { drop(events(&device).unwrap()) });
+    });
+}
+
+#[test]
+fn connection_made_in_a_runtime_is_used_and_closed_outside_of_any() {
+    bounded("outside", LONG, || {
+        let runtime = Flavour::MultiThread.runtime();
+        let [a, b] = runtime.block_on(async { establish().unwrap() });
+        block_on(a.send(vec![1; 20_000])).unwrap();
+        assert_eq!(block_on(b.recv()).unwrap().unwrap().len(), 20_000);
+        block_on(a.flush()).unwrap();
+        let peer = runtime.spawn(async move { b.close().await });
+        block_on(a.close()).unwrap();
+        runtime.block_on(peer).unwrap().unwrap();
+
+        let Awaited { link, _peer: peer, .. } = runtime.block_on(Awaited::new());
+        runtime.block_on(peer.disconnect()).unwrap();
+        assert_eq!(block_on(link.disconnected()), cm::Disconnection::Peer);
+    });
+}
+
+#[test]
+fn clock_that_is_paused_changes_nothing_for_connections() {
+    // Answers take longer than a runtime with nothing to do needs to advance its clock.
+    const DELAY: Duration = Duration::from_millis(20);
+    // In the cooperative mode a runtime whose operations wait always has something to do, and its clock stands still.
+    for mode in [Mode::Event, Mode::BusyPoll, Mode::Hybrid] {
+        bounded("paused clock", LONG, move || {
+            let faults = tokio_rdma::software::Faults::none().delay(DELAY..2 * DELAY);
+            let network = Network::with_faults(1, faults);
+            let options = tokio_rdma::ConnectOptions {
+                timeout: tokio_rdma::types::AckTimeout::from_code(20),
+                ..Default::default()
+            };
+            let config = ConnectionConfig::default().mode(mode.make()).options(options);
+            let config = config.receive_buffers(1).stall_timeout(Some(Duration::from_secs(1)));
+            let runtime = Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+            runtime.block_on(async {
+                let [one, two] = ["one", "two"].map(|name| Device::software_in(&network, name).unwrap());
+                let ip = two.default_path().unwrap().1.gid.to_ip();
+                let listener = Listener::bind_with(&two, (ip, 0), &config).await.unwrap();
+                let connect = Connection::connect_with(&one, listener.local_addr(), &config);
+                let (a, b) = tokio::join!(connect, listener.accept());
+                let (a, b) = (a.unwrap(), b.unwrap());
+                // More than there is room for: a sender waits, which is not a stall as long as no second has passed.
+                let sending = async {
+                    for _ in 0..6 {
+                        a.send(vec![1; 20_000]).await.unwrap();
+                    }
+                    a.flush().await.unwrap();
+                };
+                let receiving = async {
+                    for _ in 0..6 {
+                        assert_eq!(b.recv().await.unwrap().unwrap().len(), 20_000);
+                    }
+                };
+                tokio::join!(sending, receiving);
+                // An hour of nothing to do, and answers that come later than that.
+                tokio::time::sleep(Duration::from_secs(3600)).await;
+                let wait = thread::spawn(|| thread::sleep(5 * DELAY));
+                while !wait.is_finished() {
+                    tokio::time::sleep(Duration::from_secs(3600)).await;
+                }
+                b.send("still there").await.unwrap();
+                assert_eq!(a.recv().await.unwrap().unwrap(), "still there");
+                let (a_end, b_end) = tokio::join!(a.close(), b.close());
+                a_end.unwrap();
+                b_end.unwrap();
+            });
+        });
+    }
+}
+
+#[test]
+fn silence_is_noticed_in_real_time_under_a_paused_clock_and_keeps_no_processor_busy() {
+    bounded("silence", LONG, || {
+        let network = Network::new();
+        let times = [50, 100].map(Duration::from_millis);
+        let config = ConnectionConfig::default().keepalive(Some((times[0], times[1])));
+        let runtime = Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let [(_one, one), (_two, two)] = crate::connected::two(&network);
+            let (a, _b) = crate::connected::pair_in(&one, &two, &config, &config);
+            tokio::time::pause();
+            let (paused, start) = (tokio::time::Instant::now(), std::time::Instant::now());
+            network.control("two").unwrap().set_port(false);
+            let error = a.recv().await.unwrap_err();
+            let silent = tokio_rdma::CloseReason::Silent;
+            assert_eq!(error, tokio_rdma::MessageError::Closed(silent));
+            assert!(start.elapsed() >= times[1], "given up early");
+            // The clock of the runtime advances with each timer that fires. A timer that is set again and again, as it fires early,
+            // advances it by hours.
+            let advanced = paused.elapsed();
+            assert!(advanced < Duration::from_secs(60), "timers were set for {advanced:?}");
+        });
+    });
 }
