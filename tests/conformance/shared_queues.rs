@@ -7,7 +7,7 @@ use std::thread;
 
 use crate::torture::{Flavour, LONG, bounded, connect, device, scaled, soon};
 use tokio_rdma::software::Network;
-use tokio_rdma::types::{QpAttr, QpState};
+use tokio_rdma::types::{Qkey, QpAttr, QpState, Transport};
 use tokio_rdma::{
     Access, CompletionMode, CompletionQueue, LimitError, OpErrorKind, Pool, ProtectionDomain, QueuePair, SetupError,
     SharedReceiveQueue,
@@ -49,6 +49,23 @@ fn receives_of_a_shared_queue_arrive_on_its_completion_queue_and_no_other_can_be
             assert_eq!(&soon("receive", shared).await.unwrap().buffer[..], b"hello");
         });
     });
+}
+
+#[test]
+fn settings_that_a_queue_pair_or_pool_cannot_have_are_refused_by_name() {
+    let (_device, pd) = device(&Network::new());
+    let own = queue(&pd);
+    let builder = || QueuePair::builder(&pd, &own);
+    let keyed = builder().qkey(Qkey(7)).build().unwrap_err();
+    assert!(matches!(keyed, SetupError::Unsupported { what } if what.contains("qkey")), "{keyed}");
+    let reached = builder().transport(Transport::Ud).access(Access::REMOTE_READ).build().unwrap_err();
+    assert!(matches!(reached, SetupError::Unsupported { what } if what.contains("access")), "{reached}");
+    // Sizes may be rounded up, and what was granted can be read.
+    let granted = builder().max_send_wr(3).max_recv_wr(3).max_sge(1).max_inline(1).build().unwrap().caps();
+    assert!(granted.max_send_wr >= 3 && granted.max_recv_wr >= 3 && granted.max_inline >= 1, "{granted:?}");
+    let none = Pool::new(&pd, 64, 0).unwrap_err();
+    assert_eq!(none, SetupError::TooSmall { field: "buffers", asked: 0, least: 1 });
+    assert_eq!(Pool::new(&pd, 0, 1).unwrap().buffer_size(), 0);
 }
 
 #[test]

@@ -14,7 +14,7 @@ use tokio_rdma::cm::{
 };
 use tokio_rdma::software::{Faults, Network};
 use tokio_rdma::types::{QpAttr, QpState, TransitionError, Transport};
-use tokio_rdma::{CompletionQueue, Device, Pool, ProtectionDomain, QueuePair, SetupError};
+use tokio_rdma::{CompletionQueue, Device, LimitError, Pool, ProtectionDomain, QueuePair, SetupError};
 
 /// What one side needs.
 #[derive(Clone)]
@@ -518,6 +518,29 @@ fn private_data_and_queue_pairs_that_do_not_fit_are_refused_untouched() {
         }
         // None of them has sent anything.
         assert!(tokio::time::timeout(Duration::from_millis(20), listener.accept()).await.is_err());
+    });
+}
+
+#[test]
+fn settings_of_connections_are_refused_by_name_and_not_changed() {
+    run("settings", || async {
+        let (a, b) = sides();
+        let none = Listener::bind_with(&b.device, b.address(), &ListenOptions::default().backlog(0)).await;
+        let least = SetupError::TooSmall { field: "backlog", asked: 0, least: 1 };
+        assert_eq!(none.map(drop).unwrap_err(), ConnectError::Setup { attempt: None, error: least });
+        let attr = a.device.attr();
+        let most = attr.max_qp_rd_atom.min(attr.max_qp_init_rd_atom);
+        let listener = b.listen().await;
+        let too_many = Options::default().reads(most + 1);
+        let refused = LimitError { field: "reads", asked: (most + 1).into(), allowed: most.into() };
+        let error = soon("refusal", a.connect(listener.local_addr(), &too_many)).await.map(drop).unwrap_err();
+        assert_eq!(error, ConnectError::Limit(refused));
+        // As many as the device can are what the queue pair gets.
+        let options = Options::default().reads(most);
+        let passive = async { b.accept(listener.accept().await?, &options).await };
+        let ends = async { tokio::try_join!(a.connect(listener.local_addr(), &options), passive) };
+        let ((ours, _link), _theirs) = soon("connection", ends).await.unwrap();
+        assert_eq!(ours.query().unwrap().1.max_rd_atomic, Some(most));
     });
 }
 
