@@ -199,9 +199,10 @@ fn pattern(round: u32, size: usize) -> Vec<u8> {
 // Either side.
 
 /// What is not acknowledged is repeated after half a second, and given up after seven times that: the other end may be a
-/// process that has to wait for a processor.
+/// process that has to wait for a processor. A peer that is killed while this side waits to receive is noticed, too.
 fn patient() -> CmOptions {
-    CmOptions::default().transport(ConnectOptions { timeout: AckTimeout::from_code(17), ..ConnectOptions::default() })
+    let transport = ConnectOptions { timeout: AckTimeout::from_code(17), ..ConnectOptions::default() };
+    CmOptions::default().transport(transport).keepalive(Some(Duration::from_secs(1)))
 }
 
 /// What queue pairs are made of.

@@ -14,6 +14,7 @@ use crate::verbs::Device;
 
 use super::endpoint::{Endpoint, Halfway, within};
 use super::error::{ConnectError, Step};
+use super::keepalive::Keepalive;
 use super::link::Link;
 use super::options::Options;
 use super::path::{Path, Reads, make_ready};
@@ -210,7 +211,9 @@ impl Route {
         endpoint.ready()?;
         let device = endpoint.router().device().clone();
         let (_, transport) = options.checked(REQUEST_DATA)?;
-        path.check(&device, queue_pair).map_err(|error| ConnectError::from(error).during(Step::Prepare, address))?;
+        let misfit = |error| ConnectError::from(error).during(Step::Prepare, address);
+        path.check(&device, queue_pair).map_err(misfit)?;
+        Keepalive::check(options.probes(), queue_pair).map_err(misfit)?;
         let halfway = Halfway::new(queue_pair);
         let reads = Reads::of(&device, options)?;
         let peer = within(options.deadline(), Step::Response, async {
@@ -244,7 +247,8 @@ impl Route {
         .map_err(|error| error.during(Step::Response, address))?;
         halfway.arrived();
         let local = endpoint.local_addr().unwrap_or(SocketAddr::new(path.gid.to_ip(), 0));
-        Ok(Link::new(endpoint, peer.private_data, (local, address), options.deadline()))
+        let link = Link::new(endpoint, peer.private_data, (local, address), options.deadline());
+        Ok(link.with_keepalive(options.probes(), queue_pair))
     }
 }
 

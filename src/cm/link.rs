@@ -9,7 +9,9 @@ use crate::provider::cm_contract::CmId as _;
 
 use super::endpoint::{Endpoint, within};
 use super::error::{ConnectError, Step};
+use super::keepalive::Keepalive;
 use super::router::End;
+use crate::op::QueuePair;
 
 /// The manager's side of a connected queue pair, which somebody else holds.
 ///
@@ -17,8 +19,10 @@ use super::router::End;
 /// then stays: await what matters before saying goodbye, and the peer has it.
 ///
 /// Dropping it says goodbye without waiting for an answer: best effort, as the goodbye, and what repeats it, may be lost.
-/// A peer that never hears it finds out when it sends.
+/// A peer that never hears it finds out when it sends, or by its [keepalive](super::Options::keepalive).
 pub struct Link {
+    /// Ends first: it may not probe a queue pair that is given up.
+    keepalive: Option<Keepalive>,
     endpoint: Endpoint,
     private_data: Vec<u8>,
     local: SocketAddr,
@@ -43,6 +47,8 @@ pub enum Disconnection {
     DeviceRemoved,
     /// Our address was moved to another device.
     AddressChanged,
+    /// The peer did not answer the [keepalive](super::Options::keepalive).
+    Silent,
 }
 
 impl Link {
@@ -53,7 +59,14 @@ impl Link {
         deadline: Duration,
     ) -> Self {
         tracing::debug!(%local, %peer, "link established");
-        Self { endpoint, private_data, local, peer, deadline, ours: AtomicBool::new(false) }
+        Self { keepalive: None, endpoint, private_data, local, peer, deadline, ours: AtomicBool::new(false) }
+    }
+
+    /// Probes the peer of `queue_pair`, which has been checked for that.
+    pub(super) fn with_keepalive(mut self, interval: Option<Duration>, queue_pair: &QueuePair) -> Self {
+        let start = |interval| Keepalive::start(interval, queue_pair, self.endpoint.inbox(), self.peer);
+        self.keepalive = interval.map(start);
+        self
     }
 
     /// Our address.
@@ -116,7 +129,8 @@ impl Link {
 
     /// Waits until the connection is over, and says how it ended. Any number of tasks may wait.
     ///
-    /// That a peer is gone without a goodbye is not noticed here, but by operations that fail. Where no runtime with an I/O
+    /// That a peer is gone without a goodbye is not noticed here, but by operations that fail, or by
+    /// [`Options::keepalive`](super::Options::keepalive). Where no runtime with an I/O
     /// driver watches the device's connections, this polls for the end.
     ///
     /// # Cancel safety
@@ -127,6 +141,7 @@ impl Link {
             .until(|happened| match happened.end.as_ref()? {
                 End::DeviceRemoval => Some(Disconnection::DeviceRemoved),
                 End::AddressChange => Some(Disconnection::AddressChanged),
+                End::Silence => Some(Disconnection::Silent),
                 _ if self.ours.load(Ordering::Acquire) => Some(Disconnection::Local),
                 _ => Some(Disconnection::Peer),
             })
@@ -135,8 +150,9 @@ impl Link {
 
     /// True if it is over and there is nothing to tell the peer.
     fn peer_knows(&self) -> bool {
-        // Nobody says goodbye because an address was moved.
-        self.endpoint.inbox().happened().end.as_ref().is_some_and(|end| *end != End::AddressChange)
+        // Neither an address that was moved nor silence is a goodbye.
+        let said = |end: &End| !matches!(end, End::AddressChange | End::Silence);
+        self.endpoint.inbox().happened().end.as_ref().is_some_and(said)
     }
 
     /// Waits until the connection is over, and then until nothing of it can be underway any more (the end of TIMEWAIT): then
@@ -176,6 +192,7 @@ impl Link {
 
 impl Drop for Link {
     fn drop(&mut self) {
+        self.keepalive = None;
         self.endpoint.inbox().fail_queue_pair();
     }
 }

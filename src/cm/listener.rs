@@ -21,6 +21,7 @@ use crate::verbs::Device;
 use super::connector::{lookup, no_address};
 use super::endpoint::{Endpoint, Halfway, within};
 use super::error::{ConnectError, Step};
+use super::keepalive::Keepalive;
 use super::link::Link;
 use super::options::{ListenOptions, Options};
 use super::path::{Path, Reads, make_ready};
@@ -376,7 +377,9 @@ impl Request {
         endpoint.ready()?;
         let (_, transport) = options.checked(RESPONSE_DATA)?;
         let device = endpoint.router().device().clone();
-        path.check(&device, queue_pair).map_err(|error| ConnectError::from(error).during(Step::Prepare, address))?;
+        let misfit = |error| ConnectError::from(error).during(Step::Prepare, address);
+        path.check(&device, queue_pair).map_err(misfit)?;
+        Keepalive::check(options.probes(), queue_pair).map_err(misfit)?;
         let halfway = Halfway::new(queue_pair);
         let reads = Reads::of(&device, options)?.agreed(&peer);
         within(options.deadline(), Step::Establish, async {
@@ -402,7 +405,8 @@ impl Request {
         .await
         .map_err(|error| error.during(Step::Establish, address))?;
         halfway.arrived();
-        Ok(Link::new(endpoint, peer.private_data, (local, address), options.deadline()))
+        let link = Link::new(endpoint, peer.private_data, (local, address), options.deadline());
+        Ok(link.with_keepalive(options.probes(), queue_pair))
     }
 
     /// Says no. The peer gets [`ConnectError::Rejected`] with this private data.

@@ -54,6 +54,7 @@ mod connector;
 mod disposer;
 mod endpoint;
 mod error;
+mod keepalive;
 mod link;
 mod listener;
 mod options;

@@ -14,6 +14,7 @@ pub struct Options {
     timeout: Duration,
     private_data: Vec<u8>,
     reads: Option<u8>,
+    keepalive: Option<Duration>,
     transport: ConnectOptions,
 }
 
@@ -27,6 +28,7 @@ impl Default for Options {
             timeout: Duration::from_secs(15),
             private_data: Vec::new(),
             reads: None,
+            keepalive: None,
             transport: ConnectOptions::default(),
         }
     }
@@ -77,6 +79,25 @@ impl Options {
         self
     }
 
+    /// Probes the peer when nothing was in flight and nothing has arrived for `interval`; never unless set. For a side that only
+    /// waits to receive: a peer whose process is killed, or whose host is gone, says no goodbye, and nothing of a queue pair that
+    /// sends nothing notices that.
+    ///
+    /// A probe is a WRITE of no bytes, which no program at the peer sees. If it is not acknowledged within the retries of
+    /// [`transport`](Self::transport), the link ends as [`Disconnection::Silent`](super::Disconnection::Silent), the queue pair
+    /// goes to the error state, and its receives are flushed: that takes at most two intervals and the retries.
+    ///
+    /// - The peer's queue pair must allow REMOTE_WRITE, as it does unless told otherwise, here and in librdmacm.
+    /// - A probe takes one of [`max_send_wr`](crate::QueuePairBuilder::max_send_wr) until it is acknowledged, and one completion,
+    ///   which is counted there. It is posted only while nothing else is in flight; what is posted meanwhile may have to wait
+    ///   for it if the send queue is otherwise full. Make the send queue one larger if a `try_` form must not find it full.
+    /// - Deadlines are in real time; probes are sent by a task of the runtime that has connected, as long as that runs.
+    #[must_use]
+    pub const fn keepalive(mut self, interval: Option<Duration>) -> Self {
+        self.keepalive = interval;
+        self
+    }
+
     /// Timeouts and retries of the connection. They hold for this side, whatever the other one proposes, and are not sent to
     /// it: a peer that sets none of its own gets 6 retries, RNR retries without end, and from a software device an
     /// acknowledgement timeout of 537 ms.
@@ -102,6 +123,10 @@ impl Options {
 
     pub(super) const fn deadline(&self) -> Duration {
         self.timeout
+    }
+
+    pub(super) const fn probes(&self) -> Option<Duration> {
+        self.keepalive
     }
 
     /// READs and atomics at once, unless the devices decide.

@@ -44,13 +44,18 @@ pub(super) struct Happened {
 /// How a connection, or the attempt at one, ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum End {
-    Rejected { reason: RejectReason, private_data: Vec<u8> },
+    Rejected {
+        reason: RejectReason,
+        private_data: Vec<u8>,
+    },
     Unreachable(i32),
     Error(i32),
     Disconnected,
     TimewaitExit,
     DeviceRemoval,
     AddressChange,
+    /// A probe of ours was not answered.
+    Silence,
 }
 
 /// Where the events of one id go. No lock is held while somebody is woken, or a queue pair is changed, which wakes those
@@ -361,6 +366,12 @@ impl Inbox {
         if ends && let Some(incoming) = &self.incoming {
             incoming.end();
         }
+    }
+
+    /// The peer does not answer any more.
+    pub(super) fn silence(&self) {
+        self.happened.lock().end.get_or_insert(End::Silence);
+        contained(|| self.changed.notify_waiters());
     }
 
     /// The queue pair ends with the connection from now on; at once, if that is over.

@@ -13,8 +13,10 @@ use tokio_rdma::cm::{
     self, Attempt, ConnectError, Disconnection, Link, ListenOptions, Listener, Options, RejectReason, Request, Step,
 };
 use tokio_rdma::software::{Faults, Network};
-use tokio_rdma::types::{QpAttr, QpState, TransitionError, Transport};
-use tokio_rdma::{CompletionQueue, Device, LimitError, Pool, ProtectionDomain, QueuePair, SetupError};
+use tokio_rdma::types::{AckTimeout, QpAttr, QpState, TransitionError, Transport};
+use tokio_rdma::{
+    CompletionQueue, Device, LimitError, Pool, ProtectionDomain, QueuePair, QueuePairBuilder, SetupError,
+};
 
 /// What one side needs.
 #[derive(Clone)]
@@ -518,6 +520,88 @@ fn private_data_and_queue_pairs_that_do_not_fit_are_refused_untouched() {
         }
         // None of them has sent anything.
         assert!(tokio::time::timeout(Duration::from_millis(20), listener.accept()).await.is_err());
+    });
+}
+
+/// Retries that end soon on the software device, and still survive a machine that is busy: some 0.6 s.
+fn probing(interval: Duration) -> Options {
+    let transport =
+        tokio_rdma::ConnectOptions { timeout: AckTimeout::from_code(14), retry_count: 7, ..Default::default() };
+    Options::default().transport(transport).keepalive(Some(interval))
+}
+
+#[test]
+fn peer_that_is_gone_while_nothing_is_in_flight_is_noticed_by_keepalive() {
+    run("keepalive", || async {
+        let network = Network::new();
+        let (a, b) = of_network(&network);
+        let (listener, plain) = (b.listen().await, Options::default());
+        let options = probing(Duration::from_millis(20));
+        let passive = async { b.accept(listener.accept().await?, &plain).await };
+        let ends = async { tokio::try_join!(a.connect(listener.local_addr(), &options), passive) };
+        let ((ours, link), (theirs, peer)) = soon("connection", ends).await.unwrap();
+        // The peer is there: probes are sent, and change nothing.
+        let waits = ours.recv(a.pool.alloc(64).await.unwrap());
+        eventually("probes", || ours.send_counters().posted >= 3).await;
+        assert!(link.is_connected() && peer.is_connected());
+        assert_eq!(theirs.receive_counters().posted, 0);
+        // Gone, without a word.
+        network.control("passive").unwrap().set_port(false);
+        let error = soon("the receive", waits).await.unwrap_err();
+        assert_eq!(error.kind().status(), Some(tokio_rdma::types::WcStatus::WR_FLUSH_ERR));
+        assert_eq!(soon("the end", link.disconnected()).await, Disconnection::Silent);
+        assert_eq!(state(&ours), QpState::Err);
+        // The other side has no keepalive.
+        assert!(peer.is_connected() && state(&theirs) == QpState::Rts);
+    });
+}
+
+#[test]
+fn keepalive_of_a_send_queue_of_one_lets_work_through_and_ends_with_the_link() {
+    run("keepalive beside work", || async {
+        let (a, b) = of_network(&Network::new());
+        let (listener, options) = (b.listen().await, probing(Duration::from_millis(1)));
+        let small = |side: &Side| QueuePair::builder(&side.pd, &side.queue).max_send_wr(1).max_recv_wr(1).max_inline(0);
+        let active = cm::connect(&a.device, listener.local_addr(), &options, |route| route.prepare(small(&a)).build());
+        let passive = async {
+            let request = listener.accept().await?;
+            let qp = request.prepare(small(&b)).build()?;
+            Ok((request.accept(&qp, &options).await?, qp))
+        };
+        let ((ours, link), (peer, theirs)) =
+            soon("connection", async { tokio::try_join!(active, passive) }).await.unwrap();
+        for round in 0..20 {
+            a.exchange(&ours, &b, &theirs).await;
+            let posted = ours.send_counters().posted;
+            if round % 5 == 0 {
+                eventually("a probe", || ours.send_counters().posted > posted).await;
+            }
+        }
+        assert!(link.is_connected() && peer.is_connected());
+        soon("goodbye", link.disconnect()).await.unwrap();
+        assert_eq!(soon("goodbye", peer.disconnected()).await, Disconnection::Peer);
+        // What ended otherwise is not called silence.
+        assert_eq!(link.disconnected().await, Disconnection::Local);
+    });
+}
+
+#[test]
+fn keepalive_that_cannot_be_is_refused_by_name() {
+    run("keepalive settings", || async {
+        let (a, b) = of_network(&Network::new());
+        let listener = b.listen().await;
+        let refused = async |interval, builder: QueuePairBuilder| {
+            let (to, options) = (listener.local_addr(), Options::default().keepalive(Some(interval)));
+            let asked = cm::connect(&a.device, to, &options, |route| route.prepare(builder.clone()).build());
+            match soon("refusal", asked).await.map(drop) {
+                Err(ConnectError::Setup { error, .. }) => error,
+                other => panic!("{other:?}"),
+            }
+        };
+        let least = |field| SetupError::TooSmall { field, asked: 0, least: 1 };
+        assert_eq!(refused(Duration::from_micros(999), a.builder()).await, least("keepalive in milliseconds"));
+        let none = QueuePair::builder(&a.pd, &a.queue).max_send_wr(0);
+        assert_eq!(refused(Duration::from_secs(1), none).await, least("max_send_wr with keepalive"));
     });
 }
 

@@ -11,8 +11,9 @@ use crate::connected::{pattern, recv};
 use crate::torture::{Flavour, LONG, bounded, eventually, soon};
 use tokio_rdma::cm::{self, ConnectError, Disconnection};
 use tokio_rdma::{
-    Access, CloseReason, CompletionMode, CompletionQueue, ConnectOptions, Connection, ConnectionConfig, Device,
-    EstablishError, Listener, MessageError, Pool, ProtectionDomain, QueuePair, RemoteRegion, types::AckTimeout,
+    Access, BufMut, CloseReason, CompletionMode, CompletionQueue, ConnectOptions, Connection, ConnectionConfig, Device,
+    EstablishError, Listener, MessageError, Pool, ProtectionDomain, QueuePair, Recv, RemoteRegion,
+    types::{AckTimeout, WcStatus},
 };
 
 /// Set in the other process.
@@ -324,6 +325,50 @@ fn memory_of_the_other_process_is_read_and_written_beside_messages() {
         assert_eq!(soon("add", connection.fetch_add(counter, 0)).await.unwrap(), 7);
         soon("close", connection.close()).await.unwrap();
         peer.finish();
+    });
+}
+
+/// A link without messages to the other process, idle, with a receive that waits.
+async fn idle(peer: &Peer, device: &Device, options: &cm::Options) -> (cm::Link, QueuePair, Recv<BufMut>) {
+    let (pd, queue) = queues(device);
+    let pool = Pool::new(&pd, 4096, 4).unwrap();
+    let route = cm::resolve(device, peer.plain).await.unwrap();
+    let qp = route.prepare(QueuePair::builder(&pd, &queue)).build().unwrap();
+    let waits = qp.recv(pool.alloc(4096).await.unwrap());
+    let link = soon("connect", route.connect(&qp, options)).await.unwrap();
+    (link, qp, waits)
+}
+
+#[test]
+fn process_that_is_killed_while_nothing_is_in_flight_is_noticed_by_keepalive() {
+    run("killed while idle", || async {
+        for signal in ["TERM", "KILL"] {
+            let (mut peer, device) = (Peer::start(), device());
+            let transport = ConnectOptions { timeout: AckTimeout::from_code(13), retry_count: 7, ..Default::default() };
+            let options = cm::Options::default().transport(transport).keepalive(Some(Duration::from_millis(50)));
+            let (link, qp, waits) = idle(&peer, &device, &options).await;
+            eventually("probes", || qp.send_counters().posted >= 2).await;
+            assert!(link.is_connected());
+            let pid = peer.child.id().to_string();
+            assert!(Command::new("kill").args([format!("-{signal}"), pid]).status().unwrap().success());
+            peer.child.wait().unwrap();
+            let error = soon("the receive", waits).await.unwrap_err();
+            assert_eq!(error.kind().status(), Some(WcStatus::WR_FLUSH_ERR), "SIG{signal}");
+            assert_eq!(soon("the end", link.disconnected()).await, Disconnection::Silent, "SIG{signal}");
+        }
+    });
+}
+
+#[test]
+fn process_that_returns_from_main_disconnects_its_peers() {
+    run("returned", || async {
+        let (peer, device) = (Peer::start(), device());
+        let (link, _qp, waits) = idle(&peer, &device, &cm::Options::default()).await;
+        let connection = peer.connect(&device, "echo").await.unwrap();
+        peer.finish();
+        assert_eq!(soon("the end", link.disconnected()).await, Disconnection::Peer);
+        soon("the receive", waits).await.unwrap_err();
+        soon("the end of messages", connection.recv()).await.unwrap_err();
     });
 }
 
