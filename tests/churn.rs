@@ -7,9 +7,10 @@ mod connected;
 mod live;
 mod torture;
 
-use std::process::Command;
+use std::process::{Command, Stdio};
 
-use connected::{config, pattern, recv};
+use connected::{config, pair, pattern, recv};
+use futures::future::join_all;
 use tokio_rdma::software::Network;
 use tokio_rdma::{CompletionQueue, Connection, Listener};
 use torture::{Flavour, LONG, bounded, device, eventually, scaled, soon};
@@ -83,6 +84,76 @@ fn connections_that_come_and_go_leave_nothing_behind() {
                 tasks(),
                 kernel_objects()
             );
+        });
+    });
+}
+
+/// Set in the process whose memory is measured.
+const MEASURED: &str = "TOKIO_RDMA_MEASURED";
+
+#[test]
+fn memory_of_connections_that_have_ended_goes_back_to_the_system() {
+    // Of a process of its own: whatever other tests do with memory would count.
+    let measured = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "the_measured", "--nocapture", "--test-threads=1"])
+        .env(MEASURED, "1")
+        .stdout(Stdio::null())
+        .status()
+        .unwrap();
+    assert!(measured.success(), "{measured}");
+}
+
+/// The other process; of no use alone.
+#[test]
+fn the_measured() {
+    const PAIRS: usize = 100;
+    // What either end has in its buffers, and memory for long messages.
+    const LENGTHS: [usize; 2] = [8192, 100_000];
+    if std::env::var_os(MEASURED).is_none() {
+        return;
+    }
+    bounded("memory", LONG, || {
+        let resident = || {
+            let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
+            pages.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * 4096
+        };
+        Flavour::MultiThread.runtime().block_on(async {
+            // What the process and its first connection need once.
+            let (a, b) = pair(&config());
+            drop(soon("close", async { tokio::join!(a.close(), b.close()) }).await);
+            drop((a, b));
+            let before = resident();
+            let pairs: Vec<_> = (0..PAIRS).map(|_| pair(&config())).collect();
+            for (a, b) in &pairs {
+                for (from, to) in [(a, b), (b, a)] {
+                    for len in LENGTHS {
+                        let count = if len == 8192 { 64 } else { 8 };
+                        let sending = async {
+                            for number in 0..count {
+                                from.send(pattern(len, number)).await.unwrap();
+                            }
+                        };
+                        let receiving = async {
+                            let mut received = Vec::new();
+                            for _ in 0..count {
+                                received.push(recv(to).await);
+                            }
+                        };
+                        tokio::join!(sending, receiving);
+                    }
+                }
+            }
+            let peak = resident() - before;
+            // Memory of different ends lies side by side, and one half of the ends goes first.
+            let (firsts, seconds): (Vec<_>, Vec<_>) = pairs.into_iter().unzip();
+            let ends = firsts.iter().chain(&seconds).map(|end| end.close());
+            soon("close", join_all(ends)).await.into_iter().for_each(|end| end.unwrap());
+            drop(firsts);
+            drop(seconds);
+            let left = || resident().saturating_sub(before);
+            eprintln!("{PAIRS} pairs: {} KiB at their peak", peak / 1024);
+            eventually("memory goes back to the system", || left() <= peak / 5).await;
+            eprintln!("{} KiB are left", left() / 1024);
         });
     });
 }

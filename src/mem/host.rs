@@ -32,10 +32,12 @@ unsafe impl Sync for HostMemory {}
 impl HostMemory {
     /// Devices register whole pages.
     const PAGE: usize = 4096;
-    /// From so many bytes on memory is mapped.
-    const LARGE: usize = 1 << 20;
+    /// From so many bytes on memory is mapped, and returned to the system when it is freed. glibc's threshold begins here, too, but
+    /// grows to the largest block that was freed, up to 32 MiB, and what it then frees stays with the process.
+    const LARGE: usize = 128 << 10;
 
-    /// `len` zero bytes. Of 1 MiB and more, pages that nobody touches take no memory, unless a device pins them.
+    /// `len` zero bytes. Of 128 KiB and more, pages that nobody touches take no memory, unless a device pins them, and all of it
+    /// goes back to the system when it is dropped.
     ///
     /// # Errors
     ///
