@@ -126,7 +126,8 @@ pub struct CompletionQueueBuilder {
 }
 
 impl CompletionQueueBuilder {
-    /// Completions it holds; 1024 unless set. Each queue pair takes as many as its queues hold work requests.
+    /// Completions it holds; 1024 unless set. Each queue pair takes as many as its queues hold work requests. A device may grant
+    /// more, as `ibv_create_cq(3)` allows: [`CompletionQueueCounters::capacity`] is what it granted.
     #[must_use]
     pub fn capacity(mut self, completions: u32) -> Self {
         self.capacity = completions;
@@ -148,8 +149,8 @@ impl CompletionQueueBuilder {
     }
 
     /// Has the device raise an event only when so many `completions` are there, or so much time (in microseconds, at
-    /// most 65,535) has passed since the first of them, `ibv_modify_cq(3)`: fewer interrupts, later ones. Not unless
-    /// set.
+    /// most 65,535; the next whole one counts) has passed since the first of them, `ibv_modify_cq(3)`: fewer interrupts, later
+    /// ones. Not unless set.
     #[must_use]
     pub fn moderation(mut self, completions: u16, period: Duration) -> Self {
         self.moderation = Some((completions, period));

@@ -25,7 +25,8 @@ struct Inner {
 }
 
 impl SharedReceiveQueue {
-    /// A queue for `max_wr` receives of up to `max_sge` buffers each.
+    /// A queue for `max_wr` receives of up to `max_sge` buffers each. A device may grant more, as `ibv_create_srq(3)` allows:
+    /// [`caps`](Self::caps) has what it granted.
     ///
     /// # Errors
     ///
@@ -89,6 +90,12 @@ impl SharedReceiveQueue {
     /// [`SetupError::Limit`] above its size.
     pub fn set_limit(&self, limit: u32) -> Result<(), SetupError> {
         self.verbs().set_limit(limit)
+    }
+
+    /// Sizes granted.
+    #[must_use]
+    pub fn caps(&self) -> SrqCaps {
+        self.verbs().caps()
     }
 
     /// What it has done so far.

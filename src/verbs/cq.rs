@@ -127,14 +127,15 @@ impl Cq {
         self.inner.raw.arm(solicited_only)
     }
 
-    /// Has the device raise an event only when so many `completions` are there or `period` (at most 65,535 µs) has passed
-    /// since the first of them, `ibv_modify_cq(3)`. 0 and 0: at every completion.
+    /// Has the device raise an event only when so many `completions` are there or `period` (at most 65,535 µs, in whole ones: the
+    /// next counts) has passed since the first of them, `ibv_modify_cq(3)`. 0 and 0: at every completion.
     ///
     /// # Errors
     ///
     /// [`SetupError::Limit`] for a longer period, [`SetupError::Verb`] with EOPNOTSUPP if the device has no moderation.
     pub fn moderate(&self, completions: u16, period: Duration) -> Result<(), SetupError> {
-        let period = u64::try_from(period.as_micros()).unwrap_or(u64::MAX);
+        // Rounded up: less than a microsecond is not 0, which means no moderation.
+        let period = u64::try_from(period.as_nanos().div_ceil(1000)).unwrap_or(u64::MAX);
         LimitError::check("moderation period in microseconds", period, u16::MAX.into())?;
         Ok(self.inner.raw.moderate(completions, period as u16)?)
     }

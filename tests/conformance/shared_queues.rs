@@ -63,6 +63,8 @@ fn settings_that_a_queue_pair_or_pool_cannot_have_are_refused_by_name() {
     // Sizes may be rounded up, and what was granted can be read.
     let granted = builder().max_send_wr(3).max_recv_wr(3).max_sge(1).max_inline(1).build().unwrap().caps();
     assert!(granted.max_send_wr >= 3 && granted.max_recv_wr >= 3 && granted.max_inline >= 1, "{granted:?}");
+    let shared = SharedReceiveQueue::new(&pd, &own, 3, 1).unwrap().caps();
+    assert!(shared.max_wr >= 3 && shared.max_sge >= 1, "{shared:?}");
     let none = Pool::new(&pd, 64, 0).unwrap_err();
     assert_eq!(none, SetupError::TooSmall { field: "buffers", asked: 0, least: 1 });
     assert_eq!(Pool::new(&pd, 0, 1).unwrap().buffer_size(), 0);
