@@ -122,7 +122,7 @@ pub enum PagerError {
 pub enum NodeError {
     /// It was never reached.
     #[error("not connected: {0}")]
-    Connect(EstablishError),
+    Connect(Box<EstablishError>),
     /// Its connection has ended.
     #[error("the connection has ended: {0}")]
     Ended(CloseReason),

@@ -48,7 +48,7 @@ impl Node {
     pub(crate) async fn connect(device: &Device, pd: &ProtectionDomain, name: String, share: Share) -> Self {
         let state = match Connection::connect_with(device, share.address, &connection(pd)).await {
             Ok(connection) => State::Alive(connection),
-            Err(error) => State::Lost(NodeError::Connect(error)),
+            Err(error) => State::Lost(NodeError::Connect(Box::new(error))),
         };
         let (state, places) = (Mutex::new(state), Semaphore::new(DEPTH as usize));
         Self { name, share, state, places, progress: Progress::default(), strike: Strike::default() }
