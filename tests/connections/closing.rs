@@ -256,11 +256,11 @@ fn what_did_not_arrive_is_not_called_clean_though_the_peer_has_finished() {
 #[test]
 fn quiet_connection_is_kept_alive_by_answers_alone() {
     run("quiet", || async {
-        // The patience is that of a machine with more to do than processors: nothing here waits for it.
-        let (a, b) = pair(&config().keepalive(Some((Duration::from_millis(5), Duration::from_secs(20)))));
+        // The timeout is long enough for a machine with more to do than processors. An end asks for a second time when it is over.
+        let (a, b) = pair(&config().keepalive(Some((Duration::from_millis(5), Duration::from_secs(2)))));
         // Neither service does anything, and each end asks until this many answers have come.
         let answers = || a.counters().acks.min(b.counters().acks);
-        eventually("answers", || answers() > 5 || a.close_reason().or(b.close_reason()).is_some()).await;
+        eventually("answers", || answers() >= 2 || a.close_reason().or(b.close_reason()).is_some()).await;
         assert_eq!((a.close_reason(), b.close_reason()), (None, None));
         a.send("x").await.unwrap();
         assert_eq!(recv(&b).await, "x");
