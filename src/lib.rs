@@ -77,6 +77,7 @@ pub mod types;
 pub mod verbs;
 
 mod completion;
+mod contained;
 mod error;
 mod host;
 mod mem;

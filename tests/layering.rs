@@ -6,9 +6,10 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Layers from the bottom; who names one above its own breaks the rule. `error`, `host` and `sync` stand beside `types`.
-const LAYERS: [(&str, u32); 12] = [
+/// Layers from the bottom; who names one above its own breaks the rule. `contained`, `error`, `host` and `sync` stand beside `types`.
+const LAYERS: [(&str, u32); 13] = [
     ("cm", 6),
+    ("contained", 0),
     ("doctor", 6),
     ("error", 0),
     ("host", 0),

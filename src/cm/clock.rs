@@ -19,6 +19,7 @@ use tokio::runtime::Handle;
 use tokio::task::unconstrained;
 use tokio::time::{self, sleep_until};
 
+use crate::contained::{ContainedWaker, contained};
 use crate::error::NoRuntime;
 
 /// Longest time that a deadline is away: further ones are never reached.
@@ -43,14 +44,15 @@ fn timer(deadline: Instant) -> Option<time::Sleep> {
 
 /// The result of `future`, or `None` if `after` has passed before.
 pub(crate) async fn timeout<F: Future>(after: Duration, future: F) -> Option<F::Output> {
-    let (mut future, mut sleep) = (pin!(future), Sleep::new(deadline(after)));
+    let (mut future, mut sleep, mut wakers) = (pin!(future), Sleep::new(deadline(after)), ContainedWaker::default());
     poll_fn(|context| {
         if let Poll::Ready(output) = future.as_mut().poll(context) {
             return Poll::Ready(Some(output));
         }
         // Not charged to the budget of the task: a future that spends it would never be timed out.
         let expired = pin!(unconstrained(poll_fn(|context| sleep.poll(context))));
-        expired.poll(context).map(|()| None)
+        // A timer's waker that panics would keep other timers of the runtime from being noticed.
+        wakers.poll(context, |context| expired.poll(context)).map(|()| None)
     })
     .await
 }
@@ -177,10 +179,8 @@ impl Alarms {
             if left.is_zero() {
                 let due = alarms.set.remove(&(deadline, number));
                 drop(alarms);
-                // A waker is code of the user: a panic concerns its task alone.
                 let waker = due.as_deref().and_then(AtomicWaker::take);
-                let woken = catch_unwind(AssertUnwindSafe(|| waker.map(Waker::wake)));
-                drop(woken);
+                contained(|| waker.into_iter().for_each(Waker::wake));
                 alarms = Self::lock();
             } else {
                 alarms = CHANGED.wait_timeout(alarms, left).unwrap_or_else(PoisonError::into_inner).0;

@@ -5,11 +5,12 @@ use std::future::{Future, poll_fn};
 use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
-use std::task::Poll;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use tokio::task::spawn_blocking;
 
+use crate::contained::ContainedWaker;
 use crate::error::{NoRuntime, VerbError};
 use crate::op::QueuePair;
 use crate::provider::cm_contract::{CmAnswer, CmId as _, CmRoute};
@@ -91,6 +92,7 @@ impl Endpoint {
     /// Waits until `f` finds what it looks for in what has happened. Where no runtime watches events, it polls for them.
     pub(super) async fn until<T>(&self, mut f: impl FnMut(&Happened) -> Option<T>) -> T {
         let watched = self.router.watch().is_ok() || self.router.is_watched();
+        let mut wakers = ContainedWaker::default();
         loop {
             let mut changed = pin!(self.inbox.changed.notified());
             changed.as_mut().enable();
@@ -99,14 +101,16 @@ impl Endpoint {
             if let Some(found) = found {
                 return found;
             }
+            let mut poll_changed =
+                |context: &mut Context<'_>| wakers.poll(context, |context| changed.as_mut().poll(context));
             if watched {
-                changed.await;
+                poll_fn(poll_changed).await;
                 continue;
             }
             self.router.drain();
             let mut again = false;
             poll_fn(|context| {
-                if std::mem::replace(&mut again, true) || changed.as_mut().poll(context).is_ready() {
+                if std::mem::replace(&mut again, true) || poll_changed(context).is_ready() {
                     return Poll::Ready(());
                 }
                 context.waker().wake_by_ref();

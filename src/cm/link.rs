@@ -209,6 +209,13 @@ impl fmt::Debug for Link {
 
 #[cfg(all(test, not(loom)))]
 mod tests {
+    use std::future::Future;
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicUsize;
+    use std::task::{Context, Wake, Waker};
+
+    use futures::FutureExt as _;
+
     use super::*;
     use crate::cm::{self, Listener, Options};
     use crate::completion::{CompletionMode, CompletionQueue};
@@ -289,6 +296,79 @@ mod tests {
             assert!(nobody.is_err(), "it waits on: {nobody:?}");
             inbox.on_event(CmEventKind::DeviceRemoval);
             assert!(matches!(listener.accept().await, Err(ConnectError::DeviceRemoved { .. })));
+        });
+    }
+
+    /// Panics when it is woken.
+    struct Panics;
+
+    impl Wake for Panics {
+        fn wake(self: Arc<Self>) {
+            panic!("a waker of a test");
+        }
+    }
+
+    #[derive(Default)]
+    struct Counts(AtomicUsize);
+
+    impl Wake for Counts {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Polls `futures`, by turns with a waker that panics and with `counts`, of which each has to wait.
+    fn wait_with_panicking<F: Future + Unpin>(futures: &mut [F], counts: &Arc<Counts>) {
+        let (rude, honest) = (Waker::from(Arc::new(Panics)), Waker::from(counts.clone()));
+        for (future, waker) in futures.iter_mut().zip([&rude, &honest].into_iter().cycle()) {
+            assert!(future.poll_unpin(&mut Context::from_waker(waker)).is_pending());
+        }
+    }
+
+    #[test]
+    fn waker_that_panics_keeps_no_other_waiter_of_a_link_from_being_woken() {
+        run(|| async {
+            let ([(ours, _qp), _theirs], _listener) = linked().await;
+            let counts = Arc::new(Counts::default());
+            let mut waiting: Vec<_> = (0..6).map(|_| Box::pin(ours.disconnected())).collect();
+            wait_with_panicking(&mut waiting, &counts);
+            ours.endpoint.inbox().on_event(CmEventKind::Disconnected);
+            assert_eq!(counts.0.load(Ordering::Relaxed), 3);
+        });
+    }
+
+    #[test]
+    fn request_wakes_the_next_acceptor_if_the_waker_of_the_first_panics() {
+        run(|| async {
+            let (_links, listener) = linked().await;
+            let counts = Arc::new(Counts::default());
+            let mut waiting: Vec<_> = (0..4).map(|_| Box::pin(listener.accept())).collect();
+            wait_with_panicking(&mut waiting, &counts);
+            let device = listener.device().clone();
+            let (pd, queue) =
+                (device.protection_domain().unwrap(), CompletionQueue::new(&device, CompletionMode::Event).unwrap());
+            let route = cm::resolve(&device, listener.local_addr()).await.unwrap();
+            let qp = route.prepare(QueuePair::builder(&pd, &queue)).build().unwrap();
+            let options = Options::default();
+            let mut asking = Box::pin(route.connect(&qp, &options));
+            while counts.0.load(Ordering::Relaxed) == 0 {
+                assert!((&mut asking).now_or_never().is_none(), "it is not answered");
+                tokio::task::yield_now().await;
+            }
+            assert_eq!(counts.0.load(Ordering::Relaxed), 1, "one acceptor for one request");
+            assert!((&mut waiting[1]).now_or_never().is_some_and(|request| request.is_ok()));
+        });
+    }
+
+    #[test]
+    fn waker_that_panics_keeps_no_other_acceptor_from_hearing_of_the_end() {
+        run(|| async {
+            let (_links, listener) = linked().await;
+            let counts = Arc::new(Counts::default());
+            let mut waiting: Vec<_> = (0..6).map(|_| Box::pin(listener.accept())).collect();
+            wait_with_panicking(&mut waiting, &counts);
+            listener.inbox().on_event(CmEventKind::DeviceRemoval);
+            assert_eq!(counts.0.load(Ordering::Relaxed), 3);
         });
     }
 }

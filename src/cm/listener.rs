@@ -2,15 +2,17 @@
 
 use std::collections::VecDeque;
 use std::fmt;
+use std::future::{Future, poll_fn};
 use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
 use tokio::net::ToSocketAddrs;
 use tokio::sync::Notify;
 
-use crate::completion::contained;
+use crate::contained::ContainedWaker;
 use crate::error::{LimitError, SetupError, VerbError};
 use crate::op::{QueuePair, QueuePairBuilder};
 use crate::provider::cm_contract::{Admit, CmAnswer, CmId as _, CmPeer, REJECT_DATA, RESPONSE_DATA};
@@ -153,6 +155,11 @@ impl Listener {
     }
 
     #[cfg(all(test, not(loom)))]
+    pub(super) fn device(&self) -> &Device {
+        self.endpoint.router().device()
+    }
+
+    #[cfg(all(test, not(loom)))]
     pub(super) fn inbox(&self) -> &Inbox {
         self.endpoint.inbox()
     }
@@ -160,6 +167,7 @@ impl Listener {
     async fn next(&self) -> Result<Pending, ConnectError> {
         let inbox = self.endpoint.inbox();
         let Some(incoming) = &inbox.incoming else { unreachable!("that of a listener is made with one") };
+        let mut wakers = ContainedWaker::reporting(&incoming.panicked);
         loop {
             let mut notified = pin!(incoming.notify.notified());
             notified.as_mut().enable();
@@ -170,7 +178,7 @@ impl Listener {
             if let Some(end) = end {
                 return Err(ConnectError::ended(&end, Step::Listen, self.address));
             }
-            notified.await;
+            poll_fn(|context| wakers.poll(context, |context| notified.as_mut().poll(context))).await;
         }
     }
 }
@@ -216,7 +224,10 @@ impl Drop for Held {
 #[derive(Debug)]
 pub(super) struct Incoming {
     queue: Mutex<VecDeque<Pending>>,
+    /// The wakers of the waiters are [contained](ContainedWaker).
     notify: Notify,
+    /// The waker of an acceptor has panicked, so the next acceptor is woken instead.
+    panicked: Arc<AtomicBool>,
     most: usize,
 }
 
@@ -228,7 +239,7 @@ struct Pending {
 
 impl Incoming {
     fn new(backlog: u32) -> Self {
-        Self { queue: Mutex::default(), notify: Notify::new(), most: backlog as usize }
+        Self { queue: Mutex::default(), notify: Notify::new(), panicked: Arc::default(), most: backlog as usize }
     }
 
     /// Adds a request, or gives its id back if there are too many.
@@ -251,7 +262,7 @@ impl Incoming {
         drop(queue);
         drop::<VecDeque<Pending>>(stale);
         if refused.is_none() {
-            contained(|| self.notify.notify_one());
+            self.wake_one();
         }
         refused
     }
@@ -266,18 +277,31 @@ impl Incoming {
                 found => break found,
             }
         };
-        if !queue.is_empty() {
-            // A permit may have been for one that was taken back.
-            self.notify.notify_one();
-        }
+        let more = !queue.is_empty();
+        // A waker may come back for the lock.
         drop(queue);
+        if more {
+            // A permit may have been for one that was taken back.
+            self.wake_one();
+        }
         drop(stale);
         found
     }
 
     /// There will be no more.
     pub(super) fn end(&self) {
-        contained(|| self.notify.notify_waiters());
+        self.notify.notify_waiters();
+    }
+
+    /// Wakes the first acceptor whose waker does not panic; if there is none, the next one does not wait.
+    fn wake_one(&self) {
+        loop {
+            // Each call takes a waiter off the queue of `notify`.
+            self.notify.notify_one();
+            if !self.panicked.swap(false, Ordering::AcqRel) {
+                return;
+            }
+        }
     }
 }
 

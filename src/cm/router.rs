@@ -12,7 +12,6 @@ use parking_lot::{Mutex, MutexGuard};
 use tokio::runtime::{self, Handle};
 use tokio::sync::Notify;
 
-use crate::completion::contained;
 use crate::error::{NoRuntime, VerbError};
 use crate::op::{QueuePair, WeakQueuePair};
 use crate::provider::cm_contract::{CmChannel as _, CmEvent, CmEventKind, CmPeer};
@@ -63,7 +62,7 @@ pub(super) enum End {
 #[derive(Debug)]
 pub(super) struct Inbox {
     happened: Mutex<Happened>,
-    /// Told of each change of `happened`.
+    /// Told of each change of `happened`. The wakers of the waiters are [contained](crate::contained::ContainedWaker).
     pub(super) changed: Notify,
     tied: Mutex<Tied>,
     /// Of a listener.
@@ -361,8 +360,7 @@ impl Inbox {
         if !self.happened.lock().on_event(kind) {
             return;
         }
-        // On the thread that drains the channel, which serves all other identifiers as well.
-        contained(|| self.changed.notify_waiters());
+        self.changed.notify_waiters();
         if ends && let Some(incoming) = &self.incoming {
             incoming.end();
         }
@@ -371,7 +369,7 @@ impl Inbox {
     /// The peer does not answer any more.
     pub(super) fn silence(&self) {
         self.happened.lock().end.get_or_insert(End::Silence);
-        contained(|| self.changed.notify_waiters());
+        self.changed.notify_waiters();
     }
 
     /// The queue pair ends with the connection from now on; at once, if that is over.

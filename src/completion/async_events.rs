@@ -14,7 +14,7 @@ use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::runtime::Handle;
 
-use super::wake::contained;
+use crate::contained::{ContainedWaker, contained};
 use crate::error::{NoRuntime, VerbError};
 use crate::types::AsyncEvent;
 use crate::verbs::{Device, Listener};
@@ -37,7 +37,14 @@ pub fn events(device: &Device) -> io::Result<DeviceEvents> {
     // Called where another task or a reactor has read the events.
     let listener: Arc<Listener> = Arc::new(move || contained(|| told.wake()));
     device.on_events(&listener)?;
-    Ok(DeviceEvents { fd, device: device.clone(), waker, _listener: listener, ended: false })
+    Ok(DeviceEvents {
+        fd,
+        device: device.clone(),
+        waker,
+        _listener: listener,
+        wakers: ContainedWaker::default(),
+        ended: false,
+    })
 }
 
 /// Readable while the device has asynchronous events that nobody has read. A descriptor of its own: one cannot be registered
@@ -60,6 +67,8 @@ pub struct DeviceEvents {
     /// Woken when somebody else has read events, which are in the backlog then and not in the descriptor.
     waker: Arc<AtomicWaker>,
     _listener: Arc<Listener>,
+    /// For the descriptor: a panic would keep the driver from waking others.
+    wakers: ContainedWaker,
     ended: bool,
 }
 
@@ -84,7 +93,8 @@ impl Stream for DeviceEvents {
                     return Poll::Ready(if error.errno == VerbError::ENODEV { None } else { Some(Err(error)) });
                 }
             }
-            match ready!(self.fd.poll_read_ready(context)) {
+            let Self { fd, wakers, .. } = &mut *self;
+            match ready!(wakers.poll(context, |context| fd.poll_read_ready(context))) {
                 // An event meanwhile makes the descriptor ready anew, and one before is looked for again.
                 Ok(mut ready) => ready.clear_ready(),
                 // The runtime shuts down.

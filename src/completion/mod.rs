@@ -50,5 +50,5 @@ pub(crate) use request::{Key, Limits, Patience, Refusal, Request, To, What};
 pub(crate) use slot::Claim;
 pub(crate) use target::TargetCore;
 pub(crate) use teardown::{QueuePairCore, Shared, end_shared};
-pub(crate) use wake::{Deferral, contained, wake};
+pub(crate) use wake::{Deferral, wake};
 pub(crate) use work_queue::{Poster, WorkQueue};

@@ -4,7 +4,6 @@
 use std::cell::{Cell, RefCell};
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::task::Waker;
 
@@ -14,6 +13,7 @@ use super::drain::CqShared;
 use super::slot::Held;
 use super::teardown::Drawing;
 use super::work_queue::{Owner, WorkQueue};
+use crate::contained::contained;
 use crate::error::OpErrorKind;
 
 /// Tasks to wake, and what abandoned operations owned to drop: both can run code of users, which no lock may be held for.
@@ -125,22 +125,6 @@ impl WakeList {
         self.ends.extend(more.ends);
         self.abandons.extend(more.abandons);
         self.doomed.extend(more.doomed);
-    }
-}
-
-/// Runs a waker or a destructor of a user and stops its panic here.
-///
-/// The task or thread that runs it is not the one it belongs to: another operation's task, a busy-poll thread, or the I/O
-/// driver of a runtime, which a panic would end. The panic hook has reported the panic already.
-pub(crate) fn contained(run: impl FnOnce()) {
-    if let Err(panic) = catch_unwind(AssertUnwindSafe(run)) {
-        tracing::error!(
-            "a waker, or the destructor of what an abandoned operation owned, panicked; the panic is ignored"
-        );
-        // The payload is of the user as well, and so is its destructor.
-        if let Err(another) = catch_unwind(AssertUnwindSafe(|| drop(panic))) {
-            std::mem::forget(another);
-        }
     }
 }
 

@@ -30,7 +30,7 @@ use super::memory::{Chore, Landings, Made};
 use super::outbound::{Block, Sent};
 use super::waiters::Waiters;
 use crate::cm::Link;
-use crate::completion::contained;
+use crate::contained::contained;
 use crate::error::OpErrorKind;
 use crate::op::{QueuePair, Received, Recv};
 use crate::verbs::{BufMut, Pool, ReadOnlyRegion};

@@ -23,6 +23,7 @@ use super::connection::{Connection, Prepared};
 use super::error::EstablishError;
 use super::hello::{Hello, Rejection};
 use crate::cm;
+use crate::contained::wakes_contained;
 use crate::provider::cm_contract::{Admit as _, RESPONSE_DATA};
 use crate::verbs::Device;
 
@@ -203,7 +204,7 @@ impl Listener {
     /// Dropping the future loses no connection: handshakes that were begun go on, and whoever accepts next has them. Dropping
     /// the listener rejects their peers.
     pub async fn accept(&self) -> Result<Connection, EstablishError> {
-        let mut handshakes = self.handshakes.lock().await;
+        let mut handshakes = wakes_contained(self.handshakes.lock()).await;
         // Where the settings name one peer, that is to be looked at before the answer.
         self.admission.set_answering(self.config.answers_all());
         loop {
@@ -213,7 +214,7 @@ impl Listener {
             let victim = if full { handshakes.victim() } else { Err(None) };
             let mut aged = pin!(async {
                 match victim {
-                    Err(Some(at)) => sleep_until(at).await,
+                    Err(Some(at)) => wakes_contained(sleep_until(at)).await,
                     _ => pending().await,
                 }
             });

@@ -9,6 +9,7 @@ use tokio::sync::Semaphore;
 use super::buf::Slab;
 use super::registration::Registration;
 use super::{BufMut, ProtectionDomain};
+use crate::contained::wakes_contained;
 use crate::error::{LimitError, SetupError, VerbError};
 use crate::mem::HostMemory;
 use crate::types::Access;
@@ -36,7 +37,8 @@ struct Inner {
 /// Chunks nobody holds. Its entries keep their slabs alive, so the pool empties it when it goes.
 pub(super) struct FreeList {
     chunks: Mutex<Chunks>,
-    /// One permit per free chunk that nobody has been promised.
+    /// One permit per free chunk that no waiter has been promised. The wakers of the waiters are contained: a task that
+    /// returns a buffer is not to panic by the waker of another one.
     permits: Semaphore,
 }
 
@@ -95,7 +97,7 @@ impl Pool {
             Err(PoolError::Empty) => {}
             other => return other,
         }
-        match self.inner.free.permits.acquire().await {
+        match wakes_contained(self.inner.free.permits.acquire()).await {
             Ok(permit) => permit.forget(),
             Err(_) => unreachable!("the semaphore is never closed"),
         }

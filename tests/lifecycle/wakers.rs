@@ -340,6 +340,22 @@ fn waker_that_panics_affects_no_other_task_in_any_mode_on_any_runtime() {
 }
 
 #[test]
+fn task_that_returns_a_buffer_survives_the_waker_of_one_that_waits_for_it() {
+    bounded("a pool", LONG, || {
+        let (_device, pd) = device(&Network::new());
+        let pool = Pool::new(&pd, 64, 1).unwrap();
+        let buffer = pool.try_alloc(64).unwrap();
+        let waker = Arc::new(Panicking { panics: true.into(), ..Panicking::default() });
+        let mut first = Box::pin(pool.alloc(64));
+        assert!(first.as_mut().poll(&mut Context::from_waker(&Waker::from(waker.clone()))).is_pending());
+        drop(buffer);
+        assert_eq!(waker.woken.load(Ordering::SeqCst), 1);
+        drop(first);
+        assert!(pool.try_alloc(64).is_ok(), "the place of the first in the queue goes with its future");
+    });
+}
+
+#[test]
 fn thread_that_polls_survives_a_waker_that_panics() {
     bounded("a poller", LONG, || {
         let (device, pd) = device(&Network::new());
