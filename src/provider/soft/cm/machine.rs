@@ -8,10 +8,9 @@ use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Duration;
 
 use crate::error::VerbError;
-use crate::provider::cm_contract::{Admit, CmAnswer, CmParams, CmPeer, REJECT_DATA};
+use crate::provider::cm_contract::{Admit, CmParams, CmPeer, REJECT_DATA};
 use crate::types::{AckTimeout, Gid, Mtu, Psn, Qpn, RejectReason};
 
 use super::connection::{Connection, State};
@@ -97,7 +96,8 @@ pub(super) struct Listener {
 pub(super) trait Numbers {
     /// A first sequence number that peers cannot predict.
     fn psn(&mut self) -> Option<Psn>;
-    /// A number for a connection that a peer has asked for. Who can predict it can confirm an answer that it has not received.
+    /// A number for a connection that a peer has asked for. A peer that can predict it can confirm an answer that it has not
+    /// received.
     fn id(&mut self) -> Option<CommId>;
     /// A number for a queue pair that is made later, which peers cannot predict either.
     fn reserve(&mut self) -> Option<Qpn>;
@@ -420,23 +420,6 @@ impl Machine {
         }
     }
 
-    /// A request of RC has arrived at the queue pair `qpn`, which is not ready, with this sequence number. The queue pair of the
-    /// peer, which is to be asked to wait, if this is the first packet of a connection whose queue pair is still to be made.
-    /// The peer can know its numbers from our answer only, so it has confirmed that.
-    pub(super) fn on_early(&mut self, from: Gid, qpn: Qpn, psn: Psn) -> Option<Qpn> {
-        let id = *self.reserved.get(&qpn)?;
-        let connection = self.connections.get(&id)?;
-        let known = matches!(connection.state, State::RepSent | State::Established);
-        if !known || connection.peer != from || connection.rq_psn != psn {
-            return None;
-        }
-        let remote = connection.remote_qpn;
-        if connection.state == State::RepSent {
-            self.established(id);
-        }
-        remote
-    }
-
     // Steps that several of these take.
 
     /// State of the connection that both numbers and the peer's GID name.
@@ -471,67 +454,6 @@ impl Machine {
             None => connection.waiting_at = None,
         }
         self.out.push_back(Output::Request { listener: key, connection: id, peer });
-    }
-
-    /// True for a request that waits for its answer.
-    pub(super) fn waits(&mut self, id: CommId) -> bool {
-        self.in_state(id, State::ReqRcvd).is_some()
-    }
-
-    /// Answers a request without the program. False if no number can be had.
-    pub(super) fn answer_unseen(
-        &mut self,
-        now: u64,
-        id: CommId,
-        answer: &CmAnswer,
-        number: impl FnOnce() -> Option<Qpn>,
-    ) -> bool {
-        let listener = self.connections.get(&id).and_then(|connection| connection.waiting_at);
-        // No longer, if it did: it waits for the program once its peer has confirmed.
-        self.answered(id);
-        let Some(qpn) = number() else { return false };
-        let Some(connection) = self.connections.get_mut(&id) else { return false };
-        connection.owned = false;
-        connection.unseen = true;
-        connection.reserved = true;
-        connection.local_qpn = qpn;
-        let peer = connection.peer;
-        let params = CmParams {
-            qpn,
-            private_data: &answer.private_data,
-            responder_resources: answer.responder_resources.min(connection.responder_resources),
-            initiator_depth: answer.initiator_depth.min(connection.initiator_depth),
-            retry_count: answer.retry_count,
-            rnr_retry: answer.rnr_retry,
-            // Nothing is repeated by it.
-            timeout: Duration::ZERO,
-            srq: false,
-        };
-        self.reserved.insert(qpn, id);
-        let place = self.yielding.add(peer, id);
-        if let Some(connection) = self.connections.get_mut(&id) {
-            connection.yielding = Some(place);
-        }
-        let accepted = self.accept(now, id, &params).is_ok();
-        if let Some(connection) = self.connections.get_mut(&id) {
-            connection.waiting_at = listener;
-        }
-        accepted
-    }
-
-    /// Lets a half-open connection give way to one of `peer`, if there is any that may: of the peer itself if that has as many as
-    /// it may, else of the one that has the most.
-    pub(super) fn give_way_to(&mut self, peer: Gid) -> bool {
-        let own = self.half_open.is_full_for(peer);
-        let oldest = if own { self.yielding.oldest_of(peer) } else { self.yielding.of_largest_share() };
-        let Some(id) = oldest else { return false };
-        let listener = self.connections.get(&id).and_then(|connection| connection.waiting_at);
-        if let Some(admit) = listener.and_then(|key| self.listeners.get(&key)).and_then(|it| it.admit.as_ref()) {
-            admit.gave_way();
-        }
-        // Its peer is not told: most likely there is none.
-        self.forget(id);
-        true
     }
 
     pub(super) fn disconnected(&mut self, now: u64, id: CommId) {
@@ -601,7 +523,7 @@ impl Machine {
     }
 
     /// A request waits no more.
-    fn answered(&mut self, id: CommId) {
+    pub(super) fn answered(&mut self, id: CommId) {
         let Some(connection) = self.connections.get_mut(&id) else { return };
         let listener = connection.waiting_at.take().filter(|_| !connection.unseen);
         if let Some(listener) = listener.and_then(|key| self.listeners.get_mut(&key)) {
