@@ -7,7 +7,6 @@
 
 use std::collections::BTreeMap;
 use std::future::{Future, poll_fn};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::{Pin, pin};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker, ready};
@@ -38,8 +37,7 @@ pub(crate) fn runtime() -> Result<Handle, NoRuntime> {
 fn timer(deadline: Instant) -> Option<time::Sleep> {
     Handle::try_current().ok()?;
     let left = deadline.saturating_duration_since(Instant::now());
-    // Tokio panics, and has no other answer, in a runtime that was built without a time driver.
-    catch_unwind(AssertUnwindSafe(|| sleep_until(time::Instant::now() + left))).ok()
+    NoRuntime::Time.unless_registered(|| sleep_until(time::Instant::now() + left)).ok()
 }
 
 /// The result of `future`, or `None` if `after` has passed before.

@@ -3,7 +3,6 @@
 //! As that of completion channels: no task is spawned, the waker that the reactor holds drains the channel itself.
 
 use std::future::{Future, poll_fn};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::pin;
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Wake, Waker};
@@ -46,8 +45,7 @@ impl Reactors {
         // Deprecated because an `AsRawFd` can lie about its descriptor; ours owns it.
         #[allow(deprecated, reason = "its successor is not in the oldest Tokio we work with")]
         let register = || AsyncFd::with_interest(watched, Interest::READABLE);
-        // Tokio panics, and has no other answer, in a runtime that was built without an I/O driver.
-        let fd = match catch_unwind(AssertUnwindSafe(register)).map_err(|_| NoRuntime::Io)? {
+        let fd = match NoRuntime::Io.unless_registered(register)? {
             Ok(fd) => fd,
             Err(error) => {
                 // Deadlines still hold; and the next wait tries again.

@@ -3,7 +3,6 @@
 use std::fmt;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
@@ -27,11 +26,10 @@ use crate::verbs::{Device, Listener};
 /// # Errors
 ///
 /// Kind `Unsupported` with [`NoRuntime`] outside of a Tokio runtime with an I/O driver. Else if the descriptor cannot be
-/// registered with the current runtime, or there is no thread to tell of events that somebody else has read.
+/// registered with the current runtime, or there is no thread to tell of events that another task has read.
 pub fn events(device: &Device) -> io::Result<DeviceEvents> {
     Handle::try_current().map_err(|_| NoRuntime::Outside)?;
-    // Tokio panics, and has no other answer, in a runtime that was built without an I/O driver.
-    let fd = catch_unwind(AssertUnwindSafe(|| readable(device))).map_err(|_| NoRuntime::Io)??;
+    let fd = NoRuntime::Io.unless_registered(|| readable(device))??;
     let waker = Arc::new(AtomicWaker::new());
     let told = waker.clone();
     // Called where another task or a reactor has read the events.
@@ -64,7 +62,7 @@ pub(super) fn readable(device: &Device) -> io::Result<AsyncFd<OwnedFd>> {
 pub struct DeviceEvents {
     fd: AsyncFd<OwnedFd>,
     device: Device,
-    /// Woken when somebody else has read events, which are in the backlog then and not in the descriptor.
+    /// Woken when another task has read events, which are in the backlog then and not in the descriptor.
     waker: Arc<AtomicWaker>,
     _listener: Arc<Listener>,
     /// For the descriptor: a panic would keep the driver from waking others.

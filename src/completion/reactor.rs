@@ -10,7 +10,6 @@
 use std::future::{Future, poll_fn};
 use std::io;
 use std::os::fd::OwnedFd;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::pin;
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Wake, Waker};
@@ -22,6 +21,7 @@ use tokio::task::unconstrained;
 
 use super::async_events::readable;
 use super::drain::CqShared;
+use crate::error::NoRuntime;
 use crate::verbs::{Channel, Inlet};
 
 /// Registrations of one channel, one for each runtime that has waited for it.
@@ -88,15 +88,14 @@ impl Reactor {
         // Deprecated because an `AsRawFd` can lie about its descriptor; ours owns it.
         #[allow(deprecated, reason = "its successor is not in the oldest Tokio we work with")]
         let register = || AsyncFd::with_interest(channel, Interest::READABLE);
-        // Tokio panics, and has no other answer, in a runtime that was built without an I/O driver.
-        let fd = match catch_unwind(AssertUnwindSafe(register)) {
+        let fd = match NoRuntime::Io.unless_registered(register) {
             Ok(Ok(fd)) => Some(fd),
             Ok(Err(error)) => {
                 tracing::warn!(%error, "completion channel cannot be watched, polling instead");
                 None
             }
-            Err(_) => {
-                tracing::warn!("runtime without an I/O driver (`enable_io`), polling instead of sleeping");
+            Err(missing) => {
+                tracing::warn!(%missing, "completion channel cannot be watched, polling instead of sleeping");
                 None
             }
         };

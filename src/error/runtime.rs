@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// What a future needs of the Tokio runtime that polls it, and did not find.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -13,6 +14,14 @@ pub enum NoRuntime {
     Io,
     /// The runtime has no time driver.
     Time,
+}
+
+impl NoRuntime {
+    /// Calls `register`, which registers something with a driver of the current runtime; `self` if the runtime lacks the driver:
+    /// Tokio panics then, and offers no other check.
+    pub(crate) fn unless_registered<T>(self, register: impl FnOnce() -> T) -> Result<T, Self> {
+        catch_unwind(AssertUnwindSafe(register)).map_err(|_| self)
+    }
 }
 
 impl fmt::Display for NoRuntime {
