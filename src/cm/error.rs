@@ -42,7 +42,7 @@ pub enum ConnectError {
     AddressInUse {
         /// Address to listen at.
         address: SocketAddr,
-        /// Name of the device of that listener, if it belongs to this process.
+        /// Name of the device of that listener, if the listener belongs to this process.
         device: Option<String>,
     },
     /// The device does not have the address to listen at, or to connect from.
@@ -106,8 +106,8 @@ pub enum ConnectError {
     Setup {
         /// Address of the peer, and step of the attempt.
         attempt: Option<Attempt>,
-        /// Reason.
-        error: SetupError,
+        /// Reason; boxed, to keep this type and those that hold it small.
+        error: Box<SetupError>,
     },
     /// The provider refused.
     Verb {
@@ -190,50 +190,41 @@ impl ConnectError {
     /// Step that failed; none for a [`Limit`](Self::Limit) or without a [runtime](Self::NoRuntime).
     #[must_use]
     pub const fn step(&self) -> Option<Step> {
-        match self {
-            Self::Lookup { .. } => Some(Step::Lookup),
-            Self::Resolve { .. } | Self::OtherDevice { .. } => Some(Step::Resolve),
-            Self::AddressInUse { .. } => Some(Step::Listen),
-            Self::Refused { .. } => Some(Step::Response),
-            Self::AddressNotAvailable { step, .. } | Self::TimedOut { step, .. } => Some(*step),
-            Self::Rejected { attempt, .. }
-            | Self::Unreachable { attempt, .. }
-            | Self::Disconnected { attempt }
-            | Self::AddressChanged { attempt }
-            | Self::DeviceRemoved { attempt } => Some(attempt.step),
-            Self::Setup { attempt: Some(attempt), .. } | Self::Verb { attempt: Some(attempt), .. } => {
-                Some(attempt.step)
-            }
-            Self::Setup { attempt: None, .. }
-            | Self::Verb { attempt: None, .. }
-            | Self::Limit(_)
-            | Self::NoRuntime(_) => None,
+        match self.attempt() {
+            Some((step, _)) => Some(step),
+            None => None,
         }
     }
 
     /// Address of the listener or the peer, if the attempt had one.
     #[must_use]
     pub const fn address(&self) -> Option<SocketAddr> {
+        match self.attempt() {
+            Some((_, address)) => address,
+            None => None,
+        }
+    }
+
+    /// Step that failed, and the address of the listener or the peer.
+    const fn attempt(&self) -> Option<(Step, Option<SocketAddr>)> {
         match self {
-            Self::Resolve { address, .. }
-            | Self::OtherDevice { address, .. }
-            | Self::AddressInUse { address, .. }
-            | Self::AddressNotAvailable { address, .. }
-            | Self::Refused { address } => Some(*address),
-            Self::TimedOut { address, .. } => *address,
+            Self::Lookup { .. } => Some((Step::Lookup, None)),
+            Self::Resolve { address, .. } | Self::OtherDevice { address, .. } => Some((Step::Resolve, Some(*address))),
+            Self::AddressInUse { address, .. } => Some((Step::Listen, Some(*address))),
+            Self::Refused { address } => Some((Step::Response, Some(*address))),
+            Self::AddressNotAvailable { address, step } => Some((*step, Some(*address))),
+            Self::TimedOut { address, step, .. } => Some((*step, *address)),
             Self::Rejected { attempt, .. }
             | Self::Unreachable { attempt, .. }
             | Self::Disconnected { attempt }
             | Self::AddressChanged { attempt }
-            | Self::DeviceRemoved { attempt } => Some(attempt.address),
-            Self::Setup { attempt: Some(attempt), .. } | Self::Verb { attempt: Some(attempt), .. } => {
-                Some(attempt.address)
-            }
+            | Self::DeviceRemoved { attempt }
+            | Self::Setup { attempt: Some(attempt), .. }
+            | Self::Verb { attempt: Some(attempt), .. } => Some((attempt.step, Some(attempt.address))),
             Self::Setup { attempt: None, .. }
             | Self::Verb { attempt: None, .. }
             | Self::Limit(_)
-            | Self::NoRuntime(_)
-            | Self::Lookup { .. } => None,
+            | Self::NoRuntime(_) => None,
         }
     }
 
@@ -258,7 +249,7 @@ impl ConnectError {
             Self::DeviceRemoved { .. } => ErrorKind::NotConnected,
             Self::NoRuntime(_) => ErrorKind::Unsupported,
             Self::Limit(_) => ErrorKind::InvalidInput,
-            Self::Setup { error, .. } => io::Error::from(error.clone()).kind(),
+            Self::Setup { error, .. } => io::Error::from(SetupError::clone(error)).kind(),
             Self::Verb { error, .. } => io::Error::from(*error).kind(),
         }
     }
@@ -356,6 +347,9 @@ fn is_for_messages(private_data: &[u8]) -> bool {
 
 impl std::error::Error for ConnectError {}
 
+/// Half of what clippy allows for an error (`result_large_err`): errors of programs hold this one beside fields of their own.
+const _: () = assert!(size_of::<ConnectError>() <= 64);
+
 impl From<NoRuntime> for ConnectError {
     fn from(error: NoRuntime) -> Self {
         Self::NoRuntime(error)
@@ -370,7 +364,7 @@ impl From<LimitError> for ConnectError {
 
 impl From<SetupError> for ConnectError {
     fn from(error: SetupError) -> Self {
-        Self::Setup { attempt: None, error }
+        Self::Setup { attempt: None, error: Box::new(error) }
     }
 }
 

@@ -35,7 +35,7 @@ use super::router::{Inbox, Router};
 pub struct Listener {
     endpoint: Endpoint,
     address: SocketAddr,
-    _held: Held,
+    _held: Holding,
 }
 
 impl Listener {
@@ -84,8 +84,11 @@ impl Listener {
 
     async fn bind_one(router: &Arc<Router>, address: SocketAddr, backlog: u32) -> Result<Self, ConnectError> {
         let endpoint = Endpoint::new(router, router.create_id()?, Inbox::new(Some(Incoming::new(backlog))));
+        let port_space = router.port_space();
         let refused = move |error: VerbError| match error.errno {
-            VerbError::EADDRINUSE => ConnectError::AddressInUse { address, device: Held::device_at(address) },
+            VerbError::EADDRINUSE => {
+                ConnectError::AddressInUse { address, device: Holding::device_at(port_space, address) }
+            }
             VerbError::EADDRNOTAVAIL => ConnectError::AddressNotAvailable { address, step: Step::Listen },
             _ => error.into(),
         };
@@ -97,7 +100,7 @@ impl Listener {
             })
             .await?;
         let address = bound.unwrap_or(address);
-        let held = Held::new(address, router.device().name());
+        let held = Holding::new(router, address);
         tracing::debug!(%address, backlog, device = router.device().name(), "listening");
         Ok(Self { endpoint, address, _held: held })
     }
@@ -189,32 +192,44 @@ impl fmt::Debug for Listener {
     }
 }
 
-/// Addresses of the listeners of this process, with the names of their devices.
-static HELD: Mutex<Vec<(SocketAddr, String)>> = Mutex::new(Vec::new());
+/// Listeners of this process.
+static HELD: Mutex<Vec<Held>> = Mutex::new(Vec::new());
 
-/// An entry of [`HELD`], from which its drop removes it.
-struct Held(SocketAddr, String);
+/// An address that a listener has.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Held {
+    /// Of the provider, or of one network of software devices.
+    port_space: usize,
+    address: SocketAddr,
+    /// Name of the listener's device.
+    device: String,
+}
 
-impl Held {
-    fn new(address: SocketAddr, device: &str) -> Self {
-        HELD.lock().push((address, device.to_owned()));
-        Self(address, device.to_owned())
+/// Removes its entry from [`HELD`] when it is dropped.
+struct Holding(Held);
+
+impl Holding {
+    fn new(router: &Router, address: SocketAddr) -> Self {
+        let held = Held { port_space: router.port_space(), address, device: router.device().name().to_owned() };
+        HELD.lock().push(held.clone());
+        Self(held)
     }
 
-    /// Name of the device of a listener that has `address`; the unspecified address is each one.
-    fn device_at(address: SocketAddr) -> Option<String> {
-        let meet = |(held, _): &&(SocketAddr, String)| {
-            let any = held.ip().is_unspecified() || address.ip().is_unspecified();
-            held.port() == address.port() && (any || held.ip() == address.ip())
+    /// Name of the device of the listener that keeps another one from having `address`; the unspecified address is each one.
+    fn device_at(port_space: usize, address: SocketAddr) -> Option<String> {
+        let meet = |held: &&Held| {
+            let any = held.address.ip().is_unspecified() || address.ip().is_unspecified();
+            let same = held.port_space == port_space && held.address.port() == address.port();
+            same && (any || held.address.ip() == address.ip())
         };
-        HELD.lock().iter().find(meet).map(|(_, device)| device.clone())
+        HELD.lock().iter().find(meet).map(|held| held.device.clone())
     }
 }
 
-impl Drop for Held {
+impl Drop for Holding {
     fn drop(&mut self) {
         let mut held = HELD.lock();
-        if let Some(at) = held.iter().position(|(address, device)| *address == self.0 && *device == self.1) {
+        if let Some(at) = held.iter().position(|held| *held == self.0) {
             held.swap_remove(at);
         }
     }

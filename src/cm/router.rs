@@ -243,6 +243,11 @@ impl Router {
         self.channel.may_block()
     }
 
+    /// Identifies the set of ports that listeners take theirs from.
+    pub(super) fn port_space(&self) -> usize {
+        self.channel.port_space()
+    }
+
     /// Drops ids where that holds up nobody.
     pub(super) fn dispose(self: &Arc<Self>, ids: impl IntoIterator<Item = Arc<CmId>>) {
         if !self.may_block() {

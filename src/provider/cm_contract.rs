@@ -49,6 +49,10 @@ pub(crate) trait CmChannel<P: Provider>: Debug + Send + Sync {
     /// True if calls of the ids, and their drop, may wait for locks; see the module.
     fn may_block(&self) -> bool;
 
+    /// Identifies the set of ports that [`CmId::bind`] takes from, as long as an id of the channel exists. Two ids compete for an
+    /// address if it is the same for both. 0 is the network namespace of the process.
+    fn port_space(&self) -> usize;
+
     /// Takes the next event, `rdma_get_cm_event(3)`; copied and acknowledged already. `None` if there is none now.
     ///
     /// Events of one id come in the order in which they happened, and a connect request before all others of its id.

@@ -458,6 +458,10 @@ impl cm_contract::CmChannel<Any> for CmChannel {
         each!(self, inner => inner.may_block())
     }
 
+    fn port_space(&self) -> usize {
+        each!(self, inner => inner.port_space())
+    }
+
     fn take_event(&self) -> Result<Option<CmEvent<Any>>, VerbError> {
         match self {
             Self::Soft(inner) => Ok(inner.take_event()?.map(|event| event.map(CmId::Soft))),

@@ -107,6 +107,12 @@ fn run<F: Future<Output = ()>>(what: &'static str, scenario: impl Fn() -> F + Se
     });
 }
 
+/// True for an error of setup that says that the two ends do not fit, in `property` if it is given.
+fn is_mismatch(error: &ConnectError, property: Option<&str>) -> bool {
+    let ConnectError::Setup { error, .. } = error else { return false };
+    matches!(**error, SetupError::Mismatch { what, .. } if property.is_none_or(|property| property == what))
+}
+
 fn state(queue_pair: &QueuePair) -> QpState {
     queue_pair.query().unwrap().0
 }
@@ -225,6 +231,25 @@ fn address_that_is_taken_or_not_ours_is_named() {
 }
 
 #[test]
+fn address_in_use_names_the_device_of_the_listener_in_the_same_network() {
+    run("names", || async {
+        let address: SocketAddr = ([127, 0, 0, 1], 7471).into();
+        let devices = ["first", "second"].map(|name| Device::software_in(&Network::new(), name).unwrap());
+        let mut listeners = Vec::new();
+        for device in &devices {
+            listeners.push(Listener::bind(device, address).await.unwrap());
+        }
+        for device in &devices {
+            let error = Listener::bind(device, address).await.unwrap_err();
+            assert_eq!(error, ConnectError::AddressInUse { address, device: Some(device.name().to_owned()) });
+        }
+        // Its own listener is gone, so the address is free, whatever the other network holds.
+        drop(listeners.remove(0));
+        let _first = Listener::bind(&devices[0], address).await.unwrap();
+    });
+}
+
+#[test]
 fn every_failure_to_connect_names_the_address_and_the_step() {
     run("named failures", || async {
         let network = Network::new();
@@ -291,7 +316,7 @@ fn source_address_is_what_the_peer_sees_or_is_refused() {
         assert_eq!(error, ConnectError::AddressNotAvailable { address: foreign, step: Step::Resolve });
         let other = if address.is_ipv4() { "::1" } else { "127.0.0.1" };
         let error = cm::resolve_with(&a.device, address, &options.source(other.parse().unwrap())).await.unwrap_err();
-        assert!(matches!(error, ConnectError::Setup { error: SetupError::Mismatch { .. }, .. }), "{error:?}");
+        assert!(is_mismatch(&error, None), "{error:?}");
     });
 }
 
@@ -491,16 +516,14 @@ fn private_data_and_queue_pairs_that_do_not_fit_are_refused_untouched() {
         let route = to().await.unwrap();
         let datagrams = route.prepare(a.builder()).transport(Transport::Ud).build().unwrap();
         let error = route.connect(&datagrams, &Options::default()).await.unwrap_err();
-        assert!(
-            matches!(error, ConnectError::Setup { error: SetupError::Mismatch { what: "transport", .. }, .. }),
-            "{error:?}"
-        );
+        assert!(is_mismatch(&error, Some("transport")), "{error:?}");
 
         let route = to().await.unwrap();
         queue_pair.modify(&QpAttr::to_state(QpState::Err)).unwrap();
         let error = route.connect(&queue_pair, &Options::default()).await.unwrap_err();
         let expected = TransitionError::NotInState { claimed: QpState::Init, actual: QpState::Err };
-        let prepare = |error| ConnectError::Setup { attempt: Some(Attempt { step: Step::Prepare, address }), error };
+        let attempt = Some(Attempt { step: Step::Prepare, address });
+        let prepare = |error: SetupError| ConnectError::Setup { attempt, error: error.into() };
         assert_eq!(error, prepare(SetupError::Transition(expected)));
 
         let route = to().await.unwrap();
@@ -515,7 +538,7 @@ fn private_data_and_queue_pairs_that_do_not_fit_are_refused_untouched() {
             Some(other) => {
                 let elsewhere = a.builder().source(route.port(), other.index).build().unwrap();
                 let error = route.connect(&elsewhere, &Options::default()).await.unwrap_err();
-                assert!(matches!(error, ConnectError::Setup { error: SetupError::Mismatch { .. }, .. }), "{error:?}");
+                assert!(is_mismatch(&error, None), "{error:?}");
             }
         }
         // None of them has sent anything.
@@ -594,7 +617,7 @@ fn keepalive_that_cannot_be_is_refused_by_name() {
             let (to, options) = (listener.local_addr(), Options::default().keepalive(Some(interval)));
             let asked = cm::connect(&a.device, to, &options, |route| route.prepare(builder.clone()).build());
             match soon("refusal", asked).await.map(drop) {
-                Err(ConnectError::Setup { error, .. }) => error,
+                Err(ConnectError::Setup { error, .. }) => *error,
                 other => panic!("{other:?}"),
             }
         };
@@ -611,7 +634,7 @@ fn settings_of_connections_are_refused_by_name_and_not_changed() {
         let (a, b) = sides();
         let none = Listener::bind_with(&b.device, b.address(), &ListenOptions::default().backlog(0)).await;
         let least = SetupError::TooSmall { field: "backlog", asked: 0, least: 1 };
-        assert_eq!(none.map(drop).unwrap_err(), ConnectError::Setup { attempt: None, error: least });
+        assert_eq!(none.map(drop).unwrap_err(), ConnectError::Setup { attempt: None, error: least.into() });
         let attr = a.device.attr();
         let most = attr.max_qp_rd_atom.min(attr.max_qp_init_rd_atom);
         let listener = b.listen().await;

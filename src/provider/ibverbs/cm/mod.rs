@@ -106,6 +106,10 @@ impl cm_contract::CmChannel<Ibverbs> for CmChannel {
         true
     }
 
+    fn port_space(&self) -> usize {
+        0
+    }
+
     fn take_event(&self) -> Result<Option<CmEvent<Ibverbs>>, VerbError> {
         let own = self.0.own.lock().pop_front();
         match own {

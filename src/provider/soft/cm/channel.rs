@@ -47,6 +47,10 @@ impl cm_contract::CmChannel<Soft> for CmChannel {
         false
     }
 
+    fn port_space(&self) -> usize {
+        Arc::as_ptr(&self.0.device.network).addr()
+    }
+
     fn take_event(&self) -> Result<Option<CmEvent<Soft>>, VerbError> {
         Ok(self.0.events.pop())
     }
