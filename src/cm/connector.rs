@@ -197,7 +197,8 @@ impl Route {
     ///
     /// # Errors
     ///
-    /// [`ConnectError::NoRuntime`] outside of a Tokio runtime with its I/O and time drivers, [`ConnectError::Refused`] if nobody listens, [`ConnectError::Rejected`] if somebody does and says no,
+    /// [`ConnectError::NoRuntime`] outside of a Tokio runtime with its I/O and time drivers, [`ConnectError::Refused`] if
+    /// no listener has the address, [`ConnectError::Rejected`] if the listener rejects the request,
     /// [`ConnectError::TimedOut`] after [`Options::timeout`], [`ConnectError::Limit`] for private data of more than 56
     /// bytes or more [`Options::reads`] than the device can, [`ConnectError::Setup`] for a queue pair that does not fit. The queue
     /// pair is in the error state then,

@@ -36,7 +36,7 @@ impl HostMemory {
     /// grows to the largest block that was freed, up to 32 MiB, and what it then frees stays with the process.
     const LARGE: usize = 128 << 10;
 
-    /// `len` zero bytes. Of 128 KiB and more, pages that nobody touches take no memory, unless a device pins them, and all of it
+    /// `len` zero bytes. Of 128 KiB and more, pages that are not touched take no memory, unless a device pins them, and all of it
     /// goes back to the system when it is dropped.
     ///
     /// # Errors

@@ -231,7 +231,7 @@ impl Listener {
                 Next::Aged => {}
                 Next::Asked(request) => {
                     let request = request?;
-                    // Of a peer that asked before it was known who decides.
+                    // Of a peer that asked before it was known whether the provider answers.
                     if request.inner.reserved().is_none()
                         && self.admission.may_enter(request.peer_addr().ip())
                         && self.admission.answer().is_some_and(|answer| request.inner.answer_late(answer))

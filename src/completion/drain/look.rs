@@ -166,7 +166,7 @@ impl CqShared {
         self.wait_slow(state, more, slot, context)
     }
 
-    /// Unlocks; before, lets in who waits for room in `queue`.
+    /// Unlocks. Before that, admits the operations that wait for free slots of `queue`.
     #[cold]
     fn let_in(mut state: MutexGuard<'_, State>, queue: &WorkQueue) {
         queue.let_in(&mut state.woken);

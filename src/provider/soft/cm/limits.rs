@@ -85,12 +85,14 @@ impl Yielding {
     pub(super) fn add(&mut self, peer: Gid, id: CommId) -> u64 {
         self.last += 1;
         let number = self.last;
-        self.change(peer, |of_peer| of_peer.insert(number, id));
+        self.change(peer, |of_peer| of_peer.extend([(number, id)]));
         number
     }
 
     pub(super) fn remove(&mut self, peer: Gid, number: u64) {
-        self.change(peer, |of_peer| of_peer.remove(&number));
+        self.change(peer, |of_peer| {
+            of_peer.remove(&number);
+        });
     }
 
     /// The oldest of a peer.
@@ -103,13 +105,13 @@ impl Yielding {
         self.order.last().and_then(|&(_, _, peer)| self.oldest_of(peer))
     }
 
-    fn change<R>(&mut self, peer: Gid, change: impl FnOnce(&mut BTreeMap<u64, CommId>) -> R) {
+    fn change(&mut self, peer: Gid, change: impl FnOnce(&mut BTreeMap<u64, CommId>)) {
         let place = |of_peer: &BTreeMap<u64, CommId>| {
             of_peer.first_key_value().map(|(&oldest, _)| (of_peer.len(), Reverse(oldest), peer))
         };
         let of_peer = self.of_peers.entry(peer).or_default();
         let before = place(of_peer);
-        let _ = change(of_peer);
+        change(of_peer);
         let after = place(of_peer);
         if after.is_none() {
             self.of_peers.remove(&peer);

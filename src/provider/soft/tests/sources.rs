@@ -63,7 +63,7 @@ fn packet_whose_check_does_not_hold_reaches_no_queue_pair() {
     assert_eq!(to.bytes(0, 16), [[7; 8], [0; 8]].concat());
 }
 
-/// Whoever forges numbers, but not the address, neither completes work nor ends it, nor brings data.
+/// A sender that forges numbers, but not the address, neither completes work nor ends it, nor brings data.
 #[test]
 fn responses_are_taken_from_the_peer_alone() {
     // Nothing moves there but by hand.

@@ -106,7 +106,7 @@ fn packet_before_the_queue_pair_is_ready_confirms_and_is_put_off() {
     let early = |pair: &mut Pair, from, number, psn| pair.b.on_early(from, number, psn);
     assert_eq!(early(&mut pair, stranger(1), number, first), None, "another peer's");
     assert_eq!(early(&mut pair, A, number, first.add(1)), None, "not its first");
-    assert_eq!(early(&mut pair, A, Qpn(7), first), None, "nobody was told that number");
+    assert_eq!(early(&mut pair, A, Qpn(7), first), None, "no peer was told that number");
     assert_eq!(Out::of(&mut pair.b).requests.len(), 0);
     // The confirmation is overtaken.
     assert_eq!(early(&mut pair, A, number, first), Some(Qpn(0x100)));

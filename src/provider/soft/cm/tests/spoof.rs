@@ -13,7 +13,7 @@ use crate::provider::soft::wire::{Body, Packet};
 use crate::types::{Gid, Mtu, Psn, Qkey, Qpn, Transport};
 
 impl Network {
-    /// Gives the device at `to` a connection request in the name of `from`, whose answer nobody receives.
+    /// Gives the device at `to` a connection request in the name of `from`. The answer reaches no device.
     pub(crate) fn spoof_request(&self, from: Gid, number: u32, to: SocketAddr, private_data: &[u8]) {
         let device = self.0.device(Gid::from(to.ip())).unwrap();
         Manager::on_datagram(&device, from, &Self::forged_request(from, number, to, private_data));
