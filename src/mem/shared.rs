@@ -133,8 +133,9 @@ mod tests {
 
     #[test]
     fn every_alignment_and_length_is_copied_and_nothing_else() {
-        for offset in 0..9 {
-            for len in 0..40 {
+        let (step, lengths) = if cfg!(miri) { (4, vec![0, 1, 7, 8, 9, 31]) } else { (1, (0..40).collect()) };
+        for offset in (0..9).step_by(step) {
+            for &len in &lengths {
                 let private: Vec<u8> = (1..=len as u8).collect();
                 let mut shared = [0_u64; 8];
                 let base: *mut u8 = shared.as_mut_ptr().cast();

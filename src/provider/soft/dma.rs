@@ -258,11 +258,11 @@ mod tests {
     #[test]
     fn every_alignment_and_length_is_copied_exactly() {
         for (from_shared, to_shared) in [(false, false), (false, true), (true, false), (true, true)] {
-            // Miri takes a second for some hundred copies.
-            let step = if cfg!(miri) { 4 } else { 1 };
+            // Miri takes a second for some ten copies.
+            let (step, lengths) = if cfg!(miri) { (5, vec![0, 1, 8, 13]) } else { (1, (0..40).collect()) };
             for from_offset in (0..9).step_by(step) {
                 for to_offset in (0..9).step_by(step) {
-                    for len in 0..40 {
+                    for &len in &lengths {
                         let source: Vec<u8> = (1..=64).collect();
                         let mut from = source.clone();
                         let mut to = vec![0_u8; 64];

@@ -35,15 +35,15 @@ use super::windows::Window;
 pub(super) const MAX_REGISTRATIONS: u32 = 1 << (PLACE_BITS - 1);
 
 /// Upper bits of a key that no other key has. The table of places takes 4 MiB of addresses, and of memory one page for each
-/// key until that is all.
-const PLACE_BITS: u32 = 20;
+/// key until that is all. Miri interprets each step: there the tables are small enough to be destroyed in a moment.
+const PLACE_BITS: u32 = if cfg!(miri) { 12 } else { 20 };
 const PLACES: usize = 1 << PLACE_BITS;
 /// Slots are made a chunk at a time.
 const CHUNK: u32 = 1 << CHUNK_BITS;
-const CHUNK_BITS: u32 = 8;
+const CHUNK_BITS: u32 = if cfg!(miri) { 5 } else { 8 };
 const CHUNKS: usize = 1 << (INDEX_BITS - CHUNK_BITS);
 /// Index 0 is that of no slot.
-const INDEX_BITS: u32 = 20;
+const INDEX_BITS: u32 = PLACE_BITS;
 /// An index stands in the upper bits of its word, so no lookup checks a bound.
 const INDEX_SHIFT: u32 = u32::BITS - INDEX_BITS;
 /// What the owner of a window chooses.
