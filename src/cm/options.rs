@@ -157,10 +157,18 @@ impl Default for ListenOptions {
 impl ListenOptions {
     /// Requests that wait at most; 1024 unless set, some 2 KiB each. At least 1: 0 is refused.
     ///
-    /// The software device's manager asks the peers beyond that to try again a little later, until there is room or their
-    /// deadline has passed; a request counts until it is accepted or rejected. The kernel's counts only those that the
+    /// The software device's manager asks the peers beyond that to try again a little later, until a request was answered or
+    /// their deadline has passed; a request counts until it is accepted or rejected. The kernel's counts only those that the
     /// program has not seen; beyond, requests are rejected here, with reason
     /// [`CONSUMER`](crate::cm::RejectReason::CONSUMER).
+    ///
+    /// The backlog is the only limit of a [`Listener`](super::Listener) on requests that wait. A request that the program has
+    /// accepted counts no more, although its peer may never confirm: it holds the program's queue pair until
+    /// [`Request::accept`](super::Request::accept) returns, at the latest after [`Options::timeout`]. The program bounds how many
+    /// requests it accepts at a time. On the software device, 256 requests of one source and 4,096 of all sources may wait for their
+    /// answer or its confirmation; further ones are asked to try again. While more than 2,048 do, a request that the
+    /// program has accepted is given up after 1.1 s. Requests that wait do not give way to later ones: a listener that
+    /// has to withstand forged requests is a [`tokio_rdma::Listener`](crate::Listener).
     #[must_use]
     pub const fn backlog(mut self, requests: u32) -> Self {
         self.backlog = requests;
