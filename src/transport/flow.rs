@@ -344,6 +344,23 @@ mod tests {
     }
 
     #[test]
+    fn each_end_knows_which_has_finished_and_which_offers_were_fetched() {
+        let mut flow = Flow::new(8, 8);
+        let known = |flow: &Flow| (flow.all_fetched(), flow.has_finished(), flow.peer_has_finished(), flow.is_over());
+        assert_eq!(known(&flow), (true, false, false, false));
+        flow.send(Kind::Offer);
+        assert_eq!(known(&flow), (false, false, false, false));
+        assert_eq!(flow.receive(header(Kind::Fin, 0, 0)), Ok(0));
+        assert_eq!(known(&flow), (false, false, true, false));
+        flow.send(Kind::Fin);
+        assert_eq!(known(&flow), (false, true, true, false));
+        assert_eq!(flow.receive(Header { heard: true, ..header(Kind::Ack, 1, 0) }), Ok(0));
+        assert_eq!(known(&flow), (false, true, true, false), "the offer is still to be fetched");
+        assert_eq!(flow.receive(header(Kind::Ack, 2, 1)), Ok(1));
+        assert_eq!(known(&flow), (true, true, true, true));
+    }
+
+    #[test]
     fn nothing_comes_after_the_end() {
         let mut flow = Flow::new(8, 8);
         let early = Header { heard: true, ..header(Kind::Ack, 0, 0) };
