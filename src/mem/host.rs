@@ -158,6 +158,32 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "Miri maps no huge pages")]
+    fn huge_memory_has_the_length_asked_for_and_is_zeroed() {
+        const WHOLE: usize = 2 << 20;
+        for len in [0, 1, 5000, WHOLE, WHOLE + 1] {
+            let memory = HostMemory::huge(len).unwrap();
+            assert_eq!((memory.len(), memory.is_empty()), (len, len == 0));
+            // SAFETY: S1: the mapping has as many bytes, and this test alone reaches them.
+            let bytes = unsafe { std::slice::from_raw_parts_mut(memory.base().as_ptr(), len) };
+            if let ([_, ..], Some(last)) = (&*bytes, len.checked_sub(1)) {
+                assert_eq!((bytes[0], bytes[last]), (0, 0));
+                (bytes[0], bytes[last]) = (1, 2);
+            }
+            drop(memory);
+        }
+        assert!(HostMemory::huge(usize::MAX).is_err());
+    }
+
+    #[test]
+    fn memory_beyond_what_an_allocation_can_hold_names_the_limit() {
+        let allowed = (isize::MAX as usize) - HostMemory::PAGE;
+        let refused = HostMemory::layout(allowed + 1).unwrap_err();
+        assert_eq!((refused.asked, refused.allowed), (allowed as u64 + 1, allowed as u64));
+        assert_eq!(HostMemory::layout(allowed).unwrap().size(), allowed);
+    }
+
+    #[test]
     #[cfg(target_os = "linux")]
     #[cfg_attr(miri, ignore = "reads how much memory the process has")]
     fn large_memory_takes_what_is_touched() {

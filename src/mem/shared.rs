@@ -151,4 +151,46 @@ mod tests {
             }
         }
     }
+
+    #[test]
+    fn exchange_copies_every_pair_of_alignments_and_nothing_else() {
+        let lengths = if cfg!(miri) { 0..10 } else { 0..26 };
+        let pairs = (0..9).flat_map(|source| (0..9).map(move |target| (source, target)));
+        for (len, (source, target)) in lengths.flat_map(|len| pairs.clone().map(move |pair| (len, pair))) {
+            let mut from: [u64; 8] =
+                std::array::from_fn(|word| u64::from_ne_bytes([word as u8 + 1; 8]) ^ 0x0706_0504_0302_0100);
+            let before: Vec<u8> = from.iter().flat_map(|word| word.to_ne_bytes()).collect();
+            let mut to = [0_u64; 8];
+            // SAFETY: S2: both lie within their arrays (9 + 26 < 64), which only this thread reaches.
+            unsafe {
+                let from: *mut u8 = from.as_mut_ptr().cast();
+                exchange(from.add(source), to.as_mut_ptr().cast::<u8>().add(target), len);
+            }
+            let bytes: Vec<u8> = to.iter().flat_map(|word| word.to_ne_bytes()).collect();
+            assert_eq!(
+                bytes[target..target + len],
+                before[source..source + len],
+                "{len} bytes from {source} to {target}"
+            );
+            assert!(bytes[..target].iter().chain(&bytes[target + len..]).all(|&byte| byte == 0));
+        }
+    }
+
+    #[test]
+    fn split_gives_each_byte_once_in_order_and_marks_the_last_step() {
+        let memory = [0_u64; 8];
+        for (offset, len) in (0..8).flat_map(|offset| (0..40).map(move |len| (offset, len))) {
+            let at = memory.as_ptr().cast::<u8>().wrapping_add(offset);
+            let (mut next, mut ended) = (0, false);
+            split(at, len, |step, word, last| {
+                assert!(step == next && !ended, "{len} bytes at {offset}: {step}");
+                let aligned = (offset + step).is_multiple_of(8);
+                assert!(!word || aligned, "a word is aligned");
+                assert!(word || cfg!(miri) || !aligned || len - step < 8, "no word goes byte by byte");
+                next += if word { 8 } else { 1 };
+                ended = last;
+            });
+            assert_eq!((next, ended), (len, len > 0), "{len} bytes at {offset}");
+        }
+    }
 }

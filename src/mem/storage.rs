@@ -58,3 +58,28 @@ unsafe impl Storage for HostMemory {
         Self::len(self)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_storage_names_its_own_bytes() {
+        fn named<S: Storage>(mut storage: S) -> (usize, bool, Vec<u8>) {
+            let before = storage.base();
+            let mut moved = Box::new(storage);
+            let (len, is_empty, base) = (moved.len(), moved.is_empty(), moved.base());
+            assert_eq!(base, before, "it stays when its owner moves");
+            // SAFETY: S1: the storage names so many initialised bytes, which nothing else reaches.
+            (len, is_empty, unsafe { std::slice::from_raw_parts(base.as_ptr(), len) }.to_vec())
+        }
+        for bytes in [vec![], vec![7], vec![1, 2, 3]] {
+            let expected = (bytes.len(), bytes.is_empty(), bytes.clone());
+            assert_eq!(named(bytes.clone()), expected);
+            assert_eq!(named(bytes.into_boxed_slice()), expected);
+        }
+        for len in [0, 1, 5000] {
+            assert_eq!(named(HostMemory::zeroed(len).unwrap()), (len, len == 0, vec![0; len]));
+        }
+    }
+}
