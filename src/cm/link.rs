@@ -49,6 +49,9 @@ pub enum Disconnection {
     AddressChanged,
     /// The peer did not answer the [keepalive](super::Options::keepalive).
     Silent,
+    /// The listener had given the request up, or let it give way to others, before it heard that this end had confirmed. Its
+    /// program has seen nothing of the connection: connect again.
+    Unconfirmed,
 }
 
 impl Link {
@@ -92,6 +95,11 @@ impl Link {
     #[must_use]
     pub fn is_connected(&self) -> bool {
         !self.endpoint.ended()
+    }
+
+    /// True if the listener had forgotten the request when this end confirmed, see [`Disconnection::Unconfirmed`].
+    pub(crate) fn is_unconfirmed(&self) -> bool {
+        matches!(self.endpoint.inbox().happened().end, Some(End::Rejected { .. }))
     }
 
     /// Says goodbye, and waits until the peer's manager has heard it. The queue pair is in the error state at once. Nothing
@@ -143,6 +151,7 @@ impl Link {
                 End::AddressChange => Some(Disconnection::AddressChanged),
                 End::Silence => Some(Disconnection::Silent),
                 _ if self.ours.load(Ordering::Acquire) => Some(Disconnection::Local),
+                End::Rejected { .. } => Some(Disconnection::Unconfirmed),
                 _ => Some(Disconnection::Peer),
             })
             .await

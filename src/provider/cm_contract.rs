@@ -139,7 +139,8 @@ pub(crate) trait CmId: Debug + Send + Sync {
     fn reject(&self, private_data: &[u8]) -> Result<(), VerbError>;
 
     /// `rdma_establish(3)` on the active id after [`ConnectResponse`](CmEventKind::ConnectResponse), when the queue pair
-    /// is in RTS. It is connected when this returns; no event follows.
+    /// is in RTS. It is connected when this returns; no event follows. [`Rejected`](CmEventKind::Rejected) comes later if the
+    /// listener's manager had given the request up before it heard the confirmation.
     fn establish(&self) -> Result<(), VerbError>;
 
     /// `rdma_disconnect(3)`: says goodbye. [`Disconnected`](CmEventKind::Disconnected) follows when the peer has answered

@@ -70,7 +70,7 @@ impl Core {
         let disconnected = || self.link.as_ref().is_some_and(|link| !link.is_connected());
         match is_flush(reason) {
             true if pending => Ok(()),
-            true if disconnected() => Err(CloseReason::Disconnected),
+            true if disconnected() => Err(self.disconnection()),
             _ => Err(CloseReason::Operation(reason)),
         }
     }
@@ -228,8 +228,16 @@ impl Core {
         for _ in 0..=self.receives.len() / BATCH {
             self.progress(bell);
         }
-        let reason = if self.flow.is_over() { CloseReason::Clean } else { CloseReason::Disconnected };
+        let reason = if self.flow.is_over() { CloseReason::Clean } else { self.disconnection() };
         self.end(reason);
+    }
+
+    /// Reason of a connection that the connection manager has ended.
+    fn disconnection(&self) -> CloseReason {
+        match &self.link {
+            Some(link) if link.is_unconfirmed() => CloseReason::Unconfirmed,
+            _ => CloseReason::Disconnected,
+        }
     }
 }
 

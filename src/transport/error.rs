@@ -39,6 +39,9 @@ pub enum CloseReason {
     Dropped,
     /// The connection manager says that the peer has disconnected, without having finished.
     Disconnected,
+    /// The listener had given the connection up, or let it give way to others, before it heard that this end had confirmed. Its
+    /// service has seen nothing of the connection, and no message: connect again. A listener beset by forged requests does this.
+    Unconfirmed,
     /// An operation failed: of this crate, or another on the same connection. If work of this end has failed at the peer, this is
     /// that, and not the flush of all else which follows it.
     Operation(OpErrorKind),
@@ -138,6 +141,9 @@ impl fmt::Display for CloseReason {
             Self::Aborted => f.write_str("it was aborted here"),
             Self::Dropped => f.write_str("the peer dropped it without having finished, or aborted it"),
             Self::Disconnected => f.write_str("the peer has disconnected without having finished"),
+            Self::Unconfirmed => f.write_str(
+                "the listener gave the connection up before it heard the confirmation, and delivered nothing; connect again",
+            ),
             Self::Operation(kind) => kind.fmt(f),
             Self::Violation(violation) => write!(f, "the peer broke the protocol: {violation}"),
             Self::Silent => f.write_str("nothing was heard of the peer"),
@@ -195,6 +201,7 @@ impl MessageError {
             Self::Closed(reason) => match reason {
                 CloseReason::Clean | CloseReason::Local => ErrorKind::NotConnected,
                 CloseReason::Dropped | CloseReason::Disconnected => ErrorKind::ConnectionReset,
+                CloseReason::Unconfirmed => ErrorKind::ConnectionRefused,
                 CloseReason::Operation(kind) => kind.io_kind(),
                 CloseReason::Violation(_) => ErrorKind::InvalidData,
                 CloseReason::Silent

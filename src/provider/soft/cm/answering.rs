@@ -6,6 +6,7 @@ use crate::provider::cm_contract::{CmAnswer, CmParams};
 use crate::types::{Gid, Psn, Qpn};
 
 use super::connection::State;
+use super::limits::HALF_OPEN;
 use super::machine::Machine;
 use super::message::CommId;
 
@@ -57,10 +58,16 @@ impl Machine {
     }
 
     /// Lets a half-open connection give way to one of `peer`, if there is any that may: of the peer itself if that has as many as
-    /// it may, else of the one that has the most.
-    pub(super) fn give_way_to(&mut self, peer: Gid) -> bool {
-        let own = self.half_open.is_full_for(peer);
-        let oldest = if own { self.yielding.oldest_of(peer) } else { self.yielding.of_largest_share() };
+    /// it may, else of the one that has the most. To a request that the program answers, they give way only while they have more
+    /// than half of the records: neither kind displaces the other.
+    pub(super) fn give_way_to(&mut self, peer: Gid, answers: bool) -> bool {
+        let oldest = if self.half_open.is_full_for(peer) {
+            self.yielding.oldest_of(peer)
+        } else if answers || self.yielding.len() > HALF_OPEN / 2 {
+            self.yielding.of_largest_share()
+        } else {
+            None
+        };
         let Some(id) = oldest else { return false };
         let listener = self.connections.get(&id).and_then(|connection| connection.waiting_at);
         if let Some(admit) = listener.and_then(|key| self.listeners.get(&key)).and_then(|it| it.admit.as_ref()) {

@@ -139,9 +139,9 @@ impl Machine {
             let data = Private::new(data).unwrap_or_else(Private::empty);
             return self.out.push_back(refuse_with(RejectReason::CONSUMER, data));
         }
+        let answers = matches!(verdict, Verdict::Answer(_));
         let may_open = |machine: &mut Self| {
-            machine.half_open.open(from)
-                || (matches!(verdict, Verdict::Answer(_)) && machine.give_way_to(from) && machine.half_open.open(from))
+            machine.half_open.open(from) || (machine.give_way_to(from, answers) && machine.half_open.open(from))
         };
         if !room || !may_open(self) {
             // Nothing is remembered of it: the peer repeats it, and there may be room then.
@@ -244,7 +244,10 @@ impl Machine {
                 self.event(id, Event::Rejected(rej.reason, rej.private_data.bytes().to_vec()));
                 self.withdraw(id);
             }
-            // The peer has given up what we took for granted.
+            // The passive side has given the request up, or let it give way, before it heard our confirmation.
+            State::Established if self.is_active(id) => {
+                self.over(now, id, Event::Rejected(rej.reason, rej.private_data.bytes().to_vec()));
+            }
             State::Established | State::DreqSent => self.disconnected(now, id),
             State::TimeWait | State::Refused | State::Withdrawn => {}
         }

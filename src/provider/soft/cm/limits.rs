@@ -8,6 +8,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use crate::types::Gid;
 
+use super::connection::Connection;
 use super::message::{CmTimeout, CommId};
 
 /// Requests of one peer that have not come to a connection or to a refusal. A program makes a queue pair for each that it
@@ -15,8 +16,9 @@ use super::message::{CmTimeout, CommId};
 pub(super) const HALF_OPEN_OF_PEER: u32 = 256;
 /// Those of all peers.
 pub(super) const HALF_OPEN: u32 = 4096;
-/// Repetitions of an answer that nobody confirms, and nanoseconds between them, while more than half of that room is taken: who
-/// asks in the name of others would otherwise choose how long each takes it. A peer that means well confirms at once.
+/// Repetitions of a program's answer that is not confirmed, and nanoseconds between them, while more than half of these records
+/// are taken: forged requests would otherwise choose how long each keeps its record. An honest peer confirms at once. Records
+/// that [give way](Yielding) need no such haste, and a peer on a busy machine may confirm late.
 pub(super) const HURRIED_RETRIES: u8 = 3;
 pub(super) const HURRIED_TIMEOUT: u64 = CmTimeout(16).nanoseconds();
 
@@ -48,9 +50,9 @@ impl HalfOpen {
         self.of_peers.get(&peer).is_some_and(|&count| count >= HALF_OPEN_OF_PEER)
     }
 
-    /// More than half of the room is taken.
-    pub(super) const fn is_crowded(&self) -> bool {
-        self.total > HALF_OPEN / 2
+    /// True if the record of this connection is scarce, and does not give way.
+    pub(super) const fn hurries(&self, connection: &Connection) -> bool {
+        connection.half_open && connection.yielding.is_none() && self.total > HALF_OPEN / 2
     }
 
     /// One that was opened has become something else.
@@ -77,19 +79,27 @@ pub(super) struct Yielding {
     of_peers: HashMap<Gid, BTreeMap<u64, CommId>>,
     /// Peers by how many they have, then by the age of their oldest: the last has the most, and of those the oldest.
     order: BTreeSet<(usize, Reverse<u64>, Gid)>,
+    len: u32,
     last: u64,
 }
 
 impl Yielding {
+    /// How many there are.
+    pub(super) const fn len(&self) -> u32 {
+        self.len
+    }
+
     /// Adds one; the number by which it is removed.
     pub(super) fn add(&mut self, peer: Gid, id: CommId) -> u64 {
         self.last += 1;
+        self.len += 1;
         let number = self.last;
         self.change(peer, |of_peer| of_peer.extend([(number, id)]));
         number
     }
 
     pub(super) fn remove(&mut self, peer: Gid, number: u64) {
+        self.len -= 1;
         self.change(peer, |of_peer| {
             of_peer.remove(&number);
         });
@@ -124,7 +134,7 @@ impl Yielding {
 
     #[cfg(test)]
     pub(super) fn is_empty(&self) -> bool {
-        self.of_peers.is_empty() && self.order.is_empty()
+        self.of_peers.is_empty() && self.order.is_empty() && self.len == 0
     }
 }
 

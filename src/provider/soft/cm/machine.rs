@@ -372,7 +372,7 @@ impl Machine {
             self.timers.pop_first();
             let Some(connection) = self.connections.get_mut(&id) else { continue };
             connection.deadline = None;
-            let hurried = connection.half_open && self.half_open.is_crowded();
+            let hurried = self.half_open.hurries(connection);
             let again = match connection.state {
                 State::ReqSent => now < connection.give_up,
                 State::DreqSent => connection.repeated + 1 < DISCONNECTS,
@@ -457,12 +457,17 @@ impl Machine {
     }
 
     pub(super) fn disconnected(&mut self, now: u64, id: CommId) {
+        self.over(now, id, Event::Disconnected);
+    }
+
+    /// The connection is over, as `event` says.
+    pub(super) fn over(&mut self, now: u64, id: CommId, event: Event) {
         self.completed(id);
         if let Some(connection) = self.connections.get_mut(&id) {
             connection.state = State::TimeWait;
         }
         self.set_deadline(id, Some(now.saturating_add(TIME_WAIT)));
-        self.event(id, Event::Disconnected);
+        self.event(id, event);
     }
 
     /// The peer has taken its request back. Its queue pair may ask anew.
@@ -551,7 +556,7 @@ impl Machine {
     fn send_and_repeat(&mut self, now: u64, id: CommId, message: Message) {
         let Some(connection) = self.connections.get_mut(&id) else { return };
         connection.repeated = 0;
-        let hurried = connection.half_open && self.half_open.is_crowded();
+        let hurried = self.half_open.hurries(connection);
         let at = repeat_at(now, id, connection, hurried);
         self.set_deadline(id, Some(at));
         self.send(id, message);
@@ -643,12 +648,17 @@ fn drawn(secret: u64, what: Draw) -> u64 {
     hasher.finish()
 }
 
-/// When what a connection has sent is repeated, or given up; `hurried`: its room is scarce.
+/// When what a connection has sent is repeated, or given up; `hurried`: records of handshakes are scarce.
 fn repeat_at(now: u64, id: CommId, connection: &Connection, hurried: bool) -> u64 {
     match connection.state {
-        // As often as the peer has asked for.
         State::RepSent => {
-            let wait = connection.response_timeout.min(if hurried { HURRIED_TIMEOUT } else { u64::MAX });
+            let asked = connection.response_timeout;
+            let wait = match connection.yielding {
+                _ if hurried => asked.min(HURRIED_TIMEOUT),
+                // Forged requests would ask for answers in quick succession, until the answers to honest peers are too many.
+                Some(_) => asked.max(HURRIED_TIMEOUT),
+                None => asked,
+            };
             now.saturating_add(wait)
         }
         State::ReqSent => now.saturating_add(backoff(id, connection.repeated)).min(connection.give_up),

@@ -1,5 +1,6 @@
 //! Requests that the manager answers in the name of a listener: what is remembered, what gives way, when the program hears.
 
+use std::collections::HashMap;
 use std::net::IpAddr;
 use std::sync::Arc;
 
@@ -7,6 +8,7 @@ use parking_lot::Mutex;
 
 use super::*;
 use crate::provider::cm_contract::{Admit, CmAnswer, Verdict};
+use crate::provider::soft::cm::connection::Connection;
 use crate::provider::soft::cm::limits::{HALF_OPEN, HALF_OPEN_OF_PEER};
 use crate::provider::soft::cm::message::Req;
 use crate::types::RejectReason;
@@ -165,11 +167,104 @@ fn peer_whose_handshake_gave_way_is_told_when_it_confirms() {
     let ours = pair.connect(0x100);
     pair.deliver_to_b();
     pair.deliver_to_a();
-    assert!(pair.b.give_way_to(stranger(1)));
+    assert!(pair.b.give_way_to(stranger(1), true));
     pair.a.establish(ours).unwrap();
     pair.deliver_to_b();
     assert_eq!(pair.deliver_to_a().kinds(), ["REJ"]);
-    assert_eq!(Out::of(&mut pair.a).names(), ["disconnected"]);
+    let out = Out::of(&mut pair.a);
+    assert!(matches!(out.events[..], [(_, Event::Rejected(RejectReason::INVALID_COMM_ID, _))]), "{out:?}");
+}
+
+/// Has `count` requests like `template` arrive at B, from 200 sources of which `first` is the first; how many reach the program.
+fn flood(pair: &mut Pair, template: &Mad, first: u32, count: u32) -> u32 {
+    let mut taken = 0;
+    for number in 0..count {
+        let Message::Req(request) = template.message.clone() else { panic!() };
+        let gid = stranger(first + number % 200);
+        let request = Req { local_gid: gid, local_id: number + 1, qpn: Qpn(0x1000 + number), ..*request };
+        // So that answers are not bounded.
+        pair.now += 100_000;
+        pair.b.on_message(pair.now, gid, Mad { transaction: 1, message: Message::Req(Box::new(request)) }, psn);
+        taken += Out::of(&mut pair.b).requests.len() as u32;
+    }
+    taken
+}
+
+/// Bytes that a hash table takes: at most 7 of 8 buckets are in use, and each has a byte of control.
+fn table<K, V>(table: &HashMap<K, V>) -> usize {
+    (table.capacity() * 8).div_ceil(7).next_power_of_two() * (size_of::<(K, V)>() + 1)
+}
+
+/// Bytes that a tree takes at most: its nodes are half full.
+fn tree<T>(entries: usize) -> usize {
+    2 * entries * size_of::<T>()
+}
+
+/// The number in docs/messages.md, and what a listener's memory is bounded by.
+#[test]
+fn record_of_a_half_open_connection_takes_no_more_than_is_documented() {
+    const DOCUMENTED: usize = 1280;
+    let (mut pair, _) = answering();
+    let template = forged(&mut pair, stranger(0), 1);
+    flood(&mut pair, &template, 1, HALF_OPEN);
+    let machine = &pair.b;
+    assert_eq!(machine.half_open.total(), HALF_OPEN);
+    let [connections, _, _, timers] = machine.sizes();
+    let tables = table(&machine.connections)
+        + table(&machine.requests)
+        + table(&machine.queue_pairs)
+        + table(&machine.reserved)
+        + tree::<(u64, CommId)>(timers)
+        // By age, by share, and how many there are of each source, of which there are 200.
+        + tree::<(u64, CommId)>(connections)
+        + 200 * 2 * (size_of::<(usize, u64, Gid)>() + 2 * size_of::<(Gid, [usize; 4])>());
+    let owned = |connection: &Connection| {
+        let last = match &connection.last {
+            Some(Message::Rep(response)) => size_of_val(&**response),
+            other => panic!("{other:?}"),
+        };
+        last + connection.params.as_ref().map_or(0, |params| params.private_data.capacity())
+    };
+    let records: usize = machine.connections.values().map(owned).sum();
+    let each = (tables + records) / connections;
+    println!("{each} bytes for each half-open connection, {} of them the record", size_of::<Connection>());
+    assert!(each <= DOCUMENTED, "{each}");
+    // What a request carries does not make it larger: neither can be longer than the message.
+    assert!(machine.connections.values().all(|connection| owned(connection) <= 512));
+}
+
+/// On a busy machine the confirmation comes late, or is lost like the answers that are repeated meanwhile.
+#[test]
+fn confirmation_that_comes_late_counts_however_many_others_are_half_open() {
+    let (mut pair, _) = answering();
+    let template = forged(&mut pair, stranger(0), 1);
+    let ours = pair.connect(0x50);
+    pair.deliver_to_b();
+    pair.deliver_to_a();
+    pair.a.establish(ours).unwrap();
+    flood(&mut pair, &template, 1, HALF_OPEN - 1);
+    let start = pair.now;
+    while pair.b.deadline().is_some_and(|at| at < start + 10_000_000_000) {
+        pair.now = pair.b.deadline().unwrap();
+        pair.b.on_timer(pair.now);
+        assert!(Out::of(&mut pair.b).sent.iter().all(|(_, mad)| matches!(mad.message, Message::Rep(_))));
+    }
+    pair.deliver_to_b();
+    assert_eq!(Out::of(&mut pair.b).requests.len(), 1);
+    assert!(Out::of(&mut pair.a).events.is_empty());
+}
+
+#[test]
+fn requests_that_the_program_answers_take_records_of_those_that_give_way() {
+    let (mut pair, _) = answering();
+    let template = forged(&mut pair, stranger(0), 1);
+    flood(&mut pair, &template, 1, HALF_OPEN);
+    // From now on the program answers.
+    pair.b.listen(LISTENER, address(2, PORT), HALF_OPEN);
+    let taken = flood(&mut pair, &template, 1_000, HALF_OPEN);
+    // Half of the records are left for those that the manager answers.
+    assert_eq!((taken, pair.b.yielding.len()), (HALF_OPEN / 2, HALF_OPEN / 2));
+    assert_eq!(pair.b.half_open.total(), HALF_OPEN);
 }
 
 #[test]

@@ -37,10 +37,10 @@ impl History {
         let allowed = match event {
             "response" => self.0.is_empty(),
             "established" => self.0.is_empty(),
-            // Instead of, or after, an answer; never of a connection that is established here.
+            // Instead of, or after, an answer; of a connection that is established at the passive end, never there.
             "rejected" | "unreachable" => self.0.is_empty() || self.0 == ["response"],
             "disconnected" => matches!(self.0.last(), Some(&("response" | "established"))),
-            "timewait exit" => self.0.last() == Some(&"disconnected"),
+            "timewait exit" => matches!(self.0.last(), Some(&("disconnected" | "rejected"))),
             _ => false,
         };
         assert!(allowed, "{event} after {:?}", self.0);

@@ -43,7 +43,7 @@ pub(super) const ROWS: [Row; 10] = {
             None, None, Some((GONE, "", "rejected")), Some((to(RepRcvd), "MRA", "")),
             None, Some((to(TimeWait), "DREP", "disconnected")), None, None ] },
         Row { end: Active, state: Established, then: [
-            None, None, Some((to(TimeWait), "", "disconnected")), Some((to(Established), "RTU", "")),
+            None, None, Some((to(TimeWait), "", "rejected")), Some((to(Established), "RTU", "")),
             None, Some((to(TimeWait), "DREP", "disconnected")), None, None ] },
         Row { end: Passive, state: ReqRcvd, then: [
             Some((to(ReqRcvd), "MRA", "")), None, Some((to(Withdrawn), "", "rejected")), None,
