@@ -124,8 +124,9 @@ async fn resolve_one(device: &Device, address: SocketAddr, options: &Options) ->
         endpoint
             .call(move |id| {
                 id.resolve_addr(source, address, timeout).map_err(|error| match (error.errno, source) {
-                    (VerbError::EADDRNOTAVAIL, Some(address)) => {
-                        ConnectError::AddressNotAvailable { address, step: Step::Resolve }
+                    (VerbError::EADDRNOTAVAIL, Some(source)) => {
+                        let source = Some(source.ip());
+                        ConnectError::AddressNotAvailable { address, source, step: Step::Resolve }
                     }
                     // Found out at once.
                     (ENETUNREACH | EHOSTUNREACH | VerbError::ENODEV, _) => unresolved(error.errno),

@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use crate::error::{LimitError, NoRuntime, SetupError, VerbError};
@@ -47,8 +47,10 @@ pub enum ConnectError {
     },
     /// The device does not have the address to listen at, or to connect from.
     AddressNotAvailable {
-        /// Address to listen at, or [source](super::Options::source).
+        /// Address to listen at, or to connect to.
         address: SocketAddr,
+        /// The [source](super::Options::source) that the device does not have; none with [`Step::Listen`].
+        source: Option<IpAddr>,
         /// [`Step::Listen`] or [`Step::Resolve`].
         step: Step,
     },
@@ -212,7 +214,7 @@ impl ConnectError {
             Self::Resolve { address, .. } | Self::OtherDevice { address, .. } => Some((Step::Resolve, Some(*address))),
             Self::AddressInUse { address, .. } => Some((Step::Listen, Some(*address))),
             Self::Refused { address } => Some((Step::Response, Some(*address))),
-            Self::AddressNotAvailable { address, step } => Some((*step, Some(*address))),
+            Self::AddressNotAvailable { address, step, .. } => Some((*step, Some(*address))),
             Self::TimedOut { address, step, .. } => Some((*step, *address)),
             Self::Rejected { attempt, .. }
             | Self::Unreachable { attempt, .. }
@@ -275,8 +277,10 @@ impl fmt::Display for ConnectError {
                 write!(f, "another listener of this process, on device {device}, has the address")
             }
             Self::AddressInUse { device: None, .. } => f.write_str("the address is in use"),
-            Self::AddressNotAvailable { step: Step::Listen, .. } => f.write_str("the device does not have the address"),
-            Self::AddressNotAvailable { .. } => f.write_str("the device does not have this source address"),
+            Self::AddressNotAvailable { source: Some(source), .. } => {
+                write!(f, "the device does not have the source address {source}")
+            }
+            Self::AddressNotAvailable { source: None, .. } => f.write_str("the device does not have the address"),
             Self::Refused { .. } => f.write_str("refused: no listener has the address"),
             Self::Rejected { private_data, .. } if is_for_messages(private_data) => f.write_str(
                 "rejected: the listener is a tokio_rdma::Listener for messages, and the request carries no hello; \

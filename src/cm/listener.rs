@@ -89,7 +89,7 @@ impl Listener {
             VerbError::EADDRINUSE => {
                 ConnectError::AddressInUse { address, device: Holding::device_at(port_space, address) }
             }
-            VerbError::EADDRNOTAVAIL => ConnectError::AddressNotAvailable { address, step: Step::Listen },
+            VerbError::EADDRNOTAVAIL => ConnectError::AddressNotAvailable { address, source: None, step: Step::Listen },
             _ => error.into(),
         };
         let bound = endpoint

@@ -226,7 +226,7 @@ fn address_that_is_taken_or_not_ours_is_named() {
         // A network for documentation: RFC 5737.
         let foreign: SocketAddr = "192.0.2.1:7471".parse().unwrap();
         let error = Listener::bind(&a.device, foreign).await.unwrap_err();
-        assert_eq!(error, ConnectError::AddressNotAvailable { address: foreign, step: Step::Listen });
+        assert_eq!(error, ConnectError::AddressNotAvailable { address: foreign, source: None, step: Step::Listen });
     });
 }
 
@@ -313,7 +313,10 @@ fn source_address_is_what_the_peer_sees_or_is_refused() {
         // A network for documentation: RFC 5737.
         let foreign: SocketAddr = "192.0.2.1:0".parse().unwrap();
         let error = cm::resolve_with(&a.device, address, &options.clone().source(foreign.ip())).await.unwrap_err();
-        assert_eq!(error, ConnectError::AddressNotAvailable { address: foreign, step: Step::Resolve });
+        let source = Some(foreign.ip());
+        assert_eq!(error, ConnectError::AddressNotAvailable { address, source, step: Step::Resolve });
+        let text = format!("resolving a route to {address}: the device does not have the source address 192.0.2.1");
+        assert_eq!((error.to_string(), error.address()), (text, Some(address)));
         let other = if address.is_ipv4() { "::1" } else { "127.0.0.1" };
         let error = cm::resolve_with(&a.device, address, &options.source(other.parse().unwrap())).await.unwrap_err();
         assert!(is_mismatch(&error, None), "{error:?}");
