@@ -46,6 +46,9 @@ pub struct ConnectionConfig {
     pub(super) path: Path,
 }
 
+/// Maximum of [`ConnectionConfig::spare_buffers`] and of [`ConnectionConfig::send_buffers`].
+const MAX_BUFFERS: u32 = 1 << 20;
+
 /// Where completions arrive.
 #[derive(Debug, Clone)]
 pub(super) enum Completions {
@@ -100,14 +103,15 @@ impl ConnectionConfig {
     }
 
     /// Received messages that the service may keep without a copy; 32 unless set. If it keeps more, the next ones are
-    /// copied out of their buffer, so that a service that keeps messages for ever costs itself memory and nobody a wait.
+    /// copied out of their buffer, so that a service that keeps messages for ever costs itself memory and nobody a wait. At most
+    /// 1,048,576, and as many as the device registers at once with the other receive buffers (`DeviceAttr::max_mr_size`).
     pub fn spare_buffers(mut self, buffers: u32) -> Self {
         self.spare_buffers = buffers;
         self
     }
 
     /// Messages longer than `max_inline` that are copied and on their way; 64 unless set, as many as a peer with default
-    /// settings takes at once.
+    /// settings takes at once. At most 1,048,576, and as many as the device registers at once (`DeviceAttr::max_mr_size`).
     pub fn send_buffers(mut self, buffers: u32) -> Self {
         self.send_buffers = buffers;
         self
@@ -356,7 +360,48 @@ impl ConnectionConfig {
         LimitError::check("max_send_wr", self.max_send_wr.into(), attr.max_qp_wr.into())?;
         LimitError::check("max_inline", self.max_inline.into(), attr.max_inline.into())?;
         LimitError::check("max_message", self.max_message, isize::MAX as u64)?;
+        LimitError::check("spare_buffers", self.spare_buffers.into(), MAX_BUFFERS.into())?;
+        LimitError::check("send_buffers", self.send_buffers.into(), MAX_BUFFERS.into())?;
+        // Each pool is one registration, in which a buffer takes whole cache lines.
+        let buffers = attr.max_mr_size / u64::from(self.receive_buffer_size).next_multiple_of(64);
+        LimitError::check("receive_buffers", self.receives().into(), buffers)?;
+        LimitError::check("spare_buffers", self.spare_buffers.into(), buffers - u64::from(self.receives()))?;
+        LimitError::check("send_buffers", self.send_buffers.into(), buffers)?;
         self.options.check()?;
         Ok(())
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::software::Network;
+    use crate::transport::{Connection, EstablishError, Listener};
+
+    #[test]
+    fn buffers_that_no_pool_can_have_are_refused_by_name_at_both_ends() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let device = Device::software_in(&Network::new(), "buffers").unwrap();
+            let long = ConnectionConfig::default().receive_buffer_size(1 << 31);
+            let buffers = device.attr().max_mr_size >> 31;
+            let receives = u64::from(long.receives());
+            let most = u64::from(MAX_BUFFERS);
+            let cases = [
+                (ConnectionConfig::default().spare_buffers(MAX_BUFFERS + 1), "spare_buffers", most + 1, most),
+                (ConnectionConfig::default().spare_buffers(u32::MAX), "spare_buffers", u32::MAX.into(), most),
+                (ConnectionConfig::default().send_buffers(MAX_BUFFERS + 1), "send_buffers", most + 1, most),
+                (ConnectionConfig::default().send_buffers(u32::MAX), "send_buffers", u32::MAX.into(), most),
+                (long.clone().spare_buffers(1 << 20), "spare_buffers", 1 << 20, buffers - receives),
+                (long.spare_buffers(0).send_buffers(1 << 20), "send_buffers", 1 << 20, buffers),
+            ];
+            for (config, field, asked, allowed) in cases {
+                let refused = EstablishError::Setup(LimitError { field, asked, allowed }.into());
+                let error = Listener::bind_with(&device, "127.0.0.1:0", &config).await.unwrap_err();
+                assert_eq!(error, refused);
+                let error = Connection::connect_with(&device, "127.0.0.1:9", &config).await.unwrap_err();
+                assert_eq!(error, refused);
+            }
+        });
     }
 }
