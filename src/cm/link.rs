@@ -12,6 +12,7 @@ use super::error::{ConnectError, Step};
 use super::keepalive::Keepalive;
 use super::router::End;
 use crate::op::QueuePair;
+use crate::types::RejectReason;
 
 /// The manager's side of a connected queue pair, which somebody else holds.
 ///
@@ -41,7 +42,8 @@ const TIMEWAIT: Duration = Duration::from_secs(150);
 pub enum Disconnection {
     /// We said goodbye.
     Local,
-    /// The peer did, or its manager takes the connection for dead.
+    /// The peer did, or its manager takes the connection for dead; or its program gave the connection up after it had answered the
+    /// request, and before it heard that this end had confirmed.
     Peer,
     /// The device was taken away.
     DeviceRemoved,
@@ -97,9 +99,13 @@ impl Link {
         !self.endpoint.ended()
     }
 
-    /// True if the listener had forgotten the request when this end confirmed, see [`Disconnection::Unconfirmed`].
-    pub(crate) fn is_unconfirmed(&self) -> bool {
-        matches!(self.endpoint.inbox().happened().end, Some(End::Rejected { .. }))
+    /// Private data of the rejection that ended the connection, if one did: the listener's program sent it after the answer, or its
+    /// manager has forgotten the request, see [`Disconnection::Unconfirmed`].
+    pub(crate) fn rejection(&self) -> Option<Vec<u8>> {
+        match &self.endpoint.inbox().happened().end {
+            Some(End::Rejected { private_data, .. }) => Some(private_data.clone()),
+            _ => None,
+        }
     }
 
     /// Says goodbye, and waits until the peer's manager has heard it. The queue pair is in the error state at once. Nothing
@@ -151,6 +157,7 @@ impl Link {
                 End::AddressChange => Some(Disconnection::AddressChanged),
                 End::Silence => Some(Disconnection::Silent),
                 _ if self.ours.load(Ordering::Acquire) => Some(Disconnection::Local),
+                End::Rejected { reason: RejectReason::CONSUMER, .. } => Some(Disconnection::Peer),
                 End::Rejected { .. } => Some(Disconnection::Unconfirmed),
                 _ => Some(Disconnection::Peer),
             })
@@ -167,7 +174,8 @@ impl Link {
     /// Waits until the connection is over, and then until nothing of it can be underway any more (the end of TIMEWAIT): then
     /// its queue pair may be reset and connected anew. Before, the peer's manager may reject it as stale.
     ///
-    /// If it is over because our address was moved, this says goodbye to the peer, whose answer TIMEWAIT begins with.
+    /// If it is over because our address was moved, or because the peer was [silent](Disconnection::Silent), this says goodbye to
+    /// the peer. TIMEWAIT begins with the answer of the peer, or when the goodbye has been repeated in vain.
     ///
     /// # Errors
     ///

@@ -5,8 +5,9 @@ use std::fmt;
 use std::future::{Future, poll_fn};
 use std::net::SocketAddr;
 use std::pin::pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use tokio::net::ToSocketAddrs;
@@ -20,6 +21,7 @@ use crate::provider::dispatch::CmId;
 use crate::types::{Gid, PortNum, Qpn};
 use crate::verbs::Device;
 
+use super::clock::{self, Sleep};
 use super::connector::{lookup, no_address};
 use super::endpoint::{Endpoint, Halfway, within};
 use super::error::{ConnectError, Step};
@@ -128,7 +130,7 @@ impl Listener {
         self.endpoint.ready()?;
         let router = self.endpoint.router();
         loop {
-            let Pending { endpoint, peer } = self.next().await?;
+            let Pending { endpoint, peer, .. } = self.next().await?;
             let (device, address) = (router.device(), endpoint.peer_addr());
             let Some(route) = endpoint.route().filter(|route| route.device == device.name()) else {
                 tracing::warn!(?address, device = device.name(), "rejected: the request came over another device");
@@ -155,6 +157,11 @@ impl Listener {
     pub(crate) fn answer_with(device: &Device, options: &Options) -> Result<CmAnswer, ConnectError> {
         let (private_data, _) = options.checked(RESPONSE_DATA)?;
         Ok(Reads::of(device, options)?.answer(private_data.to_vec()))
+    }
+
+    /// Requests that wait at this listener.
+    pub(crate) fn waiting(&self) -> Waiting {
+        Waiting(Arc::downgrade(self.endpoint.inbox()))
     }
 
     #[cfg(all(test, not(loom)))]
@@ -189,6 +196,37 @@ impl Listener {
 impl fmt::Debug for Listener {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Listener").field("address", &self.address).finish_non_exhaustive()
+    }
+}
+
+/// Requests that wait at a [`Listener`].
+#[derive(Debug, Clone)]
+pub(crate) struct Waiting(Weak<Inbox>);
+
+impl Waiting {
+    /// Ready when a request has waited for `age`, and `age` has passed since the first poll. Of several waiters, one is ready for each
+    /// such request. Never ready without the listener.
+    pub(crate) async fn displaced(&self, age: Duration) {
+        let mut sleep = Sleep::new(clock::deadline(age));
+        loop {
+            poll_fn(|context| sleep.poll(context)).await;
+            let inbox = self.0.upgrade();
+            if inbox.as_ref().and_then(|inbox| inbox.incoming.as_ref()).is_some_and(|incoming| incoming.displaces(age))
+            {
+                return;
+            }
+            // The age of a request raises no event.
+            sleep.reset(clock::deadline(age / 2));
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+impl Waiting {
+    pub(crate) fn any(&self) -> bool {
+        let inbox = self.0.upgrade();
+        let incoming = inbox.as_ref().and_then(|inbox| inbox.incoming.as_ref());
+        incoming.is_some_and(|incoming| !incoming.queue.lock().is_empty())
     }
 }
 
@@ -250,6 +288,9 @@ pub(super) struct Incoming {
 struct Pending {
     endpoint: Endpoint,
     peer: CmPeer,
+    since: Instant,
+    /// No handshake has given way to this request yet.
+    displaces: bool,
 }
 
 impl Incoming {
@@ -259,6 +300,9 @@ impl Incoming {
 
     /// Adds a request, or gives its id back if there are too many.
     pub(super) fn push(&self, router: &Arc<Router>, id: CmId, peer: CmPeer) -> Option<CmId> {
+        // A peer that was answered takes the connection for established, so it is kept beyond the backlog. The provider answers no
+        // more requests while the backlog is full, which bounds how many these are.
+        let answered = id.reserved().is_some();
         let mut queue = self.queue.lock();
         let mut stale = VecDeque::new();
         if queue.len() >= self.most {
@@ -267,11 +311,12 @@ impl Incoming {
             *queue = kept;
             stale = gone;
         }
-        let refused = if queue.len() >= self.most {
+        let refused = if !answered && queue.len() >= self.most {
             tracing::debug!(backlog = self.most, "rejected: too many requests wait");
             Some(id)
         } else {
-            queue.push_back(Pending { endpoint: Endpoint::new(router, id, Inbox::new(None)), peer });
+            let endpoint = Endpoint::new(router, id, Inbox::new(None));
+            queue.push_back(Pending { endpoint, peer, since: Instant::now(), displaces: true });
             None
         };
         drop(queue);
@@ -301,6 +346,15 @@ impl Incoming {
         }
         drop(stale);
         found
+    }
+
+    /// True if a request has waited for this long. Each request counts once, so that one handshake gives way to it.
+    fn displaces(&self, age: Duration) -> bool {
+        let mut queue = self.queue.lock();
+        let old =
+            |pending: &&mut Pending| pending.displaces && pending.since.elapsed() >= age && !pending.endpoint.ended();
+        let found = queue.iter_mut().find(old);
+        found.is_some_and(|pending| std::mem::replace(&mut pending.displaces, false))
     }
 
     /// There will be no more.
@@ -476,6 +530,18 @@ impl Request {
         }
     }
 
+    /// Why no queue pair could be made for this request: if the peer has left, its reserved number is gone, and that is why.
+    pub(crate) async fn not_made(&self, error: SetupError) -> Result<SetupError, ConnectError> {
+        if self.reserved().is_none() {
+            return Ok(error);
+        }
+        let failed = Err::<(), _>(ConnectError::from(error.clone()));
+        match self.endpoint.blame(failed, Step::Prepare, self.address).await {
+            Err(ConnectError::Setup { .. }) | Ok(()) => Ok(error),
+            Err(gone) => Err(gone),
+        }
+    }
+
     /// No queue pair can be made for this request.
     pub(crate) fn unprepared(&self, error: SetupError) -> ConnectError {
         ConnectError::from(error).during(Step::Prepare, self.address)
@@ -489,5 +555,71 @@ impl fmt::Debug for Request {
             .field("local", &self.local)
             .field("path", &self.path)
             .finish_non_exhaustive()
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::net::IpAddr;
+
+    use futures::future::join_all;
+
+    use super::*;
+    use crate::cm::resolve;
+    use crate::completion::{CompletionMode, CompletionQueue};
+    use crate::provider::cm_contract::Verdict;
+    use crate::software::Network;
+
+    /// Answers every peer.
+    #[derive(Debug)]
+    struct All(CmAnswer);
+
+    impl Admit for All {
+        fn admit(&self, _: IpAddr, _: &[u8]) -> Verdict {
+            Verdict::Answer(self.0.clone())
+        }
+
+        fn gave_way(&self) {}
+    }
+
+    /// All requests arrive before the first confirmation, which is when they begin to count.
+    #[test]
+    fn peers_that_were_answered_are_kept_beyond_the_backlog() {
+        const ALL: usize = 6;
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let test = async {
+            let network = Network::new();
+            let (server, client) =
+                (Device::software_in(&network, "server").unwrap(), Device::software_in(&network, "client").unwrap());
+            let listener =
+                Listener::bind_with(&server, "127.0.0.1:0", &ListenOptions::default().backlog(2)).await.unwrap();
+            let options = Options::default();
+            let answer = Listener::answer_with(&server, &options).unwrap();
+            assert!(listener.answer(Arc::new(All(answer))).await.unwrap());
+            let pd = client.protection_domain().unwrap();
+            let queue = CompletionQueue::new(&client, CompletionMode::Event).unwrap();
+            let mut routes = Vec::new();
+            for _ in 0..ALL {
+                let route = resolve(&client, listener.local_addr()).await.unwrap();
+                let builder = QueuePair::builder(&pd, &queue).max_send_wr(1).max_recv_wr(1);
+                let queue_pair = route.prepare(builder).build().unwrap();
+                routes.push((route, queue_pair));
+            }
+            let links = join_all(routes.into_iter().map(|(route, queue_pair)| {
+                let options = &options;
+                async move {
+                    let link = route.connect(&queue_pair, options).await.unwrap();
+                    (link, queue_pair)
+                }
+            }))
+            .await;
+            let mut requests = Vec::new();
+            for _ in 0..ALL {
+                requests.push(listener.accept().await.unwrap());
+            }
+            assert!(requests.iter().all(|request| request.reserved().is_some()));
+            assert!(links.iter().all(|(link, _)| link.is_connected()));
+        };
+        runtime.block_on(async { tokio::time::timeout(Duration::from_secs(60), test).await.expect("hangs") });
     }
 }

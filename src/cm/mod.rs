@@ -66,6 +66,7 @@ pub use connector::{Route, connect, resolve, resolve_with};
 pub(crate) use error::FOR_MESSAGES;
 pub use error::{Attempt, ConnectError, Step};
 pub use link::{Disconnection, Link};
+pub(crate) use listener::Waiting;
 pub use listener::{Listener, Request};
 pub use options::{ListenOptions, Options};
 

@@ -289,12 +289,12 @@ impl contract::Channel for Channel {
 }
 
 impl Cq {
-    /// Counters of the software device.
     /// True for a completion queue of the software device.
     pub(crate) const fn is_software(&self) -> bool {
         matches!(self, Self::Soft(_))
     }
 
+    /// Counters of the software device.
     pub(crate) fn software_counters(&self) -> Option<CqCounters> {
         match self {
             Self::Soft(inner) => Some(inner.counters()),

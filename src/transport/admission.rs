@@ -80,6 +80,8 @@ pub struct ListenerStats {
     /// Handshakes that gave way to newer ones before their peer had confirmed, see
     /// [`handshakes`](super::ConnectionConfig::handshakes).
     pub gave_way: u64,
+    /// Peers that asked, but disconnected or did not confirm before they were accepted.
+    pub failed: u64,
 }
 
 /// The limits of a listener, and what counts against them.
@@ -99,6 +101,8 @@ pub(super) struct Admission {
 #[derive(Debug, Default)]
 struct State {
     by_source: HashMap<IpAddr, u32>,
+    /// Connections that count against the limits: those that are open, and those whose queue pair is being made.
+    places: u32,
     stats: ListenerStats,
 }
 
@@ -106,6 +110,7 @@ struct State {
 pub(super) struct Admitted {
     admission: Arc<Admission>,
     source: IpAddr,
+    accepted: bool,
 }
 
 impl Admission {
@@ -142,14 +147,18 @@ impl Admission {
         self.state.lock().refusal(self, source).is_none()
     }
 
-    /// Counts a connection from `source`, unless it is one too many.
+    /// Counts a connection from `source` against the limits, unless it is one too many.
     pub(super) fn enter(self: &Arc<Self>, source: IpAddr) -> Result<Admitted, Refusal> {
         let mut state = self.state.lock();
         state.check(self, source)?;
         *state.by_source.entry(source).or_default() += 1;
-        state.stats.open += 1;
-        state.stats.accepted += 1;
-        Ok(Admitted { admission: Arc::clone(self), source })
+        state.places += 1;
+        Ok(Admitted { admission: Arc::clone(self), source, accepted: false })
+    }
+
+    /// Counts a peer that asked and did not go through with it.
+    pub(super) fn failed(&self) {
+        self.state.lock().stats.failed += 1;
     }
 
     /// What the provider answers, if it may.
@@ -171,10 +180,22 @@ impl Admission {
     }
 }
 
+impl Admitted {
+    /// Counts the connection as accepted: it is complete.
+    pub(super) fn accepted(mut self) -> Self {
+        self.accepted = true;
+        let mut state = self.admission.state.lock();
+        state.stats.open += 1;
+        state.stats.accepted += 1;
+        drop(state);
+        self
+    }
+}
+
 impl State {
     fn refusal(&self, limits: &Admission, source: IpAddr) -> Option<Refusal> {
         let of_source = self.by_source.get(&source).copied().unwrap_or_default();
-        if self.stats.open >= limits.max_connections {
+        if self.places >= limits.max_connections {
             Some(Refusal::ListenerFull)
         } else if of_source >= limits.max_per_source {
             Some(Refusal::SourceFull)
@@ -197,7 +218,8 @@ impl Admit for Admission {
     fn admit(&self, source: IpAddr, private_data: &[u8]) -> Verdict {
         let Some(answer) = self.answer() else { return Verdict::Ask };
         if let Err(error) = self.hello(private_data) {
-            tracing::warn!(peer = %source, %error, "rejected");
+            // Not a warning: each forged request would log one.
+            tracing::debug!(peer = %source, %error, "rejected");
             // Tells the peer's program what it has met.
             return Verdict::Reject(if error.is_foreign() { cm::FOR_MESSAGES.to_vec() } else { Vec::new() });
         }
@@ -218,7 +240,10 @@ impl Admit for Admission {
 impl Drop for Admitted {
     fn drop(&mut self) {
         let mut state = self.admission.state.lock();
-        state.stats.open -= 1;
+        state.places -= 1;
+        if self.accepted {
+            state.stats.open -= 1;
+        }
         if let Some(open) = state.by_source.get_mut(&self.source) {
             *open -= 1;
             if *open == 0 {
@@ -246,10 +271,12 @@ mod tests {
     fn connections_are_limited_in_all_and_for_each_source_and_give_their_place_back() {
         let config = ConnectionConfig::default().max_connections(3).max_connections_per_source(2);
         let admission = Admission::new(&config, CmAnswer::default());
-        let mut ours: Vec<_> = (0..2).map(|_| admission.enter(ip(1)).unwrap()).collect();
+        let mut ours: Vec<_> = (0..2).map(|_| admission.enter(ip(1)).unwrap().accepted()).collect();
         assert_eq!(admission.enter(ip(1)).unwrap_err(), Refusal::SourceFull);
         let other = admission.enter(ip(2)).unwrap();
         assert_eq!(admission.check(ip(3)), Err(Refusal::ListenerFull));
+        assert_eq!((admission.stats().open, admission.stats().accepted), (2, 2), "one is not complete yet");
+        let other = other.accepted();
         let stats = admission.stats();
         assert_eq!((stats.open, stats.accepted, stats.refused_full, stats.refused_source), (3, 3, 1, 1));
         ours.pop();

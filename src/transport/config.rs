@@ -223,14 +223,17 @@ impl ConnectionConfig {
     /// Connections that a [`Listener`](super::Listener) has open at once, in all; 4,096 unless set, which is 5.3 GiB with the
     /// other settings as they are. A connection counts until both ends have ended it and its handles are dropped. Peers
     /// beyond the limit are rejected as [`Refusal::ListenerFull`](super::Refusal::ListenerFull), and counted in
-    /// [`ListenerStats`](super::ListenerStats).
+    /// [`ListenerStats`](super::ListenerStats). Peers that ask at the same time may all be answered while there is one place: those
+    /// beyond the limit end as [`CloseReason::Refused`](super::CloseReason::Refused) then, when the service accepts, and the service
+    /// sees nothing of them.
     pub fn max_connections(mut self, connections: u32) -> Self {
         self.max_connections = connections;
         self
     }
 
     /// Connections that a [`Listener`](super::Listener) has open at once from one source address; 1,024 unless set. Peers
-    /// beyond the limit are rejected as [`Refusal::SourceFull`](super::Refusal::SourceFull).
+    /// beyond the limit are rejected as [`Refusal::SourceFull`](super::Refusal::SourceFull), or end as
+    /// [`CloseReason::Refused`](super::CloseReason::Refused), as with [`max_connections`](Self::max_connections).
     pub fn max_connections_per_source(mut self, connections: u32) -> Self {
         self.max_connections_per_source = connections;
         self

@@ -4,9 +4,11 @@ use std::task::{Context, Poll, Waker};
 
 use smallvec::SmallVec;
 
+use super::admission::Refusal;
 use super::core::{BATCH, Core};
 use super::error::{CloseReason, MessageError};
 use super::frame::Kind;
+use super::hello::Rejection;
 use super::inbound::Incoming;
 use super::memory::Arrived;
 use super::waiters::{Guest, Ticket};
@@ -234,9 +236,13 @@ impl Core {
 
     /// Reason of a connection that the connection manager has ended.
     fn disconnection(&self) -> CloseReason {
-        match &self.link {
-            Some(link) if link.is_unconfirmed() => CloseReason::Unconfirmed,
-            _ => CloseReason::Disconnected,
+        let Some(private_data) = self.link.as_ref().and_then(|link| link.rejection()) else {
+            return CloseReason::Disconnected;
+        };
+        match Refusal::decode(&private_data) {
+            Some(refusal) => CloseReason::Refused(refusal),
+            None if Rejection::decode(&private_data).is_some() => CloseReason::Rejected,
+            None => CloseReason::Unconfirmed,
         }
     }
 }

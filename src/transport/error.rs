@@ -42,6 +42,13 @@ pub enum CloseReason {
     /// The listener had given the connection up, or let it give way to others, before it heard that this end had confirmed. Its
     /// service has seen nothing of the connection, and no message: connect again. A listener beset by forged requests does this.
     Unconfirmed,
+    /// The listener has as many connections as it may have. Other peers asked at the same time, so this connection was answered
+    /// before the limit was reached; the listener's service has seen nothing of it. A peer that asks later is refused when it
+    /// connects, with [`EstablishError::Refused`].
+    Refused(Refusal),
+    /// The listener's service rejected the connection by [`ConnectionRequest::reject`](super::ConnectionRequest::reject) after its
+    /// device had answered the request.
+    Rejected,
     /// An operation failed: of this crate, or another on the same connection. If work of this end has failed at the peer, this is
     /// that, and not the flush of all else which follows it.
     Operation(OpErrorKind),
@@ -144,6 +151,8 @@ impl fmt::Display for CloseReason {
             Self::Unconfirmed => f.write_str(
                 "the listener gave the connection up before it heard the confirmation, and delivered nothing; connect again",
             ),
+            Self::Refused(refusal) => write!(f, "the connection was refused: {refusal}"),
+            Self::Rejected => f.write_str("the peer's service rejected the connection"),
             Self::Operation(kind) => kind.fmt(f),
             Self::Violation(violation) => write!(f, "the peer broke the protocol: {violation}"),
             Self::Silent => f.write_str("nothing was heard of the peer"),
@@ -201,7 +210,9 @@ impl MessageError {
             Self::Closed(reason) => match reason {
                 CloseReason::Clean | CloseReason::Local => ErrorKind::NotConnected,
                 CloseReason::Dropped | CloseReason::Disconnected => ErrorKind::ConnectionReset,
-                CloseReason::Unconfirmed => ErrorKind::ConnectionRefused,
+                CloseReason::Unconfirmed | CloseReason::Refused(_) | CloseReason::Rejected => {
+                    ErrorKind::ConnectionRefused
+                }
                 CloseReason::Operation(kind) => kind.io_kind(),
                 CloseReason::Violation(_) => ErrorKind::InvalidData,
                 CloseReason::Silent

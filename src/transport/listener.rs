@@ -12,6 +12,7 @@ use std::task::Poll;
 use std::time::Duration;
 
 use bytes::Bytes;
+use futures::future::{Either, select};
 use tokio::net::ToSocketAddrs;
 use tokio::sync::Mutex;
 use tokio::task::{AbortHandle, JoinError, JoinSet};
@@ -168,6 +169,12 @@ impl Listener {
         self.admission.never_answer();
     }
 
+    /// True if a request waits to be taken.
+    #[cfg(all(test, not(loom)))]
+    pub(super) fn has_requests(&self) -> bool {
+        self.inner.waiting().any()
+    }
+
     /// Counters of what was accepted and refused.
     #[must_use]
     pub fn stats(&self) -> ListenerStats {
@@ -248,7 +255,8 @@ impl Listener {
                     let (source, yields) = (request.peer_addr().ip(), request.inner.reserved().is_none());
                     let task = handshakes.tasks.spawn(async move {
                         let peer = request.peer_addr();
-                        let result = request.accept().await;
+                        let config = request.config.clone();
+                        let result = request.establish(&config).await;
                         if let Err(error) = &result {
                             tracing::debug!(%peer, %error, "not accepted");
                         }
@@ -279,10 +287,17 @@ impl Listener {
     /// The next peer that asks, to be accepted or rejected. One that asks for another protocol is rejected.
     ///
     /// From now on no peer is answered without the program, until [`accept`](Self::accept) is called. A peer that was answered
-    /// before has the settings of the listener, and is disconnected by [`reject`](ConnectionRequest::reject).
+    /// before has the settings of the listener, and ends as [`CloseReason::Rejected`](super::CloseReason::Rejected) by
+    /// [`reject`](ConnectionRequest::reject).
+    ///
+    /// The address of such a peer may be forged: it has proved nothing. To accept it, a queue pair and buffers are made, and held until
+    /// it confirms or [gives way](ConnectionRequest::accept_with). A service whose peers are not trusted calls
+    /// [`accept`](Self::accept), which makes nothing for a peer that has not confirmed, or accepts each request in a task of its own
+    /// and limits the number of these tasks.
     ///
     /// # Errors
     ///
+    /// [`EstablishError::NoRuntime`] outside of a Tokio runtime with its I/O and time drivers,
     /// [`EstablishError::Connect`] if there will be no more.
     ///
     /// # Cancel safety
@@ -301,7 +316,8 @@ impl Listener {
                     let user_data = Bytes::copy_from_slice(user_data);
                     let (device, config) = (self.device.clone(), self.config.clone());
                     let admission = self.admission.clone();
-                    return Ok(ConnectionRequest { inner, hello, user_data, device, config, admission });
+                    let waiting = self.inner.waiting();
+                    return Ok(ConnectionRequest { inner, hello, user_data, device, config, admission, waiting });
                 }
                 Err(error) => {
                     tracing::warn!(peer = %inner.peer_addr(), %error, "rejected");
@@ -333,6 +349,8 @@ pub struct ConnectionRequest {
     device: Device,
     config: ConnectionConfig,
     admission: Arc<Admission>,
+    /// Requests that wait behind this one.
+    waiting: cm::Waiting,
 }
 
 impl ConnectionRequest {
@@ -370,34 +388,83 @@ impl ConnectionRequest {
 
     /// Says yes, with settings of its own, but for the limits of the listener.
     ///
+    /// Waits until the peer confirms, for up to [`connect_timeout`](ConnectionConfig::connect_timeout). If that takes longer than
+    /// 0.1 s, and another request has waited for 0.1 s at the listener, this one gives way: the peer is rejected, so that a peer
+    /// that asks and falls silent does not hold up those behind it. A service that takes requests faster than ten in a second
+    /// accepts each in a task of its own.
+    ///
     /// # Errors
     ///
-    /// [`EstablishError::Refused`] if the listener has as many connections as it may have: the peer finds the same; as
-    /// [`Connection::connect_with`] otherwise.
+    /// [`EstablishError::Refused`] if the listener has as many connections as it may have: the peer finds the same, in
+    /// [`CloseReason::Refused`](super::CloseReason::Refused) if it was answered already. [`EstablishError::Connect`] with
+    /// [`cm::ConnectError::Disconnected`] if the peer has left, with [`cm::ConnectError::TimedOut`] if it does not confirm, or gives
+    /// way. As [`Connection::connect_with`] otherwise.
     ///
     /// # Cancel safety
     ///
     /// Dropping the future rejects the peer.
     pub async fn accept_with(self, config: &ConnectionConfig) -> Result<Connection, EstablishError> {
+        let (address, admission, waiting) = (self.peer_addr(), self.admission.clone(), self.waiting.clone());
+        let (start, confirmed) = (std::time::Instant::now(), self.inner.reserved().is_some());
+        let established = pin!(self.establish(config));
+        if confirmed {
+            return established.await;
+        }
+        match select(established, pin!(waiting.displaced(GRACE))).await {
+            Either::Left((result, _)) => result,
+            Either::Right(((), _)) => {
+                admission.gave_way();
+                let (address, step) = (Some(address), cm::Step::Establish);
+                Err(cm::ConnectError::TimedOut { address, step, after: start.elapsed() }.into())
+            }
+        }
+    }
+
+    /// As [`accept_with`](Self::accept_with), but gives way to no other request.
+    async fn establish(self, config: &ConnectionConfig) -> Result<Connection, EstablishError> {
+        let admission = self.admission.clone();
+        let result = self.establish_uncounted(config).await;
+        if let Err(EstablishError::Connect(_)) = &result {
+            admission.failed();
+        }
+        result
+    }
+
+    async fn establish_uncounted(self, config: &ConnectionConfig) -> Result<Connection, EstablishError> {
         let address = self.peer_addr();
         let answered = self.inner.reserved().is_some();
         // A peer that was answered has been told them.
         let config = if answered { &self.config } else { config };
-        if !answered && let Err(refusal) = self.admission.check(address.ip()) {
-            self.inner.reject(&refusal.encode()).await?;
-            return Err(EstablishError::Refused { address, refusal });
-        }
+        // Before anything is made. A peer that has not confirmed yet takes no place from those that have.
+        let place = if answered {
+            self.admission.enter(address.ip()).map(Some)
+        } else {
+            self.admission.check(address.ip()).map(|()| None)
+        };
+        let place = match place {
+            Ok(place) => place,
+            Err(refusal) => {
+                self.inner.reject(&refusal.encode()).await?;
+                return Err(EstablishError::Refused { address, refusal });
+            }
+        };
         let options = config.cm_options(RESPONSE_DATA)?;
         let pd = config.domain(&self.device)?;
         let path = (self.inner.port(), self.inner.gid_index());
         // No fault of this end, so that a listener goes on.
         config.check_path(path, self.inner.source()).map_err(|error| self.inner.unprepared(error))?;
-        let prepared = Prepared::new(&pd, config, |builder| self.inner.prepare(builder))?;
+        let prepared = match Prepared::new(&pd, config, |builder| self.inner.prepare(builder)) {
+            Ok(prepared) => prepared,
+            Err(error) => return Err(self.inner.not_made(error).await?.into()),
+        };
         let link = self.inner.accept(&prepared.qp, &options).await?;
         // Others may have been faster; then the link is dropped, and the peer disconnected.
         let refused = |refusal| EstablishError::Refused { address, refusal };
-        let admitted = self.admission.enter(address.ip()).map_err(refused)?;
-        prepared.start(self.hello, self.user_data, Some(link), Some(admitted))
+        let admitted = match place {
+            Some(admitted) => admitted,
+            None => self.admission.enter(address.ip()).map_err(refused)?,
+        };
+        prepared.start(self.hello, self.user_data, Some(link), Some(admitted.accepted()))
     }
 
     /// Rejects the connection. The peer finds the bytes, at most 140 and with their length, in [`EstablishError::Rejected`].

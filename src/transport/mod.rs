@@ -40,6 +40,8 @@ mod listener;
 mod memory;
 mod one_sided;
 mod outbound;
+#[cfg(all(test, not(loom)))]
+mod unaccepted;
 mod waiters;
 
 pub use admission::{ListenerStats, Refusal};

@@ -304,7 +304,16 @@ impl Machine {
     pub(super) fn reject(&mut self, now: u64, id: CommId, private_data: &[u8]) -> Result<(), VerbError> {
         const VERB: &str = "rdma_reject";
         let private_data = Private::new(private_data).ok_or(invalid(VERB))?;
-        if self.in_state(id, State::Established).is_some_and(|connection| connection.waiting_at.is_some()) {
+        if let Some(connection) = self.in_state(id, State::Established)
+            && connection.waiting_at.is_some()
+        {
+            // The peer takes the connection for established. The rejection says why it ends; the disconnect request is repeated, and
+            // ends it also if the rejection is lost.
+            let remote_id = connection.remote_id;
+            let (to, transaction) = (connection.peer, connection.transaction);
+            let rej =
+                Rej { local_id: id, remote_id, about: About::Other, reason: RejectReason::CONSUMER, private_data };
+            self.out.push_back(Output::Send { to, mad: Mad { transaction, message: Message::Rej(Box::new(rej)) } });
             self.answered(id);
             return self.disconnect(now, id);
         }
