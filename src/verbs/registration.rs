@@ -131,7 +131,8 @@ impl Registration {
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        if self.end().is_none() {
+        // Nothing is held any more once the memory was taken back.
+        if self.held.is_some() && self.end().is_none() {
             // Better leaked than freed under the eyes of a device.
             mem::forget(self.held.take());
             // The number of its protection domain must not become that of another, which would reach it.
