@@ -244,14 +244,16 @@ impl Responder {
     /// not have that response. SoftRoCE completes a READ without its data on an acknowledgement of its sequence number.
     fn acknowledge_duplicate(&mut self, psn: Psn) {
         let executed = self.expected.distance_from(psn);
-        // A peer has no more READs and atomics outstanding than there are resources.
+        // A peer has no more READs and atomics outstanding than there are resources, so those that it may still wait for are all
+        // there. Older ones may be there too, and after 2^24 packets appear to be ahead again: one that reaches back to this
+        // packet is such, and for any other the peer hears of at least this packet.
         let reads = self.resources.iter().filter_map(|resource| {
             let (first, packets, msn) = match *resource {
                 Resource::Read { psn, packets, msn, .. } => (psn, packets, msn),
                 Resource::Atomic { psn, msn, .. } => (psn, 1, msn),
             };
             let last = first.add(packets - 1).distance_from(psn);
-            (0..executed).contains(&last).then_some((last, first, msn))
+            (first.distance_from(psn) > 0 && last < executed).then_some((last, first, msn))
         });
         let (psn, msn) = match reads.min_by_key(|&(last, ..)| last) {
             Some((_, first, msn)) => (first.sub(1), msn.wrapping_sub(1)),

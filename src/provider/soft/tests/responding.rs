@@ -663,3 +663,18 @@ fn requests_outside_of_the_window_are_not_executed() {
         assert_eq!(it.log.completions, [(0, WcStatus::SUCCESS)]);
     }
 }
+
+#[test]
+fn duplicate_is_acknowledged_though_an_old_read_appears_to_be_ahead() {
+    let mut it = Responding::new(1);
+    let remote = it.remote(0);
+    it.request(0, Body::ReadRequest(Reth { remote, length: 8 * 256 }), &[]);
+    assert_eq!(it.replies().len(), 8);
+    // 2^24 packets later the peer is at a sequence number that this READ had.
+    it.machine.start(PSN.add(4));
+    it.recv(1, 8);
+    it.request(4, send(Part::Only), &[1; 8]);
+    assert_eq!(it.syndromes(), [(4, Syndrome::ACK)]);
+    it.request(4, send(Part::Only), &[1; 8]);
+    assert_eq!(it.syndromes(), [(4, Syndrome::ACK)], "or the peer repeats it until its retries are used up");
+}
