@@ -169,7 +169,7 @@ impl ConnectError {
                 Self::Rejected { attempt, reason: *reason, private_data: private_data.clone() }
             }
             End::Unreachable(errno) | End::Error(errno) => Self::Unreachable { attempt, errno: *errno },
-            End::Disconnected | End::TimewaitExit | End::Silence => Self::Disconnected { attempt },
+            End::Disconnected | End::TimewaitExit | End::Keepalive(_) => Self::Disconnected { attempt },
             End::AddressChange => Self::AddressChanged { attempt },
             End::DeviceRemoval => Self::DeviceRemoved { attempt },
         }

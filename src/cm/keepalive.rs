@@ -8,8 +8,9 @@ use std::time::Duration;
 use tokio::task::AbortHandle;
 
 use super::clock::{self, Sleep};
+use super::link::Disconnection;
 use super::router::{Inbox, fail};
-use crate::error::{OpErrorKind, SetupError};
+use crate::error::SetupError;
 use crate::mem::RemoteRegion;
 use crate::op::{QueuePair, WeakQueuePair};
 use crate::types::{Rkey, WcStatus};
@@ -65,9 +66,11 @@ async fn probe(interval: Duration, queue_pair: WeakQueuePair, inbox: Arc<Inbox>,
         poll_fn(|context| sleep.poll(context)).await;
         let ended = inbox.happened().end.is_some();
         let Some(qp) = queue_pair.upgrade().filter(|_| !ended) else { return };
-        let activity = Activity::of(&qp);
-        // What is in flight finds out by itself.
-        if qp.send_counters().in_flight > 0 || before.replace(activity) != Some(Activity::of(&qp)) {
+        let now = Some(Activity::of(&qp));
+        // An operation in flight fails by its own retries.
+        let idle = qp.send_counters().in_flight == 0 && before == now;
+        before = now;
+        if !idle {
             continue;
         }
         let written = qp.write_inline(&[], RemoteRegion::new(0, 0, Rkey(0)));
@@ -78,15 +81,18 @@ async fn probe(interval: Duration, queue_pair: WeakQueuePair, inbox: Arc<Inbox>,
             continue;
         };
         let kind = error.kind();
-        if kind.status() == Some(WcStatus::WR_FLUSH_ERR) || kind == OpErrorKind::Closed {
-            // The queue pair has ended for another reason, which its own work reports.
-            return;
-        }
-        tracing::warn!(%peer, error = %kind, "keepalive: the peer does not answer; ending the link");
-        inbox.silence();
+        let end = match kind.status() {
+            Some(WcStatus::RETRY_EXC_ERR) => Disconnection::Silent,
+            Some(status) if status != WcStatus::WR_FLUSH_ERR => Disconnection::ProbeFailed,
+            // The queue pair has ended for another reason, which its own work reports, or the program has moved it to a state
+            // in which nothing can be posted.
+            _ => return,
+        };
+        tracing::warn!(%peer, error = %kind, "a probe of the keepalive failed; ending the link");
         if let Some(qp) = queue_pair.upgrade() {
             fail(&qp);
         }
+        inbox.probe_failed(end);
         return;
     }
 }

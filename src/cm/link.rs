@@ -54,6 +54,9 @@ pub enum Disconnection {
     /// The listener had given the request up, or let it give way to others, before it heard that this end had confirmed. Its
     /// program has seen nothing of the connection: connect again.
     Unconfirmed,
+    /// A probe of the [keepalive](super::Options::keepalive) failed for another reason: the peer's queue pair does not allow
+    /// REMOTE_WRITE, or the completion queue is dead. The log has the status.
+    ProbeFailed,
 }
 
 impl Link {
@@ -155,7 +158,7 @@ impl Link {
             .until(|happened| match happened.end.as_ref()? {
                 End::DeviceRemoval => Some(Disconnection::DeviceRemoved),
                 End::AddressChange => Some(Disconnection::AddressChanged),
-                End::Silence => Some(Disconnection::Silent),
+                End::Keepalive(end) => Some(*end),
                 _ if self.ours.load(Ordering::Acquire) => Some(Disconnection::Local),
                 End::Rejected { reason: RejectReason::CONSUMER, .. } => Some(Disconnection::Peer),
                 End::Rejected { .. } => Some(Disconnection::Unconfirmed),
@@ -166,8 +169,8 @@ impl Link {
 
     /// True if it is over and there is nothing to tell the peer.
     fn peer_knows(&self) -> bool {
-        // Neither an address that was moved nor silence is a goodbye.
-        let said = |end: &End| !matches!(end, End::AddressChange | End::Silence);
+        // Neither an address that was moved nor a probe that failed is a goodbye.
+        let said = |end: &End| !matches!(end, End::AddressChange | End::Keepalive(_));
         self.endpoint.inbox().happened().end.as_ref().is_some_and(said)
     }
 

@@ -87,7 +87,8 @@ impl Options {
     /// [`transport`](Self::transport), the link ends as [`Disconnection::Silent`](super::Disconnection::Silent), the queue pair
     /// goes to the error state, and its receives are flushed: that takes at most two intervals and the retries.
     ///
-    /// - The peer's queue pair must allow REMOTE_WRITE, as it does unless told otherwise, here and in librdmacm.
+    /// - The peer's queue pair must allow REMOTE_WRITE, as it does unless told otherwise, here and in librdmacm; else the first
+    ///   probe ends the link as [`Disconnection::ProbeFailed`](super::Disconnection::ProbeFailed).
     /// - A probe takes one of [`max_send_wr`](crate::QueuePairBuilder::max_send_wr) until it is acknowledged, and one completion,
     ///   which is counted there. It is posted only while nothing else is in flight; what is posted meanwhile may have to wait
     ///   for it if the send queue is otherwise full. Make the send queue one larger if a `try_` form must not find it full.

@@ -24,6 +24,7 @@ use super::clock;
 use super::disposer::Disposer;
 use super::endpoint::where_it_may_block;
 use super::error::ConnectError;
+use super::link::Disconnection;
 use super::listener::Incoming;
 use super::reactor::Reactors;
 
@@ -53,8 +54,8 @@ pub(super) enum End {
     TimewaitExit,
     DeviceRemoval,
     AddressChange,
-    /// A probe of ours was not answered.
-    Silence,
+    /// A probe of ours failed.
+    Keepalive(Disconnection),
 }
 
 /// Where the events of one id go. No lock is held while somebody is woken, or a queue pair is changed, which wakes those
@@ -371,9 +372,9 @@ impl Inbox {
         }
     }
 
-    /// The peer does not answer any more.
-    pub(super) fn silence(&self) {
-        self.happened.lock().end.get_or_insert(End::Silence);
+    /// A probe failed, and the queue pair is in the error state.
+    pub(super) fn probe_failed(&self, end: Disconnection) {
+        self.happened.lock().end.get_or_insert(End::Keepalive(end));
         self.changed.notify_waiters();
     }
 

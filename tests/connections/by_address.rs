@@ -15,7 +15,7 @@ use tokio_rdma::cm::{
 use tokio_rdma::software::{Faults, Network};
 use tokio_rdma::types::{AckTimeout, QpAttr, QpState, TransitionError, Transport};
 use tokio_rdma::{
-    CompletionQueue, Device, LimitError, Pool, ProtectionDomain, QueuePair, QueuePairBuilder, SetupError,
+    Access, CompletionQueue, Device, LimitError, Pool, ProtectionDomain, QueuePair, QueuePairBuilder, SetupError,
 };
 
 /// What one side needs.
@@ -579,6 +579,24 @@ fn peer_that_is_gone_while_nothing_is_in_flight_is_noticed_by_keepalive() {
         assert_eq!(state(&ours), QpState::Err);
         // The other side has no keepalive.
         assert!(peer.is_connected() && state(&theirs) == QpState::Rts);
+    });
+}
+
+#[test]
+fn keepalive_that_the_peer_refuses_ends_the_link_and_says_so() {
+    run("keepalive refused", || async {
+        let (a, b) = of_network(&Network::new());
+        let (listener, options) = (b.listen().await, probing(Duration::from_millis(1)));
+        let closed = |side: &Side| QueuePair::builder(&side.pd, &side.queue).access(Access::REMOTE_READ);
+        let passive = async {
+            let request = listener.accept().await?;
+            let qp = request.prepare(closed(&b)).build()?;
+            request.accept(&qp, &Options::default()).await.map(|link| (qp, link))
+        };
+        let ends = async { tokio::try_join!(a.connect(listener.local_addr(), &options), passive) };
+        let ((ours, link), (_theirs, _peer)) = soon("connection", ends).await.unwrap();
+        assert_eq!(soon("the end", link.disconnected()).await, Disconnection::ProbeFailed);
+        assert_eq!(state(&ours), QpState::Err);
     });
 }
 
