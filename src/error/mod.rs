@@ -233,6 +233,13 @@ pub enum SetupError {
         /// The peer's.
         theirs: String,
     },
+    /// Receives of a shared receive queue complete on its own completion queue, and another one was asked for.
+    OtherCompletionQueue {
+        /// Number of the completion queue that was asked for.
+        asked: u64,
+        /// Number of that of the shared receive queue.
+        queue: u64,
+    },
     /// An address has no use here: this port has no such GID, or none at all.
     NoGid {
         /// The port asked.
@@ -270,6 +277,10 @@ impl fmt::Display for SetupError {
             Self::Mismatch { what, ours, theirs } => {
                 write!(f, "mismatch in {what}: ours is {ours}, the peer's is {theirs}")
             }
+            Self::OtherCompletionQueue { asked, queue } => write!(
+                f,
+                "asked for completion queue {asked}; receives of this shared receive queue complete on completion queue {queue}"
+            ),
             Self::NoGid { port } => write!(f, "port {port} is not active, or has no such GID to send from"),
             Self::Unsupported { what } => write!(f, "the device has no {what}"),
             Self::Closed => f.write_str("the object is closed"),

@@ -566,8 +566,8 @@ impl QueuePairBuilder {
     ///
     /// [`SetupError::Limit`] beyond a limit of the device, and for receives of its own beside a shared receive queue,
     /// [`SetupError::CompletionQueueFull`] if the completion queue has no room for its work, [`SetupError::Foreign`] for queues
-    /// of another device or protection domain, [`SetupError::Mismatch`] for another completion queue of receives than that of
-    /// the shared receive queue, [`SetupError::NoGid`] without an active port or the entry asked for, [`SetupError::Verb`] if
+    /// of another device or protection domain, [`SetupError::OtherCompletionQueue`] for another completion queue of receives
+    /// than that of the shared receive queue, [`SetupError::NoGid`] without an active port or the entry asked for, [`SetupError::Verb`] if
     /// the provider refuses, [`SetupError::Unsupported`] for DC, and for a setting that the transport does not have.
     pub fn build(self) -> Result<QueuePair, SetupError> {
         if self.transport == Transport::Dci {
@@ -596,13 +596,8 @@ impl QueuePairBuilder {
             (Some(srq), asked) => {
                 let queue = srq.completion_queue();
                 if let Some(asked) = asked.filter(|asked| !Arc::ptr_eq(asked.shared(), queue.shared())) {
-                    let name = |queue: &CompletionQueue| format!("completion queue {}", queue.id());
-                    let (ours, theirs) = (name(&asked), name(queue));
-                    return Err(SetupError::Mismatch {
-                        what: "completion queue of the shared receive queue",
-                        ours,
-                        theirs,
-                    });
+                    let (asked, queue) = (asked.id(), queue.id());
+                    return Err(SetupError::OtherCompletionQueue { asked, queue });
                 }
                 let field = "max_recv_wr beside a shared receive queue";
                 LimitError::check(field, receives.unwrap_or(0).into(), 0)?;

@@ -33,8 +33,7 @@ fn receives_of_a_shared_queue_arrive_on_its_completion_queue_and_no_other_can_be
             let sender = QueuePair::new(&pd, &other).unwrap();
             let sharing = || QueuePair::builder(&pd, &other).shared_receive_queue(&srq);
             let elsewhere = sharing().receive_completions(&other).build().unwrap_err();
-            let what = "completion queue of the shared receive queue";
-            assert!(matches!(&elsewhere, SetupError::Mismatch { what: found, .. } if *found == what), "{elsewhere}");
+            assert_eq!(elsewhere, SetupError::OtherCompletionQueue { asked: other.id(), queue: own.id() });
             let with_own = sharing().max_recv_wr(1).build().unwrap_err();
             let field = "max_recv_wr beside a shared receive queue";
             assert_eq!(with_own, SetupError::Limit(LimitError { field, asked: 1, allowed: 0 }));
