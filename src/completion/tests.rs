@@ -2,9 +2,15 @@
 
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
+use super::teardown::Drawing;
+use super::{Limits, QueuePairCore};
+use crate::error::{SetupError, VerbError};
 use crate::software::Network;
+use crate::types::{AsyncEvent, QpCaps, Transport};
+use crate::verbs::{PdKey, Qp, QpOptions};
 use crate::{
     Access, Batch, CompletionMode, CompletionQueue, Device, ExposedRegion, OpErrorKind, Pool, QueuePair, RemoteRegion,
 };
@@ -92,6 +98,39 @@ fn operation_dropped_after_all_handles_are_dropped_frees_its_work_queue() {
         assert_eq!(pool.available(), 8);
         drop(region);
     }
+}
+
+/// It is refused when it is attached; one that was attached before the failure must be refused afterwards, too, for the failure
+/// did not destroy it.
+#[test]
+fn completion_queue_that_has_failed_takes_no_queue_pair_between_its_creation_and_its_registration() {
+    let network = Network::new();
+    let device = Device::software_in(&network, "failed0").unwrap();
+    let pd = device.protection_domain().unwrap();
+    let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
+    let cq = queue.shared();
+    let caps = QpCaps { max_send_wr: 4, max_recv_wr: 4, max_send_sge: 1, max_recv_sge: 1, max_inline: 0 };
+    let options = QpOptions { transport: Transport::Rc, caps };
+    let limits = Limits { depth: 4, max_sge: 1, max_inline: 0, max_message: 64, pd: PdKey(pd.id()) };
+    let create = || {
+        let qp = Qp::new(&pd, queue.cq(), queue.cq(), None, &options).unwrap();
+        QueuePairCore::new(qp, (cq, limits), (cq, Some(limits)), None)
+    };
+    let core = create().unwrap();
+    cq.own(core.send(), &core).unwrap();
+    network.control("failed0").unwrap().announce(AsyncEvent::CqError { cq: queue.id() });
+    device.next_event().unwrap();
+    cq.drain();
+    assert!(queue.failure().is_some());
+    let drawing: Arc<dyn Drawing> = core.clone();
+    for refused in [cq.own(core.send(), &core), cq.draw(core.send(), &drawing), create().map(drop).map_err(verb)] {
+        assert_eq!(refused.unwrap_err().errno, VerbError::EIO);
+    }
+}
+
+fn verb(error: SetupError) -> VerbError {
+    let SetupError::Verb(error) = error else { panic!("{error}") };
+    error
 }
 
 #[test]

@@ -1,15 +1,20 @@
 //! Completion queues: slots, order, overrun, arming, channels.
 
 use std::os::fd::{AsFd, AsRawFd};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Wake, Waker};
+use std::thread::{self, ThreadId};
 use std::time::Duration;
 
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio_rdma::types::{
-    AsyncEvent, Data, QpState, SendFlags, SendOp, SendWr, WcOpcode, WcStatus, WorkCompletion, WrId,
+    AsyncEvent, Data, QpState, Rkey, SendFlags, SendOp, SendWr, WcOpcode, WcStatus, WorkCompletion, WrId,
 };
 use tokio_rdma::verbs::{Channel, Cq};
-use tokio_rdma::{OpErrorKind, SetupError};
+use tokio_rdma::{OpErrorKind, RemoteRegion, SetupError};
 
 use crate::common::raw::{End, Options, connect, connected, outcome, poll, take};
 use crate::common::{Memory, Setup, events, eventually, is_made_up, run, rxe, skip, within};
@@ -514,6 +519,49 @@ fn queue_sizes_and_vectors_beyond_the_device_are_named() {
     assert_eq!(foreign, SetupError::Foreign { what: "completion channel" });
 }
 
+/// A waker in which the thread that calls it stays, unless that is the thread of the test.
+struct Gate {
+    test: ThreadId,
+    entered: AtomicBool,
+    open: AtomicBool,
+}
+
+impl Wake for Gate {
+    fn wake(self: Arc<Self>) {
+        if thread::current().id() != self.test {
+            self.entered.store(true, Ordering::SeqCst);
+            eventually("the gate to open", || self.open.load(Ordering::SeqCst).then_some(()));
+        }
+    }
+}
+
+/// Holds the thread that polls a completion queue, until it is dropped.
+struct Held(Arc<Gate>);
+
+impl Held {
+    fn hold(qp: &tokio_rdma::QueuePair) -> Self {
+        let gate = Gate { test: thread::current().id(), entered: AtomicBool::new(false), open: AtomicBool::new(false) };
+        let held = Self(Arc::new(gate));
+        let waker = Waker::from(held.0.clone());
+        eventually("a WRITE that waits", || {
+            let mut write = qp.write_inline(&[], RemoteRegion::new(0, 0, Rkey(0)));
+            eventually("its end", || {
+                let entered = held.0.entered.load(Ordering::SeqCst).then_some(true);
+                entered
+                    .or_else(|| Pin::new(&mut write).poll(&mut Context::from_waker(&waker)).is_ready().then_some(false))
+            })
+            .then_some(())
+        });
+        held
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.0.open.store(true, Ordering::SeqCst);
+    }
+}
+
 #[test]
 fn dead_completion_queue_ends_every_operation_on_it() {
     // The crate sets room aside, so only the bare objects can overrun a queue that it watches.
@@ -544,7 +592,9 @@ fn dead_completion_queue_ends_every_operation_on_it() {
             let intruder = End::on(&setup.a, &options, shared.clone(), recv_cq, None);
             let peer = End::new(&setup.b, &options);
             connect(&intruder, &peer, &options);
-            // Until one is lost: a poller may take some meanwhile.
+            // A thread that polls could keep up with the device, so it waits in a waker meanwhile.
+            let held = (mode == "busy_poll").then(|| Held::hold(&first));
+            // Until one is lost: the send queue may be full before.
             let write = |wr_id| SendWr {
                 wr_id: WrId(wr_id),
                 op: SendOp::Write(tokio_rdma::types::RemoteAddr::default()),
@@ -557,6 +607,7 @@ fn dead_completion_queue_ends_every_operation_on_it() {
                 let _full_or_not = intruder.post(&list);
                 shared.poll(&mut []).is_err().then_some(())
             });
+            drop(held);
             for receive in receives {
                 let error = within("a receive on a dead queue", receive).await.unwrap_err();
                 let dead = matches!(error.kind(), OpErrorKind::CompletionQueue(_))

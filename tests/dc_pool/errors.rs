@@ -1,6 +1,6 @@
 //! What an error ends, and what it does not.
 
-use tokio_rdma::types::WcStatus;
+use tokio_rdma::types::{AsyncEvent, WcStatus};
 use tokio_rdma::{DcPolicy, OpErrorKind, SetupError};
 
 use super::{Home, Node, block, exclusive, poll, setup, unblock, until};
@@ -13,6 +13,7 @@ in_every_mode!(
     sharing_peers_go_on_after_a_failure,
     device_that_is_lost_ends_every_operation,
     lease_that_is_kept_holds_up_nobody_when_the_device_is_lost,
+    pool_on_a_dead_completion_queue_names_its_error,
 );
 
 /// Three bad peers among four good ones, on three initiators.
@@ -200,6 +201,30 @@ async fn lease_that_is_kept_holds_up_nobody_when_the_device_is_lost(mode: &str) 
     within("late", other.write(home.buffer(b"late"), there.remote(0, 4))).await.unwrap_err();
     within("lent", lease.write(home.buffer(b"lent"), there.remote(0, 4))).await.unwrap_err();
     assert_eq!(pool.counters().peers_in_line, 0);
+}
+
+/// The device is well, so no verb fails: the completion queue alone knows why the initiators are closed.
+async fn pool_on_a_dead_completion_queue_names_its_error(mode: &str) {
+    let Some((setup, control, _)) = Setup::controlled("pool_on_a_dead_completion_queue") else { return };
+    let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
+    let pool = home.pool(2, exclusive(3));
+    let peer = pool.peer(&there.target.address()).unwrap();
+    let stuck = block(&there, &peer).await;
+    let event = AsyncEvent::CqError { cq: home.queue.id() };
+    control.announce(event);
+    assert_eq!(setup.a.next_event().unwrap(), Some(event));
+    within("send", stuck).await.unwrap_err();
+    assert!(home.queue.failure().is_some_and(|error| error.errno == 5), "{mode}");
+    // Until the pool has noticed, a write is done, or refused by an initiator that is being destroyed.
+    for _ in 0..100_000 {
+        let late = within("late", peer.write(home.buffer(b"late"), there.remote(0, 4))).await;
+        match late.map_err(|error| error.kind()) {
+            Err(OpErrorKind::CompletionQueue(error)) => return assert_eq!(error.errno, 5, "{mode}"),
+            other => assert!(matches!(other, Ok(_) | Err(OpErrorKind::Closed)), "{mode}: {other:?}"),
+        }
+        tokio::task::yield_now().await;
+    }
+    panic!("{mode}: the pool never names the error of its completion queue");
 }
 
 #[test]

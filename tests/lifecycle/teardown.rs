@@ -17,7 +17,7 @@ use crate::torture::{
 };
 use fastrand::Rng;
 use tokio_rdma::software::{DeviceControl, Faults, Network};
-use tokio_rdma::types::{QpAttr, QpCaps, QpState, RecvWr, Transport, WcStatus, WrId};
+use tokio_rdma::types::{AsyncEvent, QpAttr, QpCaps, QpState, RecvWr, Transport, WcStatus, WrId};
 use tokio_rdma::verbs::{Qp, QpOptions};
 use tokio_rdma::{
     Access, Batch, BatchOp, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, OpErrorKind, Pool,
@@ -407,6 +407,38 @@ impl Reluctant {
 }
 
 #[test]
+fn nothing_is_created_on_a_dead_completion_queue_and_its_entries_are_released() {
+    bounded("dead queue", LONG, || {
+        let it = Reluctant::new();
+        let device = it.queue.device();
+        let alive = CompletionQueue::new(device, CompletionMode::Event).unwrap();
+        let (a, b) = pair(&it.pd, &it.queue);
+        let receive = a.recv(it.pd.register(vec![0; 8]).unwrap());
+        assert_eq!(it.queue.failure(), None);
+        let event = AsyncEvent::CqError { cq: it.queue.id() };
+        it.control.announce(event);
+        assert_eq!(device.next_event().unwrap(), Some(event));
+        block_on(receive).unwrap_err();
+        assert!(it.queue.failure().is_some_and(|error| error.errno == 5));
+
+        let is_dead =
+            |error: SetupError| assert!(matches!(error, SetupError::Verb(error) if error.errno == 5), "{error}");
+        is_dead(SharedReceiveQueue::new(&it.pd, &it.queue, 4, 1).unwrap_err());
+        is_dead(QueuePair::new(&it.pd, &it.queue).unwrap_err());
+        is_dead(QueuePair::builder(&it.pd, &alive).receive_completions(&it.queue).build().unwrap_err());
+        is_dead(QueuePair::builder(&it.pd, &it.queue).receive_completions(&alive).build().unwrap_err());
+        // The reason is the dead queue, although it has too few entries as well.
+        is_dead(QueuePair::builder(&it.pd, &it.queue).max_send_wr(1025).build().unwrap_err());
+        assert_eq!((alive.counters().reserved, alive.failure()), (0, None));
+        drop((a, b));
+        // The thread that reads events may still be destroying them.
+        while it.queue.counters().reserved > 0 {
+            thread::yield_now();
+        }
+    });
+}
+
+#[test]
 fn memory_whose_registration_does_not_end_is_not_freed() {
     for refuses in [false, true] {
         let it = Reluctant::new();
@@ -426,6 +458,15 @@ fn memory_whose_registration_does_not_end_is_not_freed() {
         assert_eq!((is_freed(&local_freed), is_freed(&exposed_freed)), (!refuses, !refuses));
         assert_eq!(it.leaks(), refuses);
     }
+}
+
+#[test]
+fn device_closes_after_its_memory_was_taken_back() {
+    let it = Reluctant::new();
+    let ((local, _), (exposed, _)) = (Tracked::new(), Tracked::new());
+    it.pd.register(local).unwrap().into_storage::<Tracked>().map_err(drop).unwrap();
+    ExposedRegion::new(&it.pd, exposed, Access::REMOTE_ALL).unwrap().into_storage::<Tracked>().map_err(drop).unwrap();
+    assert!(!it.leaks(), "what was taken back holds nothing of the device");
 }
 
 #[test]
