@@ -26,7 +26,7 @@ use super::router::Router;
 /// # Errors
 ///
 /// That of the last address: as [`resolve`] and [`Route::connect`], and what `make` gives. [`ConnectError::NoRuntime`] outside
-/// of a Tokio runtime with its I/O and time drivers.
+/// of a Tokio runtime with an I/O driver.
 ///
 /// # Cancel safety
 ///
@@ -72,7 +72,7 @@ pub async fn resolve(device: &Device, address: impl ToSocketAddrs) -> Result<Rou
 ///
 /// # Errors
 ///
-/// [`ConnectError::NoRuntime`] outside of a Tokio runtime with its I/O and time drivers, [`ConnectError::Lookup`] for a host
+/// [`ConnectError::NoRuntime`] outside of a Tokio runtime with an I/O driver, [`ConnectError::Lookup`] for a host
 /// name that means nothing, [`ConnectError::Resolve`] if no device leads there,
 /// [`ConnectError::OtherDevice`] if another one than `device` does, [`ConnectError::AddressNotAvailable`] if
 /// [`Options::source`] is not ours, [`ConnectError::Setup`] if that is of another family, [`ConnectError::TimedOut`] after
@@ -198,7 +198,7 @@ impl Route {
     ///
     /// # Errors
     ///
-    /// [`ConnectError::NoRuntime`] outside of a Tokio runtime with its I/O and time drivers, [`ConnectError::Refused`] if
+    /// [`ConnectError::NoRuntime`] outside of a Tokio runtime with an I/O driver, [`ConnectError::Refused`] if
     /// no listener has the address, [`ConnectError::Rejected`] if the listener rejects the request,
     /// [`ConnectError::TimedOut`] after [`Options::timeout`], [`ConnectError::Limit`] for private data of more than 56
     /// bytes or more [`Options::reads`] than the device can, [`ConnectError::Setup`] for a queue pair that does not fit. The queue
@@ -250,7 +250,7 @@ impl Route {
         halfway.arrived();
         let local = endpoint.local_addr().unwrap_or(SocketAddr::new(path.gid.to_ip(), 0));
         let link = Link::new(endpoint, peer.private_data, (local, address), options.deadline());
-        Ok(link.with_keepalive(options.probes(), queue_pair))
+        Ok(link.with_keepalive(options.probes(), queue_pair)?)
     }
 }
 

@@ -5,12 +5,10 @@ use std::future::{Future, poll_fn};
 use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::Poll;
 use std::time::Duration;
 
-use tokio::task::spawn_blocking;
-
-use crate::contained::ContainedWaker;
+use crate::contained::{ContainedWaker, contained};
 use crate::error::{NoRuntime, VerbError};
 use crate::op::QueuePair;
 use crate::provider::cm_contract::{CmAnswer, CmId as _, CmRoute};
@@ -83,15 +81,13 @@ impl Endpoint {
         where_it_may_block(move || f(&raw)).await
     }
 
-    /// Makes sure that the current runtime watches events, and has timers for deadlines.
+    /// Makes sure that the current runtime watches events.
     pub(super) fn ready(&self) -> Result<(), NoRuntime> {
-        clock::runtime()?;
         self.router.watch()
     }
 
     /// Waits until `f` finds what it looks for in what has happened. Where no runtime watches events, it polls for them.
     pub(super) async fn until<T>(&self, mut f: impl FnMut(&Happened) -> Option<T>) -> T {
-        let watched = self.router.watch().is_ok() || self.router.is_watched();
         let mut wakers = ContainedWaker::default();
         loop {
             let mut changed = pin!(self.inbox.changed.notified());
@@ -101,19 +97,18 @@ impl Endpoint {
             if let Some(found) = found {
                 return found;
             }
-            let mut poll_changed =
-                |context: &mut Context<'_>| wakers.poll(context, |context| changed.as_mut().poll(context));
-            if watched {
-                poll_fn(poll_changed).await;
-                continue;
-            }
-            self.router.drain();
             let mut again = false;
             poll_fn(|context| {
-                if std::mem::replace(&mut again, true) || poll_changed(context).is_ready() {
+                let polled = wakers.poll(context, |context| changed.as_mut().poll(context));
+                // At each poll: the task may be in another runtime than at the last one, which may be gone.
+                if polled.is_ready() || self.router.watch().is_ok() || self.router.is_watched() {
+                    return polled;
+                }
+                self.router.drain();
+                if std::mem::replace(&mut again, true) {
                     return Poll::Ready(());
                 }
-                context.waker().wake_by_ref();
+                contained(|| context.waker().wake_by_ref());
                 Poll::Pending
             })
             .await;
@@ -154,7 +149,7 @@ const CANCELLED: VerbError = VerbError::new("spawn_blocking", 125);
 pub(super) async fn where_it_may_block<T: Send + 'static>(
     f: impl FnOnce() -> Result<T, ConnectError> + Send + 'static,
 ) -> Result<T, ConnectError> {
-    match spawn_blocking(f).await {
+    match NoRuntime::or_current()?.spawn_blocking(f).await {
         Ok(result) => result,
         Err(error) => match error.try_into_panic() {
             Ok(panic) => std::panic::resume_unwind(panic),
@@ -170,7 +165,7 @@ pub(super) async fn within<T>(
     step: Step,
     future: impl Future<Output = Result<T, ConnectError>>,
 ) -> Result<T, ConnectError> {
-    clock::runtime()?;
+    NoRuntime::or_current()?;
     let late = Err(ConnectError::TimedOut { address: None, step, after });
     clock::timeout(after, future).await.unwrap_or(late)
 }

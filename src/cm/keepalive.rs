@@ -10,7 +10,7 @@ use tokio::task::AbortHandle;
 use super::clock::{self, Sleep};
 use super::link::Disconnection;
 use super::router::{Inbox, fail};
-use crate::error::SetupError;
+use crate::error::{NoRuntime, SetupError};
 use crate::mem::RemoteRegion;
 use crate::op::{QueuePair, WeakQueuePair};
 use crate::types::{Rkey, WcStatus};
@@ -36,9 +36,14 @@ impl Keepalive {
     }
 
     /// Starts to probe the peer of a queue pair that is connected, in a task of the current runtime.
-    pub(super) fn start(interval: Duration, queue_pair: &QueuePair, inbox: &Arc<Inbox>, peer: SocketAddr) -> Self {
+    pub(super) fn start(
+        interval: Duration,
+        queue_pair: &QueuePair,
+        inbox: &Arc<Inbox>,
+        peer: SocketAddr,
+    ) -> Result<Self, NoRuntime> {
         let probing = probe(interval, queue_pair.downgrade(), inbox.clone(), peer);
-        Self(tokio::spawn(probing).abort_handle())
+        Ok(Self(NoRuntime::or_current()?.spawn(probing).abort_handle()))
     }
 }
 

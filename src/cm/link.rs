@@ -11,6 +11,7 @@ use super::endpoint::{Endpoint, within};
 use super::error::{ConnectError, Step};
 use super::keepalive::Keepalive;
 use super::router::End;
+use crate::error::NoRuntime;
 use crate::op::QueuePair;
 use crate::types::RejectReason;
 
@@ -71,10 +72,14 @@ impl Link {
     }
 
     /// Probes the peer of `queue_pair`, which has been checked for that.
-    pub(super) fn with_keepalive(mut self, interval: Option<Duration>, queue_pair: &QueuePair) -> Self {
+    pub(super) fn with_keepalive(
+        mut self,
+        interval: Option<Duration>,
+        queue_pair: &QueuePair,
+    ) -> Result<Self, NoRuntime> {
         let start = |interval| Keepalive::start(interval, queue_pair, self.endpoint.inbox(), self.peer);
-        self.keepalive = interval.map(start);
-        self
+        self.keepalive = interval.map(start).transpose()?;
+        Ok(self)
     }
 
     /// Our address.
@@ -116,7 +121,7 @@ impl Link {
     ///
     /// # Errors
     ///
-    /// [`ConnectError::NoRuntime`] outside of a Tokio runtime with its I/O and time drivers; nothing was said then.
+    /// [`ConnectError::NoRuntime`] outside of a Tokio runtime with an I/O driver; nothing was said then.
     /// [`ConnectError::TimedOut`] if there is no answer within [`Options::timeout`](super::Options::timeout); the goodbye
     /// goes on being repeated for a while.
     ///
@@ -182,7 +187,7 @@ impl Link {
     ///
     /// # Errors
     ///
-    /// [`ConnectError::NoRuntime`] outside of a Tokio runtime with its I/O and time drivers,
+    /// [`ConnectError::NoRuntime`] outside of a Tokio runtime with an I/O driver,
     /// [`ConnectError::TimedOut`] if TIMEWAIT has not ended 150 s after the connection.
     ///
     /// # Cancel safety

@@ -7,6 +7,7 @@ use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
+use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -59,7 +60,7 @@ impl Listener {
     ///
     /// # Errors
     ///
-    /// [`ConnectError::NoRuntime`] outside of a Tokio runtime with its I/O and time drivers,
+    /// [`ConnectError::NoRuntime`] outside of a Tokio runtime with an I/O driver,
     /// [`ConnectError::AddressInUse`], [`ConnectError::AddressNotAvailable`] for one that is not of the device,
     /// [`ConnectError::Lookup`] for a host name that means nothing, [`ConnectError::Setup`] for a backlog of 0,
     /// [`ConnectError::Verb`] if the provider refuses.
@@ -119,7 +120,7 @@ impl Listener {
     ///
     /// # Errors
     ///
-    /// [`ConnectError::NoRuntime`] outside of a Tokio runtime with its I/O and time drivers.
+    /// [`ConnectError::NoRuntime`] outside of a Tokio runtime with an I/O driver.
     /// [`ConnectError::DeviceRemoved`]: there will be no more. That its address was moved to another network interface
     /// (`RDMA_CM_EVENT_ADDR_CHANGE` of `rdma_get_cm_event(3)`) is logged and no error: the listener is bound as before.
     ///
@@ -188,7 +189,14 @@ impl Listener {
             if let Some(end) = end {
                 return Err(ConnectError::ended(&end, Step::Listen, self.address));
             }
-            poll_fn(|context| wakers.poll(context, |context| notified.as_mut().poll(context))).await;
+            poll_fn(|context| match wakers.poll(context, |context| notified.as_mut().poll(context)) {
+                Poll::Ready(()) => Poll::Ready(Ok(())),
+                // At each poll: the task may be in another runtime than at the last one, which may be gone.
+                Poll::Pending => {
+                    self.endpoint.ready().map_or_else(|missing| Poll::Ready(Err(missing)), |()| Poll::Pending)
+                }
+            })
+            .await?;
         }
     }
 }
@@ -357,8 +365,8 @@ impl Incoming {
         found.is_some_and(|pending| std::mem::replace(&mut pending.displaces, false))
     }
 
-    /// There will be no more.
-    pub(super) fn end(&self) {
+    /// Wakes all acceptors: there will be no more, or they have to look for another runtime.
+    pub(super) fn wake_all(&self) {
         self.notify.notify_waiters();
     }
 
@@ -460,7 +468,7 @@ impl Request {
     /// [`ConnectError::Rejected`] if the peer has given up, [`ConnectError::Unreachable`] or [`ConnectError::TimedOut`]
     /// if it does not confirm, [`ConnectError::Limit`] for private data of more than 196 bytes, [`ConnectError::Setup`]
     /// for a queue pair that does not fit. The queue pair is in the error state then, unless it did not fit, and the
-    /// request is rejected; so it is with [`ConnectError::NoRuntime`] outside of a Tokio runtime with its I/O and time drivers.
+    /// request is rejected; so it is with [`ConnectError::NoRuntime`] outside of a Tokio runtime with an I/O driver.
     ///
     /// # Cancel safety
     ///
@@ -499,14 +507,14 @@ impl Request {
         .map_err(|error| error.during(Step::Establish, address))?;
         halfway.arrived();
         let link = Link::new(endpoint, peer.private_data, (local, address), options.deadline());
-        Ok(link.with_keepalive(options.probes(), queue_pair))
+        Ok(link.with_keepalive(options.probes(), queue_pair)?)
     }
 
     /// Says no. The peer gets [`ConnectError::Rejected`] with this private data.
     ///
     /// # Errors
     ///
-    /// [`ConnectError::NoRuntime`] outside of a Tokio runtime with its I/O and time drivers (it is rejected all the same),
+    /// [`ConnectError::NoRuntime`] outside of a Tokio runtime with an I/O driver (it is rejected all the same),
     /// [`ConnectError::Limit`] for private data of more than 148 bytes (it is rejected without it then),
     /// [`ConnectError::Rejected`] if the peer has given up.
     ///

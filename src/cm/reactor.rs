@@ -35,7 +35,7 @@ impl Reactors {
 
     /// Makes sure that the current runtime watches the channel, if it can.
     pub(super) fn watch(&self, router: &Arc<Router>) -> Result<(), NoRuntime> {
-        let handle = Handle::try_current().map_err(|_| NoRuntime::Outside)?;
+        let handle = NoRuntime::or_current()?;
         let runtime = handle.id();
         let mut list = self.0.lock();
         if list.iter().any(|reactor| reactor.runtime == runtime) {
@@ -45,7 +45,7 @@ impl Reactors {
         // Deprecated because an `AsRawFd` can lie about its descriptor; ours owns it.
         #[allow(deprecated, reason = "its successor is not in the oldest Tokio we work with")]
         let register = || AsyncFd::with_interest(watched, Interest::READABLE);
-        let fd = match NoRuntime::Io.unless_registered(register)? {
+        let fd = match NoRuntime::or_registered(register)? {
             Ok(fd) => fd,
             Err(error) => {
                 // Deadlines still hold; and the next wait tries again.
@@ -100,8 +100,9 @@ impl Reactor {
                     ready.clear_ready();
                 }
                 Poll::Ready(Err(_)) => {
-                    // The runtime shuts down, and its tasks with it.
+                    // The runtime shuts down, and its tasks with it. Futures that were polled there may be elsewhere.
                     router.reactors().forget(self);
+                    router.rouse();
                     return;
                 }
                 Poll::Pending => return,

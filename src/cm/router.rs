@@ -20,7 +20,6 @@ use crate::provider::dispatch::{Any, CmChannel, CmId};
 use crate::types::{QpAttr, QpState, RejectReason};
 use crate::verbs::Device;
 
-use super::clock;
 use super::disposer::Disposer;
 use super::endpoint::where_it_may_block;
 use super::error::ConnectError;
@@ -159,7 +158,7 @@ impl Router {
     ///
     /// The current runtime watches its events from now on.
     pub(super) async fn of(device: &Device) -> Result<Arc<Self>, ConnectError> {
-        clock::runtime()?;
+        NoRuntime::or_current()?;
         let router = match Self::known(device, None) {
             Some(router) => router,
             None => {
@@ -223,6 +222,17 @@ impl Router {
     /// Makes sure that the current runtime watches the channel, if it can.
     pub(super) fn watch(self: &Arc<Self>) -> Result<(), NoRuntime> {
         self.reactors.watch(self)
+    }
+
+    /// Wakes all tasks that wait for events: a runtime that watched the channel for them is gone.
+    pub(super) fn rouse(&self) {
+        let inboxes: Vec<_> = self.inboxes.lock().values().cloned().collect();
+        for inbox in inboxes {
+            inbox.changed.notify_waiters();
+            if let Some(incoming) = &inbox.incoming {
+                incoming.wake_all();
+            }
+        }
     }
 
     /// True if a runtime watches the channel.
@@ -368,7 +378,7 @@ impl Inbox {
         }
         self.changed.notify_waiters();
         if ends && let Some(incoming) = &self.incoming {
-            incoming.end();
+            incoming.wake_all();
         }
     }
 

@@ -11,7 +11,6 @@ use futures::Stream;
 use futures::task::AtomicWaker;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
-use tokio::runtime::Handle;
 
 use crate::contained::{ContainedWaker, contained};
 use crate::error::{NoRuntime, VerbError};
@@ -28,8 +27,7 @@ use crate::verbs::{Device, Listener};
 /// Kind `Unsupported` with [`NoRuntime`] outside of a Tokio runtime with an I/O driver. Else if the descriptor cannot be
 /// registered with the current runtime, or there is no thread to tell of events that another task has read.
 pub fn events(device: &Device) -> io::Result<DeviceEvents> {
-    Handle::try_current().map_err(|_| NoRuntime::Outside)?;
-    let fd = NoRuntime::Io.unless_registered(|| readable(device))??;
+    let fd = NoRuntime::or_registered(|| readable(device))??;
     let waker = Arc::new(AtomicWaker::new());
     let told = waker.clone();
     // Called where another task or a reactor has read the events.

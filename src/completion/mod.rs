@@ -26,6 +26,7 @@ mod queue;
 mod reactor;
 mod request;
 mod room;
+mod runtime;
 mod slot;
 mod slots;
 mod spin;

@@ -88,7 +88,7 @@ impl Reactor {
         // Deprecated because an `AsRawFd` can lie about its descriptor; ours owns it.
         #[allow(deprecated, reason = "its successor is not in the oldest Tokio we work with")]
         let register = || AsyncFd::with_interest(channel, Interest::READABLE);
-        let fd = match NoRuntime::Io.unless_registered(register) {
+        let fd = match NoRuntime::or_registered(register) {
             Ok(Ok(fd)) => Some(fd),
             Ok(Err(error)) => {
                 tracing::warn!(%error, "completion channel cannot be watched, polling instead");

@@ -2,9 +2,12 @@
 
 use std::fmt;
 use std::io;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// What a future needs of the Tokio runtime that polls it, and did not find.
+///
+/// Tokio has no other check for an I/O driver than a panic where it is missed. That panic is caught; but the panic hook runs for it,
+/// which by default prints a message, once for each runtime without the driver; and a program that is built with
+/// `panic = "abort"` ends there. Operations in a completion mode that sleeps meet the same check; without the driver they poll.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum NoRuntime {
@@ -12,16 +15,6 @@ pub enum NoRuntime {
     Outside,
     /// The runtime has no I/O driver.
     Io,
-    /// The runtime has no time driver.
-    Time,
-}
-
-impl NoRuntime {
-    /// Calls `register`, which registers something with a driver of the current runtime; `self` if the runtime lacks the driver:
-    /// Tokio panics then, and offers no other check.
-    pub(crate) fn unless_registered<T>(self, register: impl FnOnce() -> T) -> Result<T, Self> {
-        catch_unwind(AssertUnwindSafe(register)).map_err(|_| self)
-    }
 }
 
 impl fmt::Display for NoRuntime {
@@ -29,7 +22,6 @@ impl fmt::Display for NoRuntime {
         f.write_str(match self {
             Self::Outside => "polled outside of a Tokio runtime; await it within `Runtime::block_on` or a task",
             Self::Io => "the Tokio runtime has no I/O driver; build it with `enable_io` or `enable_all`",
-            Self::Time => "the Tokio runtime has no time driver; build it with `enable_time` or `enable_all`",
         })
     }
 }

@@ -289,13 +289,12 @@ fn messages(seen: &mut BTreeSet<String>) {
         EstablishError::Rejected { address, user_data: Bytes::from_static(b"no") },
         EstablishError::Refused { address, refusal: Refusal::ListenerFull },
         EstablishError::Refused { address, refusal: Refusal::SourceFull },
-        NoRuntime::Time.into(),
+        NoRuntime::Outside.into(),
     ]);
     cases!(seen, NoRuntime {
         NoRuntime::Outside,
         NoRuntime::Io,
-        NoRuntime::Time,
-    } = [NoRuntime::Outside, NoRuntime::Io, NoRuntime::Time]);
+    } = [NoRuntime::Outside, NoRuntime::Io]);
     cases!(seen, Violation {
         Violation::Header { .. },
         Violation::FrameLength { .. },

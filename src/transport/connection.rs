@@ -21,7 +21,7 @@ use super::halves::{RecvHalf, SendHalf, Turn};
 use super::hello::{Hello, HelloError, Rejection};
 use crate::cm::{self, Link, clock};
 use crate::completion::CompletionQueue;
-use crate::error::{OpErrorKind, SetupError};
+use crate::error::{NoRuntime, OpErrorKind, SetupError};
 use crate::op::{QueuePair, QueuePairBuilder, QueuePairEndpoint};
 use crate::provider::cm_contract::REQUEST_DATA;
 use crate::provider::dispatch::{ReceiveCounters, SendCounters};
@@ -95,7 +95,7 @@ impl Connection {
     ///
     /// # Errors
     ///
-    /// [`EstablishError::NoRuntime`] outside of a Tokio runtime with its I/O and time drivers,
+    /// [`EstablishError::NoRuntime`] outside of a Tokio runtime with an I/O driver,
     /// [`EstablishError::Connect`] if the two sides do not meet, also within
     /// [`connect_timeout`](ConnectionConfig::connect_timeout), [`EstablishError::Setup`] for settings that the device does
     /// not allow, [`EstablishError::Hello`] for more [`user_data`](ConnectionConfig::user_data) than a request carries,
@@ -438,9 +438,9 @@ impl Prepared {
     /// # Errors
     ///
     /// [`EstablishError::Hello`] if the peer's hello is not one, [`EstablishError::Setup`] if the ends do not fit together,
-    /// [`EstablishError::NoRuntime`] outside of a Tokio runtime with a time driver.
+    /// [`EstablishError::NoRuntime`] outside of a Tokio runtime.
     pub fn establish(self, peer: &QueuePairEndpoint, hello: &[u8]) -> Result<Connection, EstablishError> {
-        clock::runtime()?;
+        NoRuntime::or_current()?;
         let (hello, user_data) = Hello::decode(hello)?;
         let user_data = Bytes::copy_from_slice(user_data);
         self.qp.connect_with(peer, &self.config.options)?;
@@ -455,7 +455,7 @@ impl Prepared {
         link: Option<Link>,
         admitted: Option<Admitted>,
     ) -> Result<Connection, EstablishError> {
-        let runtime = clock::runtime()?;
+        let runtime = NoRuntime::or_current()?;
         let addresses = link.as_ref().map(|link| (link.local_addr(), link.peer_addr()));
         let link = link.map(Arc::new);
         self.core.meet(self.config.receives(), &peer, link.clone());

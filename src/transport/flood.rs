@@ -5,6 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use super::listener::GRACE;
 use super::{Connection, ConnectionConfig, Hello, Listener};
 use crate::software::{Network, UdpConfig};
 use crate::types::Gid;
@@ -114,6 +115,27 @@ fn handshakes_that_are_not_confirmed_give_way_where_the_program_answers() {
         assert_eq!(ours.recv().await.unwrap().unwrap(), "here");
         let stats = listener.stats();
         assert!(stats.gave_way >= 16, "{stats:?}");
+    });
+}
+
+#[test]
+fn handshake_gives_way_after_its_grace_in_real_time_under_a_paused_clock() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    runtime.block_on(async {
+        let network = Network::new();
+        let (server, client) =
+            (Device::software_in(&network, "server").unwrap(), Device::software_in(&network, "client").unwrap());
+        let gid = server.default_path().unwrap().1.gid;
+        let config = ConnectionConfig::default().handshakes(1);
+        let listener = Listener::bind_with(&server, (gid.to_ip(), 0), &config).await.unwrap();
+        listener.never_answer();
+        let to = listener.local_addr();
+        Forger { network: network.clone(), to, sources: 1, sent: 0 }.send(1);
+        let start = Instant::now();
+        let (theirs, ours) = tokio::join!(Connection::connect(&client, to), listener.accept());
+        assert!(theirs.is_ok() && ours.is_ok());
+        assert_eq!(listener.stats().gave_way, 1);
+        assert!(start.elapsed() >= GRACE, "the forged handshake gave way early");
     });
 }
 

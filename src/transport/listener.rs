@@ -3,20 +3,19 @@
 use std::cmp::Reverse;
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
-use std::future::{Future, pending, poll_fn};
+use std::future::{Future, poll_fn};
 use std::net::{IpAddr, SocketAddr};
 use std::panic::resume_unwind;
 use std::pin::pin;
 use std::sync::Arc;
 use std::task::Poll;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use futures::future::{Either, select};
 use tokio::net::ToSocketAddrs;
 use tokio::sync::Mutex;
 use tokio::task::{AbortHandle, JoinError, JoinSet};
-use tokio::time::{Instant, sleep_until};
 
 use super::admission::{Admission, ListenerStats};
 use super::config::ConnectionConfig;
@@ -24,7 +23,9 @@ use super::connection::{Connection, Prepared};
 use super::error::EstablishError;
 use super::hello::{Hello, Rejection};
 use crate::cm;
+use crate::cm::clock::Sleep;
 use crate::contained::wakes_contained;
+use crate::error::NoRuntime;
 use crate::provider::cm_contract::{Admit as _, RESPONSE_DATA};
 use crate::verbs::Device;
 
@@ -89,7 +90,7 @@ struct Running {
 
 /// Age from which a handshake gives way to another one: above what a round trip takes, so that peers which connect at once
 /// wait for each other.
-const GRACE: Duration = Duration::from_millis(100);
+pub(super) const GRACE: Duration = Duration::from_millis(100);
 
 /// What an acceptor waits for.
 #[allow(clippy::large_enum_variant, reason = "it is taken apart where it is made")]
@@ -139,7 +140,7 @@ impl Listener {
     ///
     /// # Errors
     ///
-    /// [`EstablishError::NoRuntime`] outside of a Tokio runtime with its I/O and time drivers; [`EstablishError::Setup`] for
+    /// [`EstablishError::NoRuntime`] outside of a Tokio runtime with an I/O driver; [`EstablishError::Setup`] for
     /// settings that the device does not allow; [`EstablishError::Hello`] for more
     /// [`user_data`](ConnectionConfig::user_data) than an answer has room for; [`EstablishError::Connect`] as
     /// [`cm::Listener::bind_with`].
@@ -203,7 +204,7 @@ impl Listener {
     ///
     /// # Errors
     ///
-    /// [`EstablishError::NoRuntime`] outside of a Tokio runtime with its I/O and time drivers,
+    /// [`EstablishError::NoRuntime`] outside of a Tokio runtime with an I/O driver,
     /// [`EstablishError::Connect`] if there will be no more, [`EstablishError::Setup`] if no queue pair can be made.
     ///
     /// # Cancel safety
@@ -219,20 +220,19 @@ impl Listener {
             let mut request = pin!(self.next_request());
             let full = handshakes.running.len() >= self.config.handshakes as usize;
             let victim = if full { handshakes.victim() } else { Err(None) };
-            let mut aged = pin!(async {
-                match victim {
-                    Err(Some(at)) => wakes_contained(sleep_until(at)).await,
-                    _ => pending().await,
-                }
-            });
+            let mut aged = victim.err().flatten().map(Sleep::new);
             let next = poll_fn(|context| {
                 if let Poll::Ready(Some(made)) = handshakes.tasks.poll_join_next_with_id(context) {
                     return Poll::Ready(Next::Made(made));
                 }
+                // For the task of the handshake. At each poll: the future may have been moved to where there is none.
+                if let Err(missing) = NoRuntime::or_current() {
+                    return Poll::Ready(Next::Asked(Err(missing.into())));
+                }
                 if !full || victim.is_ok() {
                     return request.as_mut().poll(context).map(Next::Asked);
                 }
-                aged.as_mut().poll(context).map(|()| Next::Aged)
+                aged.as_mut().map_or(Poll::Pending, |aged| aged.poll(context).map(|()| Next::Aged))
             });
             match next.await {
                 Next::Aged => {}

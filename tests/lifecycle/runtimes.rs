@@ -1,8 +1,10 @@
 //! Which runtime, if any, drives an operation: several on one completion queue, one that stops, none at all.
 
+use std::cell::Cell;
 use std::future::Future;
 use std::net::IpAddr;
 use std::sync::mpsc::channel;
+use std::task::Poll;
 use std::thread;
 use std::time::Duration;
 
@@ -11,8 +13,8 @@ use tokio::runtime::Builder;
 use tokio_rdma::cm::{self, ConnectError, Options};
 use tokio_rdma::software::Network;
 use tokio_rdma::{
-    Access, CompletionMode, CompletionQueue, Connection, ConnectionConfig, Device, EstablishError, ExposedRegion,
-    Listener, NoRuntime, Pool, QueuePair, RemoteRegion, events,
+    Access, CloseReason, CompletionMode, CompletionQueue, Connection, ConnectionConfig, Device, EstablishError,
+    ExposedRegion, Listener, MessageError, NoRuntime, Pool, QueuePair, RemoteRegion, events,
 };
 
 /// A connected pair on a network where nothing is done at once.
@@ -331,13 +333,174 @@ fn what_needs_a_runtime_or_a_driver_says_which_is_missing() {
         let without_io = Builder::new_current_thread().enable_time().build().unwrap();
         check(without_io.block_on(awaited().missed()), NoRuntime::Io);
         without_io.block_on(async { assert_eq!(kind(events(&device)), std::io::ErrorKind::Unsupported) });
-
-        let without_time = Builder::new_current_thread().enable_io().build().unwrap();
-        check(without_time.block_on(awaited().missed()), NoRuntime::Time);
-        let refused = without_time.block_on(async { establish().unwrap_err() });
-        assert_eq!(refused, EstablishError::NoRuntime(NoRuntime::Time));
-        without_time.block_on(async { drop(events(&device).unwrap()) });
     });
+}
+
+thread_local! {
+    /// Panics of this thread that the panic hook has reported.
+    static REPORTED: Cell<usize> = const { Cell::new(0) };
+}
+
+#[test]
+fn panic_hook_runs_at_most_once_for_a_runtime_without_io() {
+    bounded("no I/O driver", LONG, || {
+        let hook = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |panic| {
+            REPORTED.set(REPORTED.get() + 1);
+            hook(panic);
+        }));
+        let (full, without_io) = (Flavour::MultiThread.runtime(), Builder::new_current_thread().enable_time().build());
+        let (without_io, device) = (without_io.unwrap(), Device::software().unwrap());
+        for _ in 0..2 {
+            let awaited = full.block_on(Awaited::new());
+            assert!(!without_io.block_on(awaited.missed()).is_empty());
+            without_io.block_on(async { events(&device).map(drop).unwrap_err() });
+            without_io.block_on(soon("exchange", Setup::new(Mode::Event).exchange(2)));
+        }
+        assert_eq!(REPORTED.get(), 1, "Tokio has no other check");
+    });
+}
+
+#[test]
+fn runtime_without_a_time_driver_makes_connections_and_keeps_deadlines() {
+    bounded("no time driver", LONG, || {
+        Builder::new_current_thread().enable_io().build().unwrap().block_on(async {
+            let (device, _) = device(&Network::new());
+            let listener = Listener::bind(&device, "127.0.0.1:0").await.unwrap();
+            let brief = ConnectionConfig::default().close_timeout(BRIEF);
+            let connect = Connection::connect_with(&device, listener.local_addr(), &brief);
+            let (a, b) = tokio::join!(connect, listener.accept());
+            let (a, b) = (a.unwrap(), b.unwrap());
+            a.send("hello").await.unwrap();
+            assert_eq!(b.recv().await.unwrap().unwrap(), "hello");
+            assert_eq!(a.close().await, CLOSE_TIMEOUT);
+        });
+    });
+}
+
+/// A deadline that is waited for.
+const BRIEF: Duration = Duration::from_millis(50);
+
+const CLOSE_TIMEOUT: Result<(), MessageError> = Err(MessageError::Closed(CloseReason::CloseTimeout));
+
+/// What becomes of a future, and of the runtime that polled it first.
+#[derive(Debug, Clone, Copy)]
+enum Moved {
+    /// To another runtime; the first is dropped.
+    Dropped,
+    /// To another runtime; the first is alive, and not run.
+    Asleep,
+    /// Out of all runtimes; the first is dropped.
+    Outside,
+}
+
+/// Polls `future` first in a runtime that is not run any more then, and to the end elsewhere.
+fn moved<F: Future>(future: F, to: Moved) -> F::Output {
+    let (mut future, first) = (Box::pin(future), Flavour::CurrentThread.runtime());
+    let polled = first.block_on(std::future::poll_fn(|context| Poll::Ready(future.as_mut().poll(context))));
+    assert!(polled.is_pending(), "{to:?}: over at the first poll");
+    let second = Flavour::CurrentThread.runtime();
+    match to {
+        Moved::Dropped => {
+            drop(first);
+            second.block_on(future)
+        }
+        Moved::Asleep => second.block_on(future),
+        Moved::Outside => {
+            drop(first);
+            block_on(future)
+        }
+    }
+}
+
+#[test]
+fn close_that_changes_runtimes_keeps_its_deadline() {
+    for to in [Moved::Dropped, Moved::Asleep, Moved::Outside] {
+        bounded("a close that moves", LONG, move || {
+            let home = Flavour::MultiThread.runtime();
+            let config = ConnectionConfig::default().close_timeout(BRIEF);
+            let (a, _b) = home.block_on(async { crate::connected::pair(&config) });
+            // The peer does not finish.
+            assert_eq!(moved(a.close(), to), CLOSE_TIMEOUT, "{to:?}");
+        });
+    }
+}
+
+#[test]
+fn connect_that_changes_runtimes_goes_on_or_says_that_there_is_none() {
+    for to in [Moved::Dropped, Moved::Asleep, Moved::Outside] {
+        bounded("a connect that moves", LONG, move || {
+            let home = Flavour::MultiThread.runtime();
+            // A network of its own, and nothing else that watches the devices' events.
+            let network = slow_network(6);
+            let [one, two] = ["one", "two"].map(|name| Device::software_in(&network, name).unwrap());
+            let ip = two.default_path().unwrap().1.gid.to_ip();
+            let listener = home.block_on(Listener::bind(&two, (ip, 0))).unwrap();
+            let to_there = listener.local_addr();
+            // Late, so that the connect still waits when it has moved.
+            let accepting = home.spawn(async move {
+                tokio::time::sleep(BRIEF).await;
+                listener.accept().await
+            });
+            let connected = moved(Connection::connect(&one, to_there), to);
+            if let Moved::Outside = to {
+                assert_eq!(connected.unwrap_err(), EstablishError::NoRuntime(NoRuntime::Outside));
+                accepting.abort();
+            } else {
+                connected.unwrap();
+                home.block_on(accepting).unwrap().unwrap();
+            }
+        });
+    }
+}
+
+#[test]
+fn accept_that_changes_runtimes_goes_on_or_says_that_there_is_none() {
+    for to in [Moved::Dropped, Moved::Asleep, Moved::Outside] {
+        bounded("an accept that moves", LONG, move || {
+            let (home, (device, _)) = (Flavour::MultiThread.runtime(), device(&Network::new()));
+            let listener = home.block_on(Listener::bind(&device, "127.0.0.1:0")).unwrap();
+            let to_there = listener.local_addr();
+            let connect = async || Connection::connect(&device, to_there).await;
+            let (mut accept, first) = (Box::pin(listener.accept()), Flavour::CurrentThread.runtime());
+            let polled = first.block_on(std::future::poll_fn(|context| Poll::Ready(accept.as_mut().poll(context))));
+            assert!(polled.is_pending());
+            // A peer that waits, for the software device answers it.
+            let peer = home.block_on(connect()).unwrap();
+            let accepted = match to {
+                Moved::Dropped => {
+                    drop(first);
+                    Flavour::CurrentThread.runtime().block_on(accept)
+                }
+                Moved::Asleep => Flavour::CurrentThread.runtime().block_on(accept),
+                Moved::Outside => {
+                    let refused = block_on(accept).unwrap_err();
+                    assert_eq!(refused, EstablishError::NoRuntime(NoRuntime::Outside));
+                    // The peer still waits.
+                    home.block_on(listener.accept())
+                }
+            };
+            assert_eq!(accepted.unwrap().peer_addr(), peer.local_addr(), "{to:?}");
+        });
+    }
+}
+
+#[test]
+fn future_of_a_link_that_changes_runtimes_hears_of_the_end() {
+    for to in [Moved::Dropped, Moved::Asleep, Moved::Outside] {
+        bounded("a link whose future moves", LONG, move || {
+            let home = Flavour::MultiThread.runtime();
+            let Awaited { link, _peer: peer, .. } = home.block_on(Awaited::new());
+            // From now on the runtimes that poll the future are all that watch events.
+            drop(home);
+            let ended = thread::spawn(move || {
+                thread::sleep(BRIEF);
+                drop(peer);
+            });
+            assert_eq!(moved(link.disconnected(), to), cm::Disconnection::Peer);
+            ended.join().unwrap();
+        });
+    }
 }
 
 #[test]
