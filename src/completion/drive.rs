@@ -10,6 +10,7 @@ use pin_project::pin_project;
 
 use super::drain::CqShared;
 use super::queue::CompletionQueue;
+use crate::contained::contained;
 
 impl CompletionQueue {
     /// Runs `future` and polls this queue each time the runtime comes round to it, which is at once.
@@ -49,7 +50,7 @@ impl<F: Future> Future for Drive<F> {
         this.driver.queue.drain();
         let output = this.future.poll(context);
         if output.is_pending() {
-            context.waker().wake_by_ref();
+            contained(|| context.waker().wake_by_ref());
         }
         output
     }

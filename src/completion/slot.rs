@@ -34,6 +34,7 @@ use std::task::Waker;
 pub(super) use self::parts::{FailedParts, MAX_PARTS};
 use super::slots::INDEX_BITS;
 use super::work_queue::WorkQueue;
+use crate::contained::contained;
 use crate::error::OpErrorKind;
 use crate::sync::{AtomicPtr, AtomicU32, AtomicU64, Ordering, UnsafeCell};
 use crate::types::{WorkCompletion, WrId};
@@ -404,7 +405,7 @@ impl Slot {
                 WAKING => {
                     // The drainer is two instructions away from COMPLETE and wakes the waker it took,
                     // perhaps that of another task: make sure this one looks again.
-                    waker.wake_by_ref();
+                    contained(|| waker.wake_by_ref());
                     return Registered::Imminent;
                 }
                 _ => {

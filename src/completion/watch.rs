@@ -8,6 +8,7 @@ use super::drain::CqShared;
 use super::mode::CompletionMode;
 use super::wake::WakeList;
 use super::work_queue::{Posting, WorkQueue};
+use crate::contained::contained;
 use crate::sync::{Ordering, lock};
 
 /// Who is to be told, once.
@@ -147,7 +148,7 @@ impl CqShared {
         let polls = matches!(self.mode(), CompletionMode::Cooperative) && !self.is_driven();
         // As an operation that waits: without a reactor it has to ask.
         if polls || !self.reactors().watch(self) {
-            context.waker().wake_by_ref();
+            contained(|| context.waker().wake_by_ref());
         }
     }
 }

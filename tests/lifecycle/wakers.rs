@@ -271,6 +271,49 @@ fn waker_that_panics_leaves_nobody_asleep() {
     });
 }
 
+/// Polls `future` until it is over, with a waker that panics.
+fn poll_with_a_panicking_waker<F: Future>(what: &str, future: F) -> F::Output {
+    let (mut future, waker) = (Box::pin(future), Arc::new(Counting { panics: true.into(), ..Counting::default() }));
+    let waker = Waker::from(waker);
+    loop {
+        let poll = || future.as_mut().poll(&mut Context::from_waker(&waker));
+        match catch_unwind(AssertUnwindSafe(poll)).unwrap_or_else(|_| panic!("{what}: its poll panicked")) {
+            Poll::Ready(output) => return output,
+            Poll::Pending => thread::sleep(Duration::from_micros(10)),
+        }
+    }
+}
+
+#[test]
+fn operation_that_wakes_its_own_task_survives_a_waker_that_panics() {
+    for mode in Mode::ALL {
+        for flavour in [None, Some(Flavour::CurrentThread), Some(Flavour::MultiThread)] {
+            bounded(&format!("{mode:?} {flavour:?}"), LONG, move || {
+                let runtime = flavour.map(Flavour::runtime);
+                let _entered = runtime.as_ref().map(|runtime| runtime.enter());
+                let (device, pd) = software(&slow_network(7));
+                let queue = CompletionQueue::new(&device, mode.make()).unwrap();
+                let ((a, b), pool) = (pair(&pd, &queue), Pool::new(&pd, 64, 4).unwrap());
+                let region = ExposedRegion::new(&pd, vec![0; 64], Access::REMOTE_ALL).unwrap();
+                let word = region.grant().slice(..8).unwrap();
+                let new = || pool.try_alloc(64).unwrap();
+                for _ in 0..20 {
+                    let receive = b.recv(new());
+                    poll_with_a_panicking_waker("send", a.send(new())).unwrap();
+                    poll_with_a_panicking_waker("receive", receive).unwrap();
+                    poll_with_a_panicking_waker("write", a.write(new(), region.grant())).unwrap();
+                    poll_with_a_panicking_waker("inline write", a.write_inline(&[1; 8], word)).unwrap();
+                    poll_with_a_panicking_waker("read", a.read(new(), region.grant())).unwrap();
+                    poll_with_a_panicking_waker("addition", a.fetch_add(word, 1)).unwrap();
+                    poll_with_a_panicking_waker("exchange", a.compare_swap(word, 1, 2)).unwrap();
+                    poll_with_a_panicking_waker("driver", queue.drive(b.read(new(), region.grant()))).unwrap();
+                }
+                poll_with_a_panicking_waker("close", a.close());
+            });
+        }
+    }
+}
+
 /// The payload of a panic, whose destructor panics as well.
 struct PanicsAgain;
 

@@ -8,6 +8,7 @@ use crate::completion::arm;
 use crate::completion::mode::CompletionMode;
 use crate::completion::slot::{Registered, Slot};
 use crate::completion::work_queue::WorkQueue;
+use crate::contained::contained;
 use crate::error::VerbError;
 use crate::sync::{MutexGuard, Ordering, lock, try_lock};
 use crate::types::WorkCompletion;
@@ -146,7 +147,7 @@ impl CqShared {
         if taken > state.run && self.may_leave() && is_success_of(&state.completions[0], slot) {
             (state.run, state.next, state.end) = (RUN, 0, taken);
             drop(guard);
-            context.waker().wake_by_ref();
+            contained(|| context.waker().wake_by_ref());
             return Poll::Pending;
         }
         let more = taken > 0 && self.finish_batch(state, 0, taken);
@@ -209,7 +210,7 @@ impl CqShared {
                 self.release(state);
                 if yields {
                     // Let others run; the result is there when the task comes back.
-                    context.waker().wake_by_ref();
+                    contained(|| context.waker().wake_by_ref());
                 }
                 if more {
                     self.drain();
@@ -245,7 +246,7 @@ impl CqShared {
             if spins {
                 self.serve();
             }
-            context.waker().wake_by_ref();
+            contained(|| context.waker().wake_by_ref());
             return Poll::Pending;
         }
 
@@ -261,7 +262,7 @@ impl CqShared {
         }
         if self.mode.arms() && !self.reactors.watch(self) {
             // No runtime, no reactor: the only way to be woken is to ask for it.
-            context.waker().wake_by_ref();
+            contained(|| context.waker().wake_by_ref());
         } else if rounds > 0 && !self.reactors.has_inlet() {
             self.cq.device().leave();
         }
