@@ -437,15 +437,19 @@ fn connect_that_changes_runtimes_goes_on_or_says_that_there_is_none() {
             let ip = two.default_path().unwrap().1.gid.to_ip();
             let listener = home.block_on(Listener::bind(&two, (ip, 0))).unwrap();
             let to_there = listener.local_addr();
-            let accepting = home.spawn(async move { listener.accept().await });
+            // Late, so that the connect still waits when it has moved.
+            let accepting = home.spawn(async move {
+                tokio::time::sleep(BRIEF).await;
+                listener.accept().await
+            });
             let connected = moved(Connection::connect(&one, to_there), to);
             if let Moved::Outside = to {
                 assert_eq!(connected.unwrap_err(), EstablishError::NoRuntime(NoRuntime::Outside));
-                accepting.abort();
             } else {
                 connected.unwrap();
-                home.block_on(accepting).unwrap().unwrap();
             }
+            // Its peer has ended with the runtime that it was connected in, so an accept may pass over it.
+            accepting.abort();
         });
     }
 }
@@ -487,12 +491,14 @@ fn future_of_a_link_that_changes_runtimes_hears_of_the_end() {
         bounded("a link whose future moves", LONG, move || {
             let home = Flavour::MultiThread.runtime();
             let Awaited { link, _peer: peer, .. } = home.block_on(Awaited::new());
-            let ended = home.spawn(async move {
-                tokio::time::sleep(BRIEF).await;
+            // From now on the runtimes that poll the future are all that watch events.
+            drop(home);
+            let ended = thread::spawn(move || {
+                thread::sleep(BRIEF);
                 drop(peer);
             });
             assert_eq!(moved(link.disconnected(), to), cm::Disconnection::Peer);
-            home.block_on(ended).unwrap();
+            ended.join().unwrap();
         });
     }
 }
