@@ -9,8 +9,8 @@ use std::task::{Context, Poll, Wake, Waker};
 
 /// Runs a waker or a destructor of a user and stops its panic here.
 ///
-/// The task or thread that runs it is not the one it belongs to: another operation's task, a busy-poll thread, or the I/O
-/// driver of a runtime, which a panic would end. The panic hook has reported the panic already.
+/// The frame that runs it has work of others to do, or of its own: another operation's task, a busy-poll thread, the I/O driver of
+/// a runtime, or a poll that wakes its own task. A panic would end that. The panic hook has reported the panic already.
 pub(crate) fn contained(run: impl FnOnce()) {
     panics(run);
 }
@@ -64,14 +64,12 @@ impl ContainedWaker {
     ) -> Poll<T> {
         let same = |inner: &Inner| inner.waker.as_ref().is_some_and(|waker| waker.will_wake(context.waker()));
         // `will_wake` is best effort: without it each poll makes a new one.
-        if !self.current.as_ref().is_some_and(|(inner, _)| same(inner)) {
+        let current = self.current.take().filter(|(inner, _)| same(inner)).unwrap_or_else(|| {
             let inner = Arc::new(Inner { waker: Some(context.waker().clone()), panicked: self.panicked.clone() });
-            self.current = Some((Arc::clone(&inner), Waker::from(inner)));
-        }
-        match &self.current {
-            Some((_, waker)) => poll(&mut Context::from_waker(waker)),
-            None => unreachable!("set above"),
-        }
+            (Arc::clone(&inner), Waker::from(inner))
+        });
+        let (_, waker) = self.current.insert(current);
+        poll(&mut Context::from_waker(waker))
     }
 }
 
@@ -97,7 +95,7 @@ impl Drop for Inner {
 }
 
 #[cfg(all(test, not(loom)))]
-mod tests {
+pub(crate) mod tests {
     use std::sync::atomic::AtomicUsize;
 
     use futures::FutureExt as _;
@@ -106,7 +104,8 @@ mod tests {
     use super::*;
 
     /// Panics when it is woken, and when it is dropped after that.
-    struct Panics(AtomicBool);
+    #[derive(Default)]
+    pub(crate) struct Panics(AtomicBool);
 
     impl Wake for Panics {
         fn wake(self: Arc<Self>) {
@@ -121,8 +120,9 @@ mod tests {
         }
     }
 
+    /// Counts how often it is woken.
     #[derive(Default)]
-    struct Counts(AtomicUsize);
+    pub(crate) struct Counts(pub(crate) AtomicUsize);
 
     impl Wake for Counts {
         fn wake(self: Arc<Self>) {
@@ -133,7 +133,7 @@ mod tests {
     #[test]
     fn waiter_behind_one_whose_waker_panics_is_woken() {
         let (notify, counts) = (Notify::new(), Arc::new(Counts::default()));
-        let rude = Waker::from(Arc::new(Panics(AtomicBool::new(false))));
+        let rude = Waker::from(Arc::new(Panics::default()));
         let honest = Waker::from(counts.clone());
         let mut waiters: Vec<_> = (0..40).map(|_| Box::pin(wakes_contained(notify.notified()))).collect();
         for (number, waiter) in waiters.iter_mut().enumerate() {

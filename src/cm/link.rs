@@ -236,14 +236,14 @@ impl fmt::Debug for Link {
 mod tests {
     use std::future::Future;
     use std::sync::Arc;
-    use std::sync::atomic::AtomicUsize;
-    use std::task::{Context, Wake, Waker};
+    use std::task::{Context, Waker};
 
     use futures::FutureExt as _;
 
     use super::*;
     use crate::cm::{self, Listener, Options};
     use crate::completion::{CompletionMode, CompletionQueue};
+    use crate::contained::tests::{Counts, Panics};
     use crate::op::QueuePair;
     use crate::provider::cm_contract::CmEventKind;
     use crate::software::Network;
@@ -324,27 +324,9 @@ mod tests {
         });
     }
 
-    /// Panics when it is woken.
-    struct Panics;
-
-    impl Wake for Panics {
-        fn wake(self: Arc<Self>) {
-            panic!("a waker of a test");
-        }
-    }
-
-    #[derive(Default)]
-    struct Counts(AtomicUsize);
-
-    impl Wake for Counts {
-        fn wake(self: Arc<Self>) {
-            self.0.fetch_add(1, Ordering::Relaxed);
-        }
-    }
-
     /// Polls `futures`, by turns with a waker that panics and with `counts`, of which each has to wait.
     fn wait_with_panicking<F: Future + Unpin>(futures: &mut [F], counts: &Arc<Counts>) {
-        let (rude, honest) = (Waker::from(Arc::new(Panics)), Waker::from(counts.clone()));
+        let (rude, honest) = (Waker::from(Arc::new(Panics::default())), Waker::from(counts.clone()));
         for (future, waker) in futures.iter_mut().zip([&rude, &honest].into_iter().cycle()) {
             assert!(future.poll_unpin(&mut Context::from_waker(waker)).is_pending());
         }
