@@ -95,20 +95,25 @@ fn honest_clients_are_served_beside_a_flood_from_two_hundred_forged_addresses() 
     run(|| serve_beside_forged(200));
 }
 
-/// Where each request is the program's to answer, as on devices whose manager is the kernel's.
+/// A listener whose program answers each request, as on devices whose manager is the kernel's, with forged requests that wait,
+/// and the device of an honest client.
+async fn beset(handshakes: u32, sources: u32, forged: u32) -> (Device, Listener) {
+    let network = Network::new();
+    let (server, client) =
+        (Device::software_in(&network, "server").unwrap(), Device::software_in(&network, "client").unwrap());
+    let gid = server.default_path().unwrap().1.gid;
+    let config = ConnectionConfig::default().handshakes(handshakes);
+    let listener = Listener::bind_with(&server, (gid.to_ip(), 0), &config).await.unwrap();
+    listener.never_answer();
+    Forger { network, to: listener.local_addr(), sources, sent: 0 }.send(forged);
+    (client, listener)
+}
+
 #[test]
 fn handshakes_that_are_not_confirmed_give_way_where_the_program_answers() {
     run(|| async {
-        let network = Network::new();
-        let (server, client) =
-            (Device::software_in(&network, "server").unwrap(), Device::software_in(&network, "client").unwrap());
-        let gid = server.default_path().unwrap().1.gid;
-        let config = ConnectionConfig::default().handshakes(4);
-        let listener = Listener::bind_with(&server, (gid.to_ip(), 0), &config).await.unwrap();
-        listener.never_answer();
+        let (client, listener) = beset(4, 3, 20).await;
         let to = listener.local_addr();
-        let mut forger = Forger { network: network.clone(), to, sources: 3, sent: 0 };
-        forger.send(20);
         let (theirs, ours) = tokio::join!(Connection::connect(&client, to), listener.accept());
         let (theirs, ours) = (theirs.expect("an honest client connects"), ours.unwrap());
         theirs.send("here").await.unwrap();
@@ -122,15 +127,8 @@ fn handshakes_that_are_not_confirmed_give_way_where_the_program_answers() {
 fn handshake_gives_way_after_its_grace_in_real_time_under_a_paused_clock() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
     runtime.block_on(async {
-        let network = Network::new();
-        let (server, client) =
-            (Device::software_in(&network, "server").unwrap(), Device::software_in(&network, "client").unwrap());
-        let gid = server.default_path().unwrap().1.gid;
-        let config = ConnectionConfig::default().handshakes(1);
-        let listener = Listener::bind_with(&server, (gid.to_ip(), 0), &config).await.unwrap();
-        listener.never_answer();
+        let (client, listener) = beset(1, 1, 1).await;
         let to = listener.local_addr();
-        Forger { network: network.clone(), to, sources: 1, sent: 0 }.send(1);
         let start = Instant::now();
         let (theirs, ours) = tokio::join!(Connection::connect(&client, to), listener.accept());
         assert!(theirs.is_ok() && ours.is_ok());

@@ -297,7 +297,7 @@ impl Listener {
     ///
     /// # Errors
     ///
-    /// [`EstablishError::NoRuntime`] outside of a Tokio runtime with its I/O and time drivers,
+    /// [`EstablishError::NoRuntime`] outside of a Tokio runtime with an I/O driver,
     /// [`EstablishError::Connect`] if there will be no more.
     ///
     /// # Cancel safety
