@@ -368,12 +368,13 @@ async fn lengths_around_packets_arrive_whole(mode: &str) {
     for transport in transports(&CONNECTED) {
         for mtu in Mtu::ALL {
             let packet = mtu.bytes();
-            let shape = Shape { mtu, buffer_size: 1 << 20, ..Shape::new(transport, mode) };
-            let Pair { a, b, .. } = Pair::shaped(Setup::new(), &shape);
-            let region = b.region(1 << 20);
             let lengths = [0, 1, packet - 1, packet, packet + 1, 2 * packet, 3 * packet + 5];
             // Once is enough for the long one: it is the same for all.
             let long = (mtu == Mtu::Mtu1024).then_some(1 << 20);
+            let largest = long.unwrap_or(3 * packet + 5);
+            let shape = Shape { mtu, buffer_size: largest, ..Shape::new(transport, mode) };
+            let Pair { a, b, .. } = Pair::shaped(Setup::new(), &shape);
+            let region = b.region(largest);
             for len in lengths.into_iter().chain(long) {
                 round_trip(&a, &b, &region, len).await;
             }
