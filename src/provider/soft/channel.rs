@@ -1,7 +1,7 @@
 //! Events behind a file descriptor: completion channels and asynchronous events.
 
 use std::collections::VecDeque;
-use std::io::{self, Read, Write};
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use parking_lot::Mutex;
 use rustix::fs::{OFlags, fcntl_setfl};
+use rustix::io::{read, retry_on_intr, write};
 
 use crate::error::VerbError;
 use crate::provider::contract;
@@ -38,7 +39,7 @@ struct Queue<T> {
 impl<T> Mailbox<T> {
     pub(super) fn new() -> io::Result<Self> {
         let (reader, writer) = UnixStream::pair()?;
-        // Not `set_nonblocking`, which Miri lacks for socket pairs.
+        // Not `set_nonblocking`, and below not the stream's `read` and `write`: Miri lacks these for socket pairs.
         fcntl_setfl(&reader, OFlags::NONBLOCK)?;
         fcntl_setfl(&writer, OFlags::NONBLOCK)?;
         let queue = Queue { events: VecDeque::new(), signalled: false, holders: 0 };
@@ -96,23 +97,14 @@ impl<T> Mailbox<T> {
     fn signal(&self) {
         // One byte at most is ever in the pair, so the buffer cannot be full; both ends are ours, so
         // the pipe cannot be broken.
-        if let Err(error) = retry(|| (&self.writer).write(&[1])) {
+        if let Err(error) = retry_on_intr(|| write(&self.writer, &[1])) {
             tracing::error!(%error, "event descriptor cannot be signalled; a waiter may not wake");
         }
     }
 
     fn unsignal(&self) {
-        if let Err(error) = retry(|| (&self.reader).read(&mut [0; 1])) {
+        if let Err(error) = retry_on_intr(|| read(&self.reader, &mut [0; 1])) {
             tracing::error!(%error, "event descriptor cannot be cleared; a waiter may spin");
-        }
-    }
-}
-
-fn retry(mut call: impl FnMut() -> io::Result<usize>) -> io::Result<usize> {
-    loop {
-        match call() {
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            result => return result,
         }
     }
 }
@@ -161,12 +153,10 @@ mod tests {
 
     /// Bytes that a reader of the descriptor would find; they are gone then.
     fn drain(fd: BorrowedFd<'_>) -> usize {
-        let stream = UnixStream::from(fd.try_clone_to_owned().unwrap());
-        let mut bytes = [0; 16];
-        match (&stream).read(&mut bytes) {
+        match read(fd, &mut [0; 16]) {
             Ok(count) => count,
             Err(error) => {
-                assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
+                assert_eq!(error, rustix::io::Errno::WOULDBLOCK);
                 0
             }
         }
