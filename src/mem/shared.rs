@@ -154,9 +154,10 @@ mod tests {
 
     #[test]
     fn exchange_copies_every_pair_of_alignments_and_nothing_else() {
-        let lengths = if cfg!(miri) { 0..10 } else { 0..26 };
-        let pairs = (0..9).flat_map(|source| (0..9).map(move |target| (source, target)));
-        for (len, (source, target)) in lengths.flat_map(|len| pairs.clone().map(move |pair| (len, pair))) {
+        // Miri takes a second for some ten copies.
+        let (step, lengths) = if cfg!(miri) { (4, vec![0, 1, 8, 9]) } else { (1, (0..26).collect()) };
+        let pairs = (0..9).step_by(step).flat_map(|source| (0..9).step_by(step).map(move |target| (source, target)));
+        for (len, (source, target)) in lengths.into_iter().flat_map(|len| pairs.clone().map(move |pair| (len, pair))) {
             let mut from: [u64; 8] =
                 std::array::from_fn(|word| u64::from_ne_bytes([word as u8 + 1; 8]) ^ 0x0706_0504_0302_0100);
             let before: Vec<u8> = from.iter().flat_map(|word| word.to_ne_bytes()).collect();
