@@ -132,8 +132,8 @@ async fn serve(listener: &Listener, side: Side, options: &Options) -> Result<()>
         news = side.receive(&qp).await?;
         rounds += 1;
         match side.go_ahead(&qp).await {
-            // The client may leave as soon as it has this SEND. If the acknowledgement is lost then, the SEND is flushed.
-            Err(_) if !link.is_connected() => break,
+            // The client may leave as soon as it has this SEND. If the acknowledgement is lost then, the SEND fails.
+            Err(_) if is_over(&link).await => break,
             sent => sent?,
         }
     }
@@ -149,11 +149,17 @@ async fn next(link: &Link, receive: Recv<BufMut>) -> Result<Option<BufMut>> {
         received = tokio::time::timeout(DEADLINE, receive) => match received? {
             Ok(received) => Ok(Some(received.buffer)),
             // Flushed with the connection.
-            Err(_) if !link.is_connected() => Ok(None),
+            Err(_) if is_over(link).await => Ok(None),
             Err(error) => Err(error.into()),
         },
         _ = link.disconnected() => Ok(None),
     }
+}
+
+/// True if an operation failed because the connection is over. The operation may say so first: the client's goodbye may be
+/// lost and come again, and a probe of the keepalive that fails flushes what is posted before the link has ended.
+async fn is_over(link: &Link) -> bool {
+    tokio::time::timeout(DEADLINE, link.disconnected()).await.is_ok()
 }
 
 // The client.

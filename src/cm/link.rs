@@ -102,6 +102,9 @@ impl Link {
     }
 
     /// True until it ends.
+    ///
+    /// An operation may be flushed before: the device ends the work of a queue pair, and the link ends when the connection manager
+    /// or the keepalive has noticed. After a flush, [`disconnected`](Self::disconnected) with a deadline tells which it was.
     #[must_use]
     pub fn is_connected(&self) -> bool {
         !self.endpoint.ended()
