@@ -361,6 +361,27 @@ mod tests {
     }
 
     #[test]
+    fn ack_is_due_when_a_quarter_of_the_receives_for_messages_was_released() {
+        for (messages, quarter) in [(1, 1), (4, 1), (5, 2), (8, 2), (12, 3), (100, 25), (101, 26)] {
+            let mut flow = Flow::new(RESERVE + messages, RESERVE + 1);
+            // An announcement begins the count again.
+            for _ in 0..2 {
+                for released in 1..=quarter {
+                    assert_eq!(flow.receive(header(Kind::Data, 0, 0)), Ok(0));
+                    flow.release_message();
+                    assert_eq!(flow.ack_due(), released == quarter, "{released} of {messages}");
+                }
+                flow.send(Kind::Ack);
+                assert!(!flow.ack_due());
+            }
+            // The receive of another frame does not count as that of a message.
+            assert_eq!(flow.receive(header(Kind::Ack, 0, 0)), Ok(0));
+            flow.release_control();
+            assert!(!flow.ack_due(), "{messages}");
+        }
+    }
+
+    #[test]
     fn nothing_comes_after_the_end() {
         let mut flow = Flow::new(8, 8);
         let early = Header { heard: true, ..header(Kind::Ack, 0, 0) };
