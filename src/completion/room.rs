@@ -91,3 +91,47 @@ impl Room {
         self.done.store(posted, Ordering::SeqCst);
     }
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn completion_in_order_stands_for_those_before_it() {
+        let room = Room::new(4, false);
+        assert_eq!((room.left(0), room.left(3), room.left(4), room.in_flight(4)), (4, 1, 0, 4));
+        assert!(!room.retire(1), "nothing waits");
+        assert_eq!((room.left(4), room.in_flight(4)), (2, 2));
+        room.crowd();
+        assert!(room.retire(2));
+        room.clear();
+        assert!(!room.retire(3));
+        assert_eq!((room.left(4), room.in_flight(4)), (4, 0));
+        room.retire_all(9);
+        assert_eq!((room.in_flight(9), room.in_flight(u32::MAX)), (0, u32::MAX - 9));
+    }
+
+    #[test]
+    fn completion_in_any_order_stands_for_itself() {
+        let room = Room::new(4, true);
+        assert!(!room.retire(3), "nothing waits");
+        assert_eq!((room.left(4), room.in_flight(4)), (1, 3));
+        room.crowd();
+        assert!(room.retire(0));
+        room.clear();
+        assert!(!room.retire(2));
+        assert_eq!((room.left(4), room.in_flight(4)), (3, 1));
+        room.retire_all(4);
+        assert_eq!(room.left(4), 4);
+    }
+
+    #[test]
+    fn work_requests_that_are_done_are_counted_from_any_position() {
+        let room = Room::new(8, false);
+        assert_eq!(room.done_from(0), 0);
+        room.retire(4);
+        assert_eq!([0, 3, 4, 5, 7].map(|start| room.done_from(start)), [5, 2, 1, 0, 0]);
+        room.retire(u32::MAX.wrapping_add(2));
+        assert_eq!([u32::MAX, 0, 2, 5].map(|start| room.done_from(start)), [3, 2, 0, 0]);
+    }
+}

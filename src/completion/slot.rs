@@ -24,6 +24,8 @@
 #![allow(unsafe_code)]
 
 mod parts;
+#[cfg(all(test, not(loom)))]
+mod tests;
 
 use std::any::Any;
 use std::ops::Deref;

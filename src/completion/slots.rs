@@ -165,6 +165,27 @@ mod tests {
     }
 
     #[test]
+    fn free_slots_follow_each_other_in_a_ring() {
+        let (slots, mut cursor) = (Slots::new(), Cursor::default());
+        assert!(slots.find(0).is_none() && slots.hint.claim(1).is_none() && slots.iter().count() == 0);
+        let first = claim(&slots, &mut cursor);
+        let others: Vec<_> = (1..FIRST).map(|_| slots.hint.claim(1).unwrap().id().0 as u32).collect();
+        assert_eq!((first.id(), others), (WrId(0), (1..FIRST).collect()));
+        assert!(slots.hint.claim(1).is_none(), "all are taken");
+        first.release();
+        assert!(
+            std::ptr::eq(&raw const *slots.hint.claim(1).unwrap(), slots.slot(0)),
+            "the first comes after the last"
+        );
+        // Another step: the table and the ring have twice as many.
+        assert_eq!(claim(&slots, &mut cursor).id(), WrId(FIRST.into()));
+        let others: Vec<_> = (1..FIRST).map(|_| slots.hint.claim(1).unwrap().id().0 as u32).collect();
+        assert_eq!((others, cursor.len), ((FIRST + 1..2 * FIRST).collect(), 2 * FIRST));
+        assert!(slots.iter().map(|(index, slot)| (index, slot.id().0 as u32)).eq((0..2 * FIRST).map(|at| (at, at))));
+        assert!(slots.find(2 * FIRST).is_none());
+    }
+
+    #[test]
     fn slots_held_by_idle_operations_do_not_make_the_table_grow_for_ever() {
         let (slots, mut cursor) = (Slots::new(), Cursor::default());
         for _ in 0..100 {

@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 
 use super::teardown::Drawing;
 use super::{Limits, QueuePairCore};
-use crate::error::{SetupError, VerbError};
+use crate::error::{LimitError, SetupError, VerbError};
 use crate::software::Network;
-use crate::types::{AsyncEvent, Imm, QpCaps, Transport};
-use crate::verbs::{PdKey, Qp, QpOptions};
+use crate::types::{AsyncEvent, Imm, QpCaps, Sge, Transport};
+use crate::verbs::{PdKey, Qp, QpOptions, SgeList};
 use crate::{
     Access, Batch, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, HostMemory, OpErrorKind, Pool,
     QueuePair, RemoteRegion, SharedReceiveQueue,
@@ -162,6 +162,53 @@ fn completion_queue_that_has_failed_takes_no_queue_pair_between_its_creation_and
 fn verb(error: SetupError) -> VerbError {
     let SetupError::Verb(error) = error else { panic!("{error}") };
     error
+}
+
+/// The first operation of a queue finds no free slot, and is posted in another way than those behind it.
+#[test]
+fn operation_behind_others_is_checked_as_the_first_is() {
+    let setup = Setup::new(CompletionMode::Event);
+    let Setup { pool, a, region, .. } = &setup;
+    let other = a.protection_domain().device().protection_domain().unwrap();
+    let foreign = || other.register(vec![0; 8]).unwrap();
+    assert!(matches!(poll(&mut a.write(pool.try_alloc(64).unwrap(), region.grant())), Poll::Ready(Ok(_))));
+    let received = a.recv(pool.try_alloc(64).unwrap());
+    let beyond = region.grant().slice(..8).unwrap();
+    for (buffer, remote, kind) in [
+        (foreign(), region.grant(), OpErrorKind::Foreign { what: "buffer" }),
+        (
+            pool.try_alloc(64).unwrap(),
+            beyond,
+            OpErrorKind::Limit(LimitError { field: "bytes for the remote region", asked: 64, allowed: 8 }),
+        ),
+    ] {
+        let Poll::Ready(Err(error)) = poll(&mut a.write(buffer, remote)) else { panic!("it is refused: {kind}") };
+        assert_eq!(error.kind(), kind);
+    }
+    let Poll::Ready(Err(error)) = poll(&mut a.recv(foreign())) else { panic!("it is refused") };
+    assert_eq!(error.kind(), OpErrorKind::Foreign { what: "buffer" });
+    assert_eq!((a.send_counters().posted, a.receive_counters().posted), (1, 1));
+    drop(received);
+}
+
+/// To some devices an element of no bytes means one of 2^31.
+#[test]
+fn element_of_no_bytes_is_no_element() {
+    let setup = Setup::new(CompletionMode::Event);
+    let queue = setup.a.send_queue();
+    let (empty, full) = (setup.pool.try_alloc(0).unwrap(), setup.pool.try_alloc(64).unwrap());
+    let mut list = SgeList::new();
+    queue.gather(&empty, &mut list).unwrap();
+    assert!(list.is_empty());
+    queue.gather(&full, &mut list).unwrap();
+    assert_eq!(list[..], [full.sge()]);
+
+    let (sge, pd) = (full.sge(), PdKey(setup.a.protection_domain().id()));
+    assert!(!queue.is_plain(empty.sge(), pd, 64));
+    assert!(queue.is_plain(sge, pd, 64) && queue.is_plain(sge, pd, u64::MAX) && !queue.is_plain(sge, pd, 63));
+    let longest = queue.limits.max_message as u32;
+    let of = |length| Sge { length, ..sge };
+    assert!(queue.is_plain(of(longest), pd, u64::MAX) && !queue.is_plain(of(longest + 1), pd, u64::MAX));
 }
 
 #[test]

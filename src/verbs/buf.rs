@@ -357,6 +357,7 @@ mod tests {
     use std::process::{Command, Stdio};
 
     use super::*;
+    use crate::mem::HostMemory;
     use crate::software::Network;
     use crate::verbs::{Device, Pool, ProtectionDomain};
 
@@ -435,6 +436,20 @@ mod tests {
             front.truncate(5);
             assert_eq!(front[..], [1, 2, 3]);
         });
+    }
+
+    #[test]
+    fn memory_is_taken_back_only_as_what_it_is_and_never_from_a_pool() {
+        let pd = domain();
+        // Of a pool of one buffer, which has nothing else of its slab.
+        let pool = Pool::new(&pd, 64, 1).unwrap();
+        let buffer = pool.try_alloc(8).unwrap().into_storage::<HostMemory>().map(drop).expect_err("it is the pool's");
+        assert_eq!((buffer.len(), pool.available()), (8, 0));
+        drop(buffer);
+        assert_eq!((pool.available(), pool.total()), (1, 1));
+        let other = pd.register(vec![7_u8; 16]).unwrap();
+        let other = other.into_storage::<HostMemory>().map(drop).expect_err("it is a vector");
+        assert_eq!(other.into_storage::<Vec<u8>>().unwrap(), [7; 16]);
     }
 
     #[test]

@@ -314,3 +314,50 @@ impl From<PoolError> for std::io::Error {
         Self::new(kind, error)
     }
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::software::Network;
+    use crate::verbs::Device;
+
+    #[test]
+    fn buffers_lie_side_by_side_by_their_size() {
+        let pd = Device::software_in(&Network::new(), "strides0").unwrap().protection_domain().unwrap();
+        for (size, stride) in [(0, 8), (1, 8), (8, 8), (9, 64), (64, 64), (65, 128)] {
+            let pool = Pool::new(&pd, size, 3).unwrap();
+            let buffers = [(); 3].map(|()| pool.try_alloc(size).unwrap());
+            let [first, second, third] = buffers.each_ref().map(|buffer| buffer.sge().addr);
+            assert_eq!((second, third), (first + stride, first + 2 * stride), "{size}");
+            assert_eq!((pool.total(), pool.available(), pool.buffer_size()), (3, 0, size));
+        }
+    }
+
+    #[test]
+    fn memory_of_a_pool_ends_with_its_last_buffer() {
+        let pd = Device::software_in(&Network::new(), "ends0").unwrap().protection_domain().unwrap();
+        let pool = Pool::new(&pd, 64, 3).unwrap();
+        let list = Arc::downgrade(&pool.inner.free);
+        let buffers = [(); 2].map(|()| pool.try_alloc(64).unwrap());
+        drop(pool);
+        for buffer in buffers {
+            assert!(list.upgrade().is_some_and(|list| list.chunks.lock().free.is_empty()));
+            drop(buffer);
+        }
+        assert!(list.upgrade().is_none());
+    }
+
+    #[test]
+    fn sizes_and_numbers_beyond_the_limits_are_named() {
+        let pd = Device::software_in(&Network::new(), "limits0").unwrap().protection_domain().unwrap();
+        let refused = |size: u64, buffers: u64| {
+            let builder = Pool::builder(&pd).buffer_size(size as usize).buffers(buffers as usize);
+            builder.build().expect_err("it is beyond a limit")
+        };
+        let beyond = |field, asked, allowed| SetupError::Limit(LimitError { field, asked, allowed });
+        let most = u64::from(u32::MAX);
+        assert_eq!(refused(most - 62, 1), beyond("buffer_size", most - 62, most - 63));
+        assert_eq!(refused(8, most + 1), beyond("buffers", most + 1, most));
+        assert_eq!(refused(8, 0), SetupError::TooSmall { field: "buffers", asked: 0, least: 1 });
+    }
+}
