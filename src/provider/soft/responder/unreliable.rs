@@ -156,3 +156,40 @@ pub(super) fn routing_header(source: Gid, destination: Gid, payload: usize) -> [
     }
     header
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gid(ip: &str) -> Gid {
+        Gid::from(ip.parse::<IpAddr>().unwrap())
+    }
+
+    #[test]
+    fn routing_header_of_ipv4_has_its_length_and_checksum_behind_20_zero_bytes() {
+        // 2^16 is carried by none of the sums, by one, and by one more that the carry makes.
+        for (from, to, payload) in [
+            ("10.0.0.1", "10.0.0.2", 100),
+            ("192.168.255.254", "172.31.255.255", 1024),
+            ("255.255.255.255", "58.188.255.255", 0),
+        ] {
+            let header = routing_header(gid(from), gid(to), payload);
+            assert_eq!(header[..20], [0; 20]);
+            let length = (payload as u16 + 52).to_be_bytes();
+            assert_eq!(header[20..30], [0x45, 0, length[0], length[1], 0, 0, 0x40, 0, 64, 17]);
+            let address = |at: usize| std::net::Ipv4Addr::from(*header[at..].first_chunk::<4>().unwrap()).to_string();
+            assert_eq!([address(32), address(36)], [from, to]);
+            // RFC 1071: the sum in ones' complement of a header with its checksum.
+            let words = header[20..].chunks(2).map(|word| u64::from(word[0]) * 256 + u64::from(word[1]));
+            assert_eq!(words.sum::<u64>() % 0xffff, 0, "{from} to {to}");
+        }
+    }
+
+    #[test]
+    fn routing_header_of_ipv6_has_its_length_and_addresses() {
+        let (from, to) = (gid("fe80::1"), gid("2001:db8::2"));
+        let header = routing_header(from, to, 300);
+        assert_eq!(header[..8], [0x60, 0, 0, 0, 1, 76, 17, 64]);
+        assert_eq!((&header[8..24], &header[24..]), (&from.0[..], &to.0[..]));
+    }
+}

@@ -316,6 +316,69 @@ fn what_is_to_be_sent_again_is_not_underway_and_what_is_local_asks_for_no_way() 
 }
 
 #[test]
+fn each_request_of_a_long_read_counts_against_the_limit() {
+    let mut it = Requesting::with(3, 2);
+    it.machine.config.flow = Flow::of(64);
+    it.post(0, SendOp::Read(FAR), 20 * 256, NONE);
+    it.post(1, SendOp::FetchAdd { remote: FAR, add: 1 }, 8, NONE);
+    it.post(2, SendOp::Read(FAR), 256, NONE);
+    // A request asks for 8 packets.
+    assert_eq!(it.steps(), [0, 8]);
+    it.data(0, Part::First, 256);
+    (1..7).for_each(|step| it.data(step, Part::Middle, 256));
+    assert!(it.steps().is_empty(), "the first request is not answered");
+    it.data(7, Part::Last, 256);
+    assert_eq!(it.steps(), [16]);
+    it.data(8, Part::First, 256);
+    (9..15).for_each(|step| it.data(step, Part::Middle, 256));
+    assert!(it.steps().is_empty(), "two requests are not answered");
+    it.data(15, Part::Last, 256);
+    assert_eq!(it.steps(), [20], "the atomic is the second");
+    it.data(16, Part::First, 256);
+    (17..19).for_each(|step| it.data(step, Part::Middle, 256));
+    it.data(19, Part::Last, 256);
+    assert_eq!(it.steps(), [21]);
+    assert_eq!(it.log.completions, [(0, WcStatus::SUCCESS)]);
+}
+
+#[test]
+fn acknowledgement_during_a_retransmission_skips_what_it_covers() {
+    let mut it = Requesting::with(1, 8);
+    it.post(0, SendOp::Write(FAR), 8 * 256, NONE);
+    assert_eq!(it.steps().len(), 8);
+    it.expire();
+    it.machine.config.flow = Flow::of(2);
+    assert_eq!(it.steps(), [0, 1]);
+    it.ack(5, Syndrome::ACK);
+    assert_eq!(it.steps(), [6, 7]);
+    it.ack(7, Syndrome::ACK);
+    assert_eq!(it.log.completions, [(0, WcStatus::SUCCESS)]);
+}
+
+#[test]
+fn read_response_completes_sends_before_it_and_no_read() {
+    let mut it = Requesting::new();
+    it.post(0, SendOp::Send, 600, NONE);
+    it.post(1, SendOp::Read(FAR), 8, NONE);
+    it.post(2, SendOp::Read(FAR), 8, NONE);
+    let all = [0, 1, 2, 3, 4];
+    assert_eq!(it.steps(), all);
+    it.data(1, Part::Only, 8);
+    assert!(it.log.completions.is_empty(), "a response to a packet of the SEND");
+    it.steps();
+    it.data(4, Part::Only, 8);
+    assert_eq!(it.log.completions, [(0, WcStatus::SUCCESS)], "the first READ has no response");
+    assert_eq!(it.steps(), all[3..]);
+    it.data(3, Part::Only, 8);
+    it.data(4, Part::Only, 8);
+    it.post(3, SendOp::Send, 8, NONE);
+    it.post(4, SendOp::Read(FAR), 8, NONE);
+    assert_eq!(it.steps(), [5, 6]);
+    it.data(6, Part::Only, 8);
+    assert_eq!(it.log.completions, [0, 1, 2, 3, 4].map(|wr_id| (wr_id, WcStatus::SUCCESS)));
+}
+
+#[test]
 fn lost_read_response_asks_for_the_rest() {
     let mut it = Requesting::new();
     it.post(0, SendOp::Read(FAR), 1000, NONE);
