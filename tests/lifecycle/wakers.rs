@@ -169,12 +169,14 @@ fn whoever_is_woken_by_an_operation_may_drop_all_that_it_is_of() {
             drop(missed);
             if let (Poll::Ready(result), Some(at_end)) = (found, *at_end.lock().unwrap()) {
                 result.unwrap();
-                // What the queue counts it has counted while it is sure to be there.
-                assert_ne!(at_end, before);
-                return;
+                // What the queue counts it has counted while it is sure to be there. Found before the first round, there was
+                // nothing to count.
+                if at_end != before {
+                    return;
+                }
             }
         }
-        panic!("never found together");
+        panic!("never found together, or the rounds were not counted");
     });
 }
 
