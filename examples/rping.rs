@@ -133,7 +133,7 @@ async fn serve(listener: &Listener, side: Side, options: &Options) -> Result<()>
         rounds += 1;
         match side.go_ahead(&qp).await {
             // The client may leave as soon as it has this SEND. If the acknowledgement is lost then, the SEND fails.
-            Err(_) if is_over(&link).await => break,
+            Err(_) if ends_soon(&link).await => break,
             sent => sent?,
         }
     }
@@ -142,23 +142,23 @@ async fn serve(listener: &Listener, side: Side, options: &Options) -> Result<()>
     Ok(())
 }
 
-/// The next message, or `None` once the client has said goodbye.
+/// The next message, or `None` if the connection has ended, for whatever reason.
 async fn next(link: &Link, receive: Recv<BufMut>) -> Result<Option<BufMut>> {
     tokio::select! {
         biased;
         received = tokio::time::timeout(DEADLINE, receive) => match received? {
             Ok(received) => Ok(Some(received.buffer)),
             // Flushed with the connection.
-            Err(_) if is_over(link).await => Ok(None),
+            Err(_) if ends_soon(link).await => Ok(None),
             Err(error) => Err(error.into()),
         },
         _ = link.disconnected() => Ok(None),
     }
 }
 
-/// True if an operation failed because the connection is over. The operation may say so first: the client's goodbye may be
-/// lost and come again, and a probe of the keepalive that fails flushes what is posted before the link has ended.
-async fn is_over(link: &Link) -> bool {
+/// Waits up to [`DEADLINE`] for the link to end, and says whether it did. An operation can fail first: a disconnect request that was
+/// lost is repeated after seconds, and a failed probe of the keepalive flushes the receives before the link ends.
+async fn ends_soon(link: &Link) -> bool {
     tokio::time::timeout(DEADLINE, link.disconnected()).await.is_ok()
 }
 

@@ -9,8 +9,8 @@ use std::task::{Context, Poll, Wake, Waker};
 
 /// Runs a waker or a destructor of a user and stops its panic here.
 ///
-/// The frame that runs it has work of others to do, or of its own: another operation's task, a busy-poll thread, the I/O driver of
-/// a runtime, or a poll that wakes its own task. A panic would end that. The panic hook has reported the panic already.
+/// The caller has other work to finish: it is another operation's task, a busy-poll thread, a runtime's I/O driver, or a poll that
+/// wakes its own task. A panic would abort that work. The panic hook has reported the panic already.
 pub(crate) fn contained(run: impl FnOnce()) {
     panics(run);
 }

@@ -103,8 +103,9 @@ impl Link {
 
     /// True until it ends.
     ///
-    /// An operation may be flushed before: the device ends the work of a queue pair, and the link ends when the connection manager
-    /// or the keepalive has noticed. After a flush, [`disconnected`](Self::disconnected) with a deadline tells which it was.
+    /// Operations can be flushed while this still returns true: the link ends only when the connection manager or the keepalive
+    /// notices. After a flush, await [`disconnected`](Self::disconnected) under a timeout: if it returns, the connection has
+    /// ended; otherwise the queue pair failed by itself.
     #[must_use]
     pub fn is_connected(&self) -> bool {
         !self.endpoint.ended()

@@ -337,7 +337,7 @@ impl Wake for Deaf {
     fn wake(self: Arc<Self>) {}
 }
 
-/// Polls until `future` is ready.
+/// Polls until `future` is ready. Wake-ups play no part.
 fn wait<F: Future + Unpin>(mut future: F) -> F::Output {
     let (start, waker) = (Instant::now(), Waker::from(Arc::new(Deaf)));
     loop {
@@ -357,10 +357,15 @@ fn receive_that_waits_in_a_runtime_is_woken_by_the_event_of_its_completion() {
     let setup = Setup::new(CompletionMode::Event);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     for round in 0..2 {
-        let receive = setup.b.recv(setup.buffer(&[0; 8]));
+        let mut receive = setup.b.recv(setup.buffer(&[0; 8]));
         thread::scope(|scope| {
-            scope.spawn(|| drop(setup.a.send(setup.buffer(&[round; 8]))));
-            let received = runtime.block_on(async { tokio::time::timeout(HANG, receive).await });
+            let received = runtime.block_on(async {
+                let waits =
+                    std::future::poll_fn(|context| Poll::Ready(Pin::new(&mut receive).poll(context).is_pending()));
+                assert!(waits.await, "nothing was sent yet");
+                scope.spawn(|| drop(setup.a.send(setup.buffer(&[round; 8]))));
+                tokio::time::timeout(HANG, receive).await
+            });
             assert_eq!(received.expect("it hangs").unwrap().buffer[..], [round; 8]);
         });
     }
