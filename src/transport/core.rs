@@ -140,10 +140,22 @@ pub(super) struct After {
 type Operations = (VecDeque<Recv<BufMut>>, VecDeque<Sent>, VecDeque<Incoming>);
 
 impl After {
+    /// What is dropped may run destructors of the service, too: of the owner of a `Bytes`.
     pub(super) fn run(self) {
-        for waker in self.wakers {
+        let Self { wakers, spent, fetched, discarded, unneeded, operations, chores, link, help: _, ring: _ } = self;
+        for waker in wakers {
             contained(|| waker.wake());
         }
+        for waker in spent {
+            contained(|| drop(waker));
+        }
+        for region in fetched {
+            contained(|| drop(region));
+        }
+        for bytes in discarded {
+            contained(|| drop(bytes));
+        }
+        contained(|| drop((unneeded, operations, chores, link)));
     }
 }
 

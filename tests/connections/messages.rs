@@ -431,6 +431,48 @@ fn owner_of_a_message_may_use_the_connection_when_it_is_dropped() {
 }
 
 #[test]
+fn owner_of_a_message_whose_destructor_panics_leaves_the_connection_alone() {
+    /// Memory of a message that panics in the end.
+    struct Owner {
+        _kept: Arc<()>,
+        bytes: Vec<u8>,
+    }
+
+    impl AsRef<[u8]> for Owner {
+        fn as_ref(&self) -> &[u8] {
+            &self.bytes
+        }
+    }
+
+    impl Drop for Owner {
+        fn drop(&mut self) {
+            panic!("a destructor that panics");
+        }
+    }
+
+    modes("owner that panics", || async {
+        let (a, b) = pair(&config());
+        let kept = Arc::new(());
+        // Fetched by the peer: its memory is let go when that is done, by whoever finds it.
+        let owner = Owner { _kept: kept.clone(), bytes: vec![1; 80_000] };
+        soon("send", a.send(Bytes::from_owner(owner))).await.unwrap();
+        assert_eq!(recv(&b).await.len(), 80_000);
+        soon("flush", a.flush()).await.unwrap();
+        soon("the memory is dropped", async {
+            while Arc::strong_count(&kept) > 1 {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        })
+        .await;
+        soon("send", a.send("still here")).await.unwrap();
+        assert_eq!(recv(&b).await, "still here");
+        soon("answer", b.send("here too")).await.unwrap();
+        assert_eq!(recv(&a).await, "here too");
+        assert_eq!(a.close_reason(), None);
+    });
+}
+
+#[test]
 fn flush_waits_for_what_was_sent_before_and_not_for_what_others_send() {
     modes("flush", || async {
         // One message is fetched at a time.
