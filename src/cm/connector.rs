@@ -215,7 +215,7 @@ impl Route {
         let (_, transport) = options.checked(REQUEST_DATA)?;
         let misfit = |error| ConnectError::from(error).during(Step::Prepare, address);
         path.check(&device, queue_pair).map_err(misfit)?;
-        Keepalive::check(options.probes(), queue_pair).map_err(misfit)?;
+        Keepalive::check(options.probes(), transport.timeout, queue_pair).map_err(misfit)?;
         let halfway = Halfway::new(queue_pair);
         let reads = Reads::of(&device, options)?;
         let peer = within(options.deadline(), Step::Response, async {

@@ -10,10 +10,10 @@ use tokio::task::AbortHandle;
 use super::clock::{self, Sleep};
 use super::link::Disconnection;
 use super::router::{Inbox, fail};
-use crate::error::{NoRuntime, SetupError};
+use crate::error::{NoRuntime, OpErrorKind, SetupError};
 use crate::mem::RemoteRegion;
 use crate::op::{QueuePair, WeakQueuePair};
-use crate::types::{Rkey, WcStatus};
+use crate::types::{AckTimeout, QpState, Rkey, WcStatus};
 
 /// The task that probes the peer of a link. Dropping it ends the task.
 #[derive(Debug)]
@@ -26,12 +26,17 @@ impl Drop for Keepalive {
 }
 
 impl Keepalive {
-    /// Checks that `queue_pair` can be probed each `interval`.
-    pub(super) fn check(interval: Option<Duration>, queue_pair: &QueuePair) -> Result<(), SetupError> {
+    /// Checks that `queue_pair` can be probed each `interval`, and that a probe can fail: it is given up after `timeout`s.
+    pub(super) fn check(
+        interval: Option<Duration>,
+        timeout: AckTimeout,
+        queue_pair: &QueuePair,
+    ) -> Result<(), SetupError> {
         let Some(interval) = interval else { return Ok(()) };
         // Timers tick in milliseconds.
         let millis = u64::try_from(interval.as_millis()).unwrap_or(u64::MAX);
         SetupError::at_least("keepalive in milliseconds", millis, 1)?;
+        SetupError::at_least("timeout with keepalive, code of ibv_modify_qp(3)", timeout.code().into(), 1)?;
         SetupError::at_least("max_send_wr with keepalive", queue_pair.caps().max_send_wr.into(), 1)
     }
 
@@ -86,12 +91,19 @@ async fn probe(interval: Duration, queue_pair: WeakQueuePair, inbox: Arc<Inbox>,
             continue;
         };
         let kind = error.kind();
-        let end = match kind.status() {
-            Some(WcStatus::RETRY_EXC_ERR) => Disconnection::Silent,
-            Some(status) if status != WcStatus::WR_FLUSH_ERR => Disconnection::ProbeFailed,
-            // The queue pair has ended for another reason, which its own work reports, or the program has moved it to a state
-            // in which nothing can be posted.
-            _ => return,
+        let end = match kind {
+            OpErrorKind::Completion(error) if error.status == WcStatus::RETRY_EXC_ERR => Disconnection::Silent,
+            OpErrorKind::Completion(error) if error.status != WcStatus::WR_FLUSH_ERR => Disconnection::ProbeFailed,
+            OpErrorKind::CompletionQueue(_) => Disconnection::ProbeFailed,
+            OpErrorKind::Closed => return,
+            // The end of the connection has moved it to the error state, and is told in a moment.
+            _ if inbox.is_ending() => return,
+            // Other work has found out first that the connection is broken, or the peer has sent what is not allowed.
+            _ if queue_pair.upgrade().is_some_and(|qp| matches!(qp.query(), Ok((QpState::Err, _)))) => {
+                Disconnection::ProbeFailed
+            }
+            // The program has moved it to a state in which nothing can be posted.
+            _ => continue,
         };
         tracing::warn!(%peer, error = %kind, "a probe of the keepalive failed; ending the link");
         if let Some(qp) = queue_pair.upgrade() {

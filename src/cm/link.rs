@@ -56,7 +56,8 @@ pub enum Disconnection {
     /// program has seen nothing of the connection: connect again.
     Unconfirmed,
     /// A probe of the [keepalive](super::Options::keepalive) failed for another reason: the peer's queue pair does not allow
-    /// REMOTE_WRITE, or the completion queue is dead. The log has the status.
+    /// REMOTE_WRITE, the completion queue is dead, or the queue pair was in the error state already, because other work had
+    /// failed or the peer had asked for what is not allowed. The log has the status.
     ProbeFailed,
 }
 
@@ -121,7 +122,7 @@ impl Link {
     }
 
     /// Says goodbye, and waits until the peer's manager has heard it. The queue pair is in the error state at once. Nothing
-    /// happens if the connection is over.
+    /// happens if the connection is over and the peer knows, which it does not if the keepalive ended it or the address was moved.
     ///
     /// # Errors
     ///
@@ -146,7 +147,7 @@ impl Link {
                 Err(_) if self.peer_knows() => return Ok(()),
                 said => said?,
             }
-            self.endpoint.until(|happened| happened.end.is_some().then_some(())).await;
+            self.endpoint.until(|happened| happened.peer_knows.then_some(())).await;
             Ok(())
         })
         .await
@@ -178,9 +179,7 @@ impl Link {
 
     /// True if it is over and there is nothing to tell the peer.
     fn peer_knows(&self) -> bool {
-        // Neither an address that was moved nor a probe that failed is a goodbye.
-        let said = |end: &End| !matches!(end, End::AddressChange | End::Keepalive(_));
-        self.endpoint.inbox().happened().end.as_ref().is_some_and(said)
+        self.endpoint.inbox().happened().peer_knows
     }
 
     /// Waits until the connection is over, and then until nothing of it can be underway any more (the end of TIMEWAIT): then

@@ -480,7 +480,7 @@ impl Request {
         let device = endpoint.router().device().clone();
         let misfit = |error| ConnectError::from(error).during(Step::Prepare, address);
         path.check(&device, queue_pair).map_err(misfit)?;
-        Keepalive::check(options.probes(), queue_pair).map_err(misfit)?;
+        Keepalive::check(options.probes(), transport.timeout, queue_pair).map_err(misfit)?;
         let halfway = Halfway::new(queue_pair);
         let reads = Reads::of(&device, options)?.agreed(&peer);
         within(options.deadline(), Step::Establish, async {

@@ -36,6 +36,8 @@ pub(super) struct Happened {
     pub(super) established: bool,
     /// The first of the ends that there may be.
     pub(super) end: Option<End>,
+    /// The peer's manager knows of the end, or never will. Neither an address that was moved nor a probe that failed is told to it.
+    pub(super) peer_knows: bool,
     /// TIMEWAIT is over, or there is none.
     pub(super) exited: bool,
 }
@@ -402,6 +404,12 @@ impl Inbox {
         }
     }
 
+    /// True if the queue pair went to the error state, or is about to, because the connection ends, at this end or at the peer.
+    pub(super) fn is_ending(&self) -> bool {
+        let tied = self.tied.lock();
+        tied.over || tied.queue_pair.is_none()
+    }
+
     /// Ends what is in flight, once.
     pub(super) fn fail_queue_pair(&self) {
         let queue_pair = self.tied.lock().queue_pair.take();
@@ -466,6 +474,7 @@ impl Happened {
             CmEventKind::AddressChange => Some(End::AddressChange),
             CmEventKind::ConnectRequest { .. } | CmEventKind::Other(_) => return false,
         };
+        self.peer_knows |= end.as_ref().is_some_and(|end| *end != End::AddressChange);
         if self.end.is_none() {
             self.end = end;
         }

@@ -13,9 +13,10 @@ use tokio_rdma::cm::{
     self, Attempt, ConnectError, Disconnection, Link, ListenOptions, Listener, Options, RejectReason, Request, Step,
 };
 use tokio_rdma::software::{Faults, Network};
-use tokio_rdma::types::{AckTimeout, QpAttr, QpState, TransitionError, Transport};
+use tokio_rdma::types::{AckTimeout, QpAttr, QpState, Rkey, TransitionError, Transport};
 use tokio_rdma::{
-    Access, CompletionQueue, Device, LimitError, Pool, ProtectionDomain, QueuePair, QueuePairBuilder, SetupError,
+    Access, CompletionQueue, Device, LimitError, Pool, ProtectionDomain, QueuePair, QueuePairBuilder, RemoteRegion,
+    SetupError,
 };
 
 /// What one side needs.
@@ -601,6 +602,51 @@ fn keepalive_that_the_peer_refuses_ends_the_link_and_says_so() {
 }
 
 #[test]
+fn link_with_keepalive_ends_though_other_work_found_out_first() {
+    run("keepalive behind work", || async {
+        let network = Network::new();
+        let (a, b) = of_network(&network);
+        let (listener, plain) = (b.listen().await, Options::default());
+        let options = probing(Duration::from_millis(20));
+        let passive = async { b.accept(listener.accept().await?, &plain).await };
+        let ends = async { tokio::try_join!(a.connect(listener.local_addr(), &options), passive) };
+        let ((ours, link), (_theirs, peer)) = soon("connection", ends).await.unwrap();
+        network.control("passive").unwrap().set_port(false);
+        // In flight before the next probe: that waits until nothing is.
+        let error = soon("a send", ours.send(a.pool.copy_from(b"lost").unwrap())).await.unwrap_err();
+        assert_eq!(error.kind().status(), Some(tokio_rdma::types::WcStatus::RETRY_EXC_ERR));
+        let end = soon("the end", link.disconnected()).await;
+        assert!(matches!(end, Disconnection::ProbeFailed | Disconnection::Silent), "{end:?}");
+        // The peer has not heard of it, and says so once it has.
+        let short = tokio::time::timeout(Duration::from_millis(50), link.disconnect()).await;
+        assert!(short.is_err(), "nobody has heard the goodbye: {short:?}");
+        assert!(peer.is_connected());
+        network.control("passive").unwrap().set_port(true);
+        assert_eq!(soon("the goodbye", peer.disconnected()).await, Disconnection::Peer);
+        soon("the answer", link.disconnect()).await.unwrap();
+    });
+}
+
+#[test]
+fn peer_that_breaks_the_queue_pair_does_not_end_the_keepalive_alone() {
+    run("keepalive of a broken queue pair", || async {
+        let network = Network::new();
+        let (a, b) = of_network(&network);
+        let (listener, plain) = (b.listen().await, Options::default());
+        let options = probing(Duration::from_millis(20));
+        let passive = async { b.accept(listener.accept().await?, &options).await };
+        let ends = async { tokio::try_join!(a.connect(listener.local_addr(), &plain), passive) };
+        let ((ours, _link), (theirs, server)) = soon("connection", ends).await.unwrap();
+        // The peer has no work of its own, and no goodbye will come.
+        let wrong = RemoteRegion::new(0x1000, 8, Rkey(0x1234_5678));
+        soon("a READ", ours.read(a.pool.alloc(8).await.unwrap(), wrong)).await.unwrap_err();
+        network.control("active").unwrap().kill();
+        assert_eq!(soon("the end", server.disconnected()).await, Disconnection::ProbeFailed);
+        assert_eq!(state(&theirs), QpState::Err);
+    });
+}
+
+#[test]
 fn keepalive_of_a_send_queue_of_one_lets_work_through_and_ends_with_the_link() {
     run("keepalive beside work", || async {
         let (a, b) = of_network(&Network::new());
@@ -634,8 +680,11 @@ fn keepalive_that_cannot_be_is_refused_by_name() {
     run("keepalive settings", || async {
         let (a, b) = of_network(&Network::new());
         let listener = b.listen().await;
-        let refused = async |interval, builder: QueuePairBuilder| {
-            let (to, options) = (listener.local_addr(), Options::default().keepalive(Some(interval)));
+        let refused = async |interval, builder: QueuePairBuilder, timeout: u8| {
+            let transport =
+                tokio_rdma::ConnectOptions { timeout: AckTimeout::from_code(timeout), ..Default::default() };
+            let options = Options::default().transport(transport).keepalive(Some(interval));
+            let to = listener.local_addr();
             let asked = cm::connect(&a.device, to, &options, |route| route.prepare(builder.clone()).build());
             match soon("refusal", asked).await.map(drop) {
                 Err(ConnectError::Setup { error, .. }) => *error,
@@ -643,9 +692,11 @@ fn keepalive_that_cannot_be_is_refused_by_name() {
             }
         };
         let least = |field| SetupError::TooSmall { field, asked: 0, least: 1 };
-        assert_eq!(refused(Duration::from_micros(999), a.builder()).await, least("keepalive in milliseconds"));
+        assert_eq!(refused(Duration::from_micros(999), a.builder(), 14).await, least("keepalive in milliseconds"));
         let none = QueuePair::builder(&a.pd, &a.queue).max_send_wr(0);
-        assert_eq!(refused(Duration::from_secs(1), none).await, least("max_send_wr with keepalive"));
+        assert_eq!(refused(Duration::from_secs(1), none, 14).await, least("max_send_wr with keepalive"));
+        let endless = "timeout with keepalive, code of ibv_modify_qp(3)";
+        assert_eq!(refused(Duration::from_secs(1), a.builder(), 0).await, least(endless));
     });
 }
 
