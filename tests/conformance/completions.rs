@@ -11,10 +11,10 @@ use std::time::Duration;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio_rdma::types::{
-    AsyncEvent, Data, QpState, Rkey, SendFlags, SendOp, SendWr, WcOpcode, WcStatus, WorkCompletion, WrId,
+    AsyncEvent, Data, QpState, SendFlags, SendOp, SendWr, WcOpcode, WcStatus, WorkCompletion, WrId,
 };
 use tokio_rdma::verbs::{Channel, Cq};
-use tokio_rdma::{OpErrorKind, RemoteRegion, SetupError};
+use tokio_rdma::{CompletionMode, CompletionQueue, Device, OpErrorKind, SetupError};
 
 use crate::common::raw::{End, Options, connect, connected, outcome, poll, take};
 use crate::common::{Memory, Setup, events, eventually, is_made_up, run, rxe, skip, within};
@@ -535,30 +535,41 @@ impl Wake for Gate {
     }
 }
 
-/// Holds the thread that polls a completion queue, until it is dropped.
-struct Held(Arc<Gate>);
+/// Holds the thread that polls the queues of a [`CompletionMode::BusyPoll`], until it is dropped.
+struct Held {
+    gate: Arc<Gate>,
+    /// The receive whose waker holds the thread is on it.
+    _receiver: tokio_rdma::QueuePair,
+}
 
 impl Held {
-    fn hold(qp: &tokio_rdma::QueuePair) -> Self {
-        let gate = Gate { test: thread::current().id(), entered: AtomicBool::new(false), open: AtomicBool::new(false) };
-        let held = Self(Arc::new(gate));
-        let waker = Waker::from(held.0.clone());
-        eventually("a WRITE that waits", || {
-            let mut write = qp.write_inline(&[], RemoteRegion::new(0, 0, Rkey(0)));
-            eventually("its end", || {
-                let entered = held.0.entered.load(Ordering::SeqCst).then_some(true);
-                entered
-                    .or_else(|| Pin::new(&mut write).poll(&mut Context::from_waker(&waker)).is_ready().then_some(false))
-            })
-            .then_some(())
+    fn hold(device: &Device, mode: CompletionMode) -> Self {
+        let pd = device.protection_domain().unwrap();
+        let build = |mode| {
+            let queue = CompletionQueue::new(device, mode).unwrap();
+            tokio_rdma::QueuePair::new(&pd, &queue).unwrap()
+        };
+        // The sender has a queue of its own, so that only the thread polls that of the receiver.
+        let (receiver, sender) = (build(mode), build(CompletionMode::Cooperative));
+        receiver.connect(&sender.endpoint()).unwrap();
+        sender.connect(&receiver.endpoint()).unwrap();
+        let test = thread::current().id();
+        let gate = Arc::new(Gate { test, entered: AtomicBool::new(false), open: AtomicBool::new(false) });
+        let waker = Waker::from(gate.clone());
+        let mut receive = receiver.recv(());
+        assert!(Pin::new(&mut receive).poll(&mut Context::from_waker(&waker)).is_pending());
+        let mut send = sender.send(());
+        eventually("a SEND", || {
+            Pin::new(&mut send).poll(&mut Context::from_waker(Waker::noop())).is_ready().then_some(())
         });
-        held
+        eventually("the thread that polls", || gate.entered.load(Ordering::SeqCst).then_some(()));
+        Self { gate, _receiver: receiver }
     }
 }
 
 impl Drop for Held {
     fn drop(&mut self) {
-        self.0.open.store(true, Ordering::SeqCst);
+        self.gate.open.store(true, Ordering::SeqCst);
     }
 }
 
@@ -568,9 +579,8 @@ fn dead_completion_queue_ends_every_operation_on_it() {
     for mode in ["event", "busy_poll", "cooperative", "hybrid"] {
         run(1, mode, async {
             let setup = Setup::new();
-            let queue =
-                tokio_rdma::CompletionQueue::builder(&setup.a).capacity(4).mode(crate::common::mode(mode)).build();
-            let queue = queue.unwrap();
+            let completion_mode = crate::common::mode(mode);
+            let queue = CompletionQueue::builder(&setup.a).capacity(4).mode(completion_mode.clone()).build().unwrap();
             if queue.capacity() > 8 {
                 return skip("dead_completion_queue", "the completion queue was rounded up");
             }
@@ -593,7 +603,7 @@ fn dead_completion_queue_ends_every_operation_on_it() {
             let peer = End::new(&setup.b, &options);
             connect(&intruder, &peer, &options);
             // A thread that polls could keep up with the device, so it waits in a waker meanwhile.
-            let held = (mode == "busy_poll").then(|| Held::hold(&first));
+            let held = (mode == "busy_poll").then(|| Held::hold(&setup.a, completion_mode));
             // Until one is lost: the send queue may be full before.
             let write = |wr_id| SendWr {
                 wr_id: WrId(wr_id),
