@@ -1,6 +1,7 @@
 //! The adapter: what all that have opened it share.
 
 mod context;
+mod numbers;
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
@@ -12,6 +13,7 @@ use parking_lot::{Mutex, RwLock};
 pub(super) use self::context::ContextInner;
 pub(crate) use self::context::{Ah, Context, Mr, Mw, Pd};
 use self::context::{MAX_PDS, PdNumbers};
+use self::numbers::Numbers;
 use super::cm::Manager;
 use super::cq::{Cq, CqInner};
 use super::dc::DctInner;
@@ -39,6 +41,7 @@ pub(super) struct DeviceInner {
     pub(super) keys: Keys,
     pub(super) cm: Manager,
     attr: DeviceAttr,
+    numbers: Numbers,
     queue_pairs: RwLock<HashMap<Qpn, Weak<QpInner>>>,
     /// Targets of dynamic connections, whose numbers are of the same space. Locked after `queue_pairs`.
     targets: RwLock<HashMap<Qpn, Weak<DctInner>>>,
@@ -118,6 +121,7 @@ impl DeviceInner {
             endpoint,
             keys: Keys::new(),
             cm: Manager::new(gid, attr.guid, mtu, network.random()?),
+            numbers: Numbers::new(network.random()?),
             network,
             attr,
             queue_pairs: RwLock::default(),
@@ -291,7 +295,7 @@ impl DeviceInner {
             return Err(VerbError::new(verb, VerbError::ENOMEM));
         }
         loop {
-            let qpn = Qpn(self.network.random()? as u32 & Qpn::MAX.0);
+            let qpn = self.numbers.next();
             // 0 and 1 are management, 0xffffff is multicast (IBTA 3.5.10).
             let taken = pairs.contains_key(&qpn) || targets.contains_key(&qpn) || self.is_reserved(qpn);
             if qpn.0 > 1 && qpn != Qpn::MAX && !taken {
