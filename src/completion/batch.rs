@@ -449,6 +449,8 @@ mod tests {
         let pool = Pool::new(&pd, 64, 4).unwrap();
         let region = ExposedRegion::new(&pd, vec![0; 64], Access::REMOTE_ALL).unwrap();
         let alloc = || pool.try_alloc(64).unwrap();
+        // Of one subscriber alone, an event that the thread of another test reaches first would never be given to any.
+        let _second = tracing::Dispatch::new(tracing::subscriber::NoSubscriber::new());
         for left in [3, 2] {
             let posts = std::panic::AssertUnwindSafe(|| {
                 if left == 3 {

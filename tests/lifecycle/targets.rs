@@ -3,7 +3,7 @@
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::thread;
 use std::time::Duration;
@@ -17,7 +17,8 @@ use tokio_rdma::{
 };
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
-use tracing::{Event, Level, Metadata, Subscriber};
+use tracing::subscriber::NoSubscriber;
+use tracing::{Dispatch, Event, Level, Metadata, Subscriber};
 
 /// Polls once, from nowhere.
 fn poll<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {
@@ -53,6 +54,10 @@ impl<F: Fn(&str) + Send + Sync + 'static> Amid<F> {
     /// Calls `scene` with it. One at a time: what is traced at all is one setting of the whole process, which changes as each
     /// of these comes and goes.
     fn during<T>(self, scene: impl FnOnce() -> T) -> T {
+        // Of one subscriber alone, an event that another thread reaches first would never be given to any: `tracing` would ask
+        // only the subscriber of that thread, which has none.
+        static SECOND: LazyLock<Dispatch> = LazyLock::new(|| Dispatch::new(NoSubscriber::new()));
+        LazyLock::force(&SECOND);
         static STAGE: Mutex<()> = Mutex::new(());
         let _stage = STAGE.lock().unwrap_or_else(PoisonError::into_inner);
         tracing::subscriber::with_default(self, scene)
