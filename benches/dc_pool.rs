@@ -10,10 +10,8 @@
 
 use std::error::Error;
 
-use tokio_rdma::{
-    Access, CompletionMode, CompletionQueue, DcInitiator, DcPool, DcTarget, Device, ExposedRegion, Pool,
-    SharedReceiveQueue,
-};
+use tokio_rdma::dc::{DcInitiator, DcPool, DcTarget};
+use tokio_rdma::{Access, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, SharedReceiveQueue};
 
 const SIDES: [&str; 4] = ["initiator", "pool", "lease", "switch"];
 

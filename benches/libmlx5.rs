@@ -11,7 +11,7 @@
 #![allow(unsafe_code, missing_docs, clippy::undocumented_unsafe_blocks)]
 // Every `unsafe` here is a call of libibverbs with objects that live, as in the module below.
 
-#[path = "../tests/emulated-connectx/tests/common/mod.rs"]
+#[path = "../testing/emulated-connectx/tests/common/mod.rs"]
 mod verbs;
 
 use std::collections::HashMap;
@@ -26,9 +26,9 @@ use std::task::{Context, Poll, Waker};
 
 use emulated_connectx::EmulatedConnectX;
 use rdma_sys::*;
+use tokio_rdma::op::{BatchOp, Write};
 use tokio_rdma::{
-    Access, Batch, BatchOp, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, QueuePair,
-    RemoteRegion, Write,
+    Access, Batch, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, QueuePair, RemoteRegion,
 };
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;

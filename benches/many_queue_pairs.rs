@@ -7,9 +7,10 @@
 
 use std::time::{Duration, Instant};
 
+use tokio_rdma::op::Write;
 use tokio_rdma::{
     Access, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, ProtectionDomain, QueuePair,
-    RemoteRegion, Write,
+    RemoteRegion,
 };
 
 const FEW: usize = 10;

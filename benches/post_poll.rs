@@ -17,6 +17,7 @@ use std::time::Instant;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
+use tokio_rdma::op::Write;
 use tokio_rdma::types::{
     AckTimeout, AddressVector, Data, Psn, QpAttr, QpCaps, QpState, Qpn, RemoteAddr, RnrTimer, SendFlags, SendOp,
     SendWr, Sge, Transport, WorkCompletion, WrId,
@@ -24,7 +25,7 @@ use tokio_rdma::types::{
 use tokio_rdma::verbs::{Cq, Qp, QpOptions};
 use tokio_rdma::{
     Access, Batch, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, ProtectionDomain, QueuePair,
-    RemoteRegion, Write,
+    RemoteRegion,
 };
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;

@@ -17,9 +17,11 @@ mod live;
 use std::fmt;
 use std::time::Duration;
 
+use tokio_rdma::dc::{DcPool, DcTarget};
+use tokio_rdma::memory::HostMemory;
 use tokio_rdma::{
-    Access, CompletionQueue, Connection, ConnectionConfig, DcPool, DcTarget, Device, ExposedRegion, HostMemory,
-    ProtectionDomain, QueuePair, SharedReceiveQueue,
+    Access, CompletionQueue, Connection, ConnectionConfig, Device, ExposedRegion, ProtectionDomain, QueuePair,
+    SharedReceiveQueue,
 };
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
@@ -230,7 +232,8 @@ impl Meter {
         let mut ends = Vec::with_capacity(peers);
         for _ in 0..peers / 2 {
             let (one, other) = (Connection::prepare(pd, config)?, Connection::prepare(pd, config)?);
-            let (endpoints, hellos) = ([one.endpoint(), other.endpoint()], [one.hello(&[])?, other.hello(&[])?]);
+            let (endpoints, hellos) =
+                ([one.endpoint(), other.endpoint()], [one.handshake(&[])?, other.handshake(&[])?]);
             ends.push(one.establish(&endpoints[1], &hellos[1])?);
             ends.push(other.establish(&endpoints[0], &hellos[0])?);
         }

@@ -14,10 +14,9 @@ use std::error::Error;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use tokio_rdma::{
-    Access, Batch, BufMut, CompletionMode, CompletionQueue, CompletionQueueCounters, Device, ExposedRegion, Pool,
-    QueuePair, Write,
-};
+use tokio_rdma::completion::CompletionQueueCounters;
+use tokio_rdma::op::Write;
+use tokio_rdma::{Access, Batch, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, QueuePair};
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
@@ -329,7 +328,7 @@ async fn ping_pong_of_tasks(ours: &End, theirs: &End, operations: usize, times: 
 
 async fn answer(
     qp: QueuePair,
-    mut question: tokio_rdma::Recv<BufMut>,
+    mut question: tokio_rdma::op::Recv<BufMut>,
     mut pong: BufMut,
     operations: usize,
 ) -> std::result::Result<(), String> {

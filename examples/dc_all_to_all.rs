@@ -27,9 +27,10 @@ use std::fmt;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+use tokio_rdma::dc::{DcAddress, DcPool, DcPoolPeer, DcTarget};
+use tokio_rdma::memory::HostMemory;
 use tokio_rdma::{
-    Access, CompletionQueue, DcAddress, DcPool, DcPoolPeer, DcTarget, Device, ExposedRegion, HostMemory, Pool,
-    ProtectionDomain, QueuePair, RemoteRegion, SharedReceiveQueue,
+    Access, CompletionQueue, Device, ExposedRegion, Pool, ProtectionDomain, QueuePair, RemoteRegion, SharedReceiveQueue,
 };
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;

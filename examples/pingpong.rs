@@ -18,11 +18,12 @@ use std::time::{Duration, Instant};
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
+use tokio_rdma::op::{ConnectOptions, Recv};
 use tokio_rdma::software::{Network, UdpConfig};
 use tokio_rdma::types::{AckTimeout, AddressVector, Gid, Mtu, PortNum, Psn, Qkey, Qpn, Transport};
+use tokio_rdma::verbs::AddressHandle;
 use tokio_rdma::{
-    AddressHandle, BufMut, CompletionMode, CompletionQueue, ConnectOptions, Device, Pool, ProtectionDomain, QueuePair,
-    QueuePairEndpoint, Recv,
+    BufMut, CompletionMode, CompletionQueue, Device, Pool, ProtectionDomain, QueuePair, QueuePairEndpoint,
 };
 
 type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;

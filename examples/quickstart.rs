@@ -36,10 +36,11 @@ use std::time::{Duration, Instant};
 use hdrhistogram::Histogram;
 use tokio::sync::mpsc;
 use tokio_rdma::cm::{self, Link};
+use tokio_rdma::op::{ConnectOptions, Recv};
 use tokio_rdma::types::{AckTimeout, Rkey, WcStatus};
 use tokio_rdma::{
-    Access, Buf, BufMut, CompletionMode, CompletionQueue, ConnectOptions, Device, ExposedRegion, Imm, Pool,
-    ProtectionDomain, QueuePair, QueuePairEndpoint, Recv, RemoteRegion,
+    Access, Buf, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Imm, Pool, ProtectionDomain,
+    QueuePair, QueuePairEndpoint, RemoteRegion,
 };
 
 type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;

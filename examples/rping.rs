@@ -28,11 +28,12 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use tokio_rdma::cm::{self, Link, Listener, Options as CmOptions};
+use tokio_rdma::op::{ConnectOptions, QueuePairBuilder, Recv};
 use tokio_rdma::software::{Network, UdpConfig};
 use tokio_rdma::types::{AckTimeout, Rkey};
 use tokio_rdma::{
-    Access, BufMut, CompletionMode, CompletionQueue, ConnectOptions, Device, ExposedRegion, Pool, ProtectionDomain,
-    QueuePair, QueuePairBuilder, Recv, RemoteRegion,
+    Access, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, ProtectionDomain, QueuePair,
+    RemoteRegion,
 };
 
 type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;

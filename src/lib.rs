@@ -1,18 +1,26 @@
 //! RDMA that you await: every work request is a future on Tokio.
 //!
+//! Remote direct memory access (RDMA) lets a network adapter read and write the memory of another host without a system call
+//! on either side. A program registers memory with its device, connects a queue pair to that of a peer, and posts work
+//! requests: SEND, RECV, WRITE, READ and atomics. The device executes them and puts a completion for each into a completion
+//! queue. This crate makes a future of each work request: calling posts it, awaiting waits for its completion.
+//!
+//! Start with [`Device::open_default`]; with [`Connection`] and [`Listener`] if peers exchange messages. The same program
+//! runs on a software device inside the process, with no hardware, no kernel module and no root, and with feature `ibverbs`
+//! on SoftRoCE and on network adapters, through libibverbs.
+//!
 //! ```text
 //!        your service
-//!  transport   Connection: messages with flow control, and the operations below beside them
-//!  cm          listen, connect, disconnect by IP address
+//!  message     Connection: messages with flow control, and the operations below beside them
+//!  cm          listen, connect and disconnect by IP address
 //!  doctor      what works on this machine, and what to do if not
-//!  op          QueuePair::{send, recv, write, read, compare_swap, fetch_add}, Batch → futures
-//!  completion  slot in flight ▸ drain one queue ▸ wake; watched by events, busy-poll or both
-//!  verbs       Device, ProtectionDomain, memory, Qp, Cq, Srq: freed in the right order
-//!  provider    who executes: the embedded software device, or libibverbs
+//!  op, dc      QueuePair::{send, recv, write, read, compare_swap, fetch_add}, Batch; DcInitiator, DcPool → futures
+//!  completion  slot of each operation in flight; completion queues watched by events, busy polling or both
+//!  memory      Buf, Pool, ExposedRegion: registered memory, freed when no device reaches it any more
+//!  verbs       the bare objects: Device, ProtectionDomain, Qp, Cq, Srq
+//!  ───────────────────────────────────────────────────────────────────────────────────────────────
+//!  rdma-soft   the embedded software device      rdma-ibverbs   libibverbs, librdmacm, libmlx5
 //! ```
-//!
-//! The same program runs on a software device inside the process, with no hardware, no kernel module and no
-//! root, and with feature `ibverbs` on real devices, through libibverbs.
 //!
 //! # A first run
 //!
@@ -40,6 +48,7 @@
 //! # }
 //! ```
 
+#![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::todo, clippy::unimplemented))]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 /// The programs of the pages are tests.
@@ -64,68 +73,67 @@ mod pages {
     mod software_device {}
 }
 
-// Under Miri the name `parking_lot` means this crate, which has the locks of the standard library under the same names.
+// Under Miri, which parking_lot does not run on, the locks of that name are those of the standard library.
 #[cfg(miri)]
-extern crate self as parking_lot;
-#[cfg(miri)]
-use sync::locks::{Condvar, Mutex, MutexGuard, RwLock};
+extern crate rdma_provider as parking_lot;
 
 #[cfg(not(loom))]
 pub mod cm;
+pub mod dc;
 pub mod doctor;
-pub mod types;
-pub mod verbs;
-
-mod completion;
-mod contained;
-mod error;
-mod host;
-mod mem;
-mod op;
-mod provider;
-mod sync;
+pub mod error;
+pub mod memory;
 // Tokio has no sockets under loom.
 #[cfg(not(loom))]
-mod transport;
+pub mod message;
+pub mod op;
+#[cfg(all(feature = "ibverbs", not(loom)))]
+#[cfg_attr(docsrs, doc(cfg(feature = "ibverbs")))]
+pub mod raw;
+pub mod verbs;
 
-pub use completion::{
-    BusyPoller, CompletionMode, CompletionQueue, CompletionQueueBuilder, CompletionQueueCounters, DeviceEvents, Drive,
-    WorkQueueCounters, events,
-};
-pub use error::{
-    CompletionError, LimitError, NoRuntime, OpError, OpErrorKind, OpenError, OutOfBounds, ReceiveLengths, SetupError,
-    TryError, VerbError,
-};
-pub use mem::{HostMemory, RemoteRegion, Storage};
-pub use op::{
-    Atomic, Batch, BatchOp, BatchResult, ConnectOptions, DcAddress, DcInitiator, DcInitiatorBuilder, DcLease, DcPeer,
-    DcPolicy, DcPool, DcPoolBuilder, DcPoolCounters, DcPoolPeer, DcSender, DcTarget, DcTargetBuilder, EndpointError,
-    Invalidate, Lease, Leasing, Lending, Operation, Pooled, QueuePair, QueuePairBuilder, QueuePairEndpoint, Read,
-    Received, Recv, Send, SendTo, SharedReceiveQueue, Write,
-};
+mod contained;
+mod dispatch;
+mod engine;
+mod sync;
+
+/// Completion queues: how they are watched, and what they count.
+pub mod completion {
+    pub use crate::engine::{
+        BusyPoller, CompletionMode, CompletionQueue, CompletionQueueBuilder, CompletionQueueCounters, DeviceEvents,
+        Drive, WorkQueueCounters,
+    };
+}
+
+pub use engine::{CompletionMode, CompletionQueue};
+pub use error::{OpError, OpErrorKind, SetupError, VerbError};
+pub use memory::{Buf, BufMut, ExposedRegion, Pool, RemoteRegion};
 #[cfg(not(loom))]
-pub use transport::{
-    CloseReason, Connection, ConnectionConfig, ConnectionCounters, ConnectionRequest, EstablishError, Hello,
-    HelloError, Listener, ListenerStats, MessageError, Prepared, RecvHalf, Refusal, SendHalf, Violation,
+pub use message::{
+    CloseReason, Connection, ConnectionConfig, ConnectionRequest, EstablishError, Listener, MessageError,
 };
+pub use op::{Batch, QueuePair, QueuePairEndpoint, SharedReceiveQueue};
 pub use types::{Access, Imm};
-pub use verbs::{
-    AddressHandle, Buf, BufMut, Device, DmaBufRegion, ExposedRegion, ExposedSlice, Pool, PoolBuilder, PoolError,
-    ProtectionDomain, Source, Target,
-};
+pub use verbs::{Device, ProtectionDomain};
 
 /// The parsers of what a peer sends, for `fuzz/`.
 #[cfg(fuzzing)]
 #[doc(hidden)]
 pub mod fuzzing {
-    pub use crate::provider::soft::fuzzing::*;
-    pub use crate::transport::fuzzing::*;
+    pub use crate::message::fuzzing::*;
+}
+
+/// Values of the verbs interface: what is asked of a device and what it answers.
+pub mod types {
+    pub use rdma_provider::types::*;
+
+    pub use crate::verbs::gid_rank::{GidReason, IpPrefix, RankedGid};
 }
 
 /// The software device's own interface: networks within this process and over UDP, their faults and their clock.
 pub mod software {
     pub use crate::error::UdpError;
-    pub use crate::provider::soft::{
+    pub use rdma_soft::{
         CqCounters, DeviceControl, Faults, LinkCounters, Network, ReceiveCounters, SendCounters, TargetCounters,
         UdpConfig,
     };

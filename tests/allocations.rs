@@ -11,10 +11,10 @@ use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use bytes::Bytes;
+use tokio_rdma::dc::{DcPolicy, DcPool, DcPoolPeer, DcTarget};
 use tokio_rdma::software::Network;
 use tokio_rdma::{
-    Access, Batch, BufMut, CompletionQueue, DcPolicy, DcPool, DcPoolPeer, DcTarget, ExposedRegion, Imm, Pool,
-    QueuePair, RemoteRegion, SharedReceiveQueue,
+    Access, Batch, BufMut, CompletionQueue, ExposedRegion, Imm, Pool, QueuePair, RemoteRegion, SharedReceiveQueue,
 };
 use torture::{Flavour, LONG, Mode, bounded, device, pair, scaled};
 

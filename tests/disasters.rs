@@ -16,10 +16,11 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::Semaphore;
 use tokio::task::{JoinHandle, JoinSet};
+use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::types::{Gid, LinkLayer, Mtu, PortState, Psn, Qpn, Transport, WcStatus};
 use tokio_rdma::{
-    Access, BufMut, CompletionMode, CompletionQueue, ConnectOptions, Device, ExposedRegion, OpErrorKind, Pool,
-    QueuePair, QueuePairEndpoint, RemoteRegion,
+    Access, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, OpErrorKind, Pool, QueuePair,
+    QueuePairEndpoint, RemoteRegion,
 };
 
 /// Only a hang takes this long.

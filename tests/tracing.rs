@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use futures::StreamExt;
 use tokio_rdma::software::Network;
 use tokio_rdma::types::Rkey;
-use tokio_rdma::{CompletionMode, CompletionQueue, ExposedRegion, Pool, RemoteRegion, events};
+use tokio_rdma::{CompletionMode, CompletionQueue, ExposedRegion, Pool, RemoteRegion};
 use torture::{Flavour, LONG, bounded, device, pair, soon};
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
@@ -91,7 +91,7 @@ async fn story() {
     let wrong = RemoteRegion::new(region.grant().addr(), 8, Rkey(!region.grant().rkey().0));
     soon("a wrong key", ours.write(pool.try_alloc(8).unwrap(), wrong)).await.unwrap_err();
     soon("a flush", receive).await.unwrap_err();
-    let mut events = events(&device).unwrap();
+    let mut events = device.events().unwrap();
     soon("an event", events.next()).await.unwrap().unwrap();
 }
 

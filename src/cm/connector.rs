@@ -8,9 +8,9 @@ use tokio::net::{ToSocketAddrs, lookup_host};
 
 use crate::error::{SetupError, VerbError};
 use crate::op::{QueuePair, QueuePairBuilder};
-use crate::provider::cm_contract::{CmId as _, REQUEST_DATA};
 use crate::types::{Gid, PortNum};
 use crate::verbs::Device;
+use rdma_provider::cm_contract::{CmId as _, REQUEST_DATA};
 
 use super::endpoint::{Endpoint, Halfway, within};
 use super::error::{ConnectError, Step};

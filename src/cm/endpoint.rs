@@ -9,11 +9,11 @@ use std::task::Poll;
 use std::time::Duration;
 
 use crate::contained::{ContainedWaker, contained};
+use crate::dispatch::CmId;
 use crate::error::{NoRuntime, VerbError};
 use crate::op::QueuePair;
-use crate::provider::cm_contract::{CmAnswer, CmId as _, CmRoute};
-use crate::provider::dispatch::CmId;
 use crate::types::Qpn;
+use rdma_provider::cm_contract::{CmAnswer, CmId as _, CmRoute};
 
 use super::clock;
 use super::error::{ConnectError, Step};
@@ -36,6 +36,12 @@ impl Endpoint {
     /// A new id that is not a listener.
     pub(super) fn create(router: &Arc<Router>) -> Result<Self, VerbError> {
         Ok(Self::new(router, router.create_id()?, Inbox::new(None)))
+    }
+
+    /// The provider's object.
+    #[cfg(feature = "ibverbs")]
+    pub(super) fn id(&self) -> Option<&CmId> {
+        self.raw.as_deref()
     }
 
     pub(super) fn router(&self) -> &Arc<Router> {

@@ -283,7 +283,7 @@ impl fmt::Display for ConnectError {
             Self::AddressNotAvailable { source: None, .. } => f.write_str("the device does not have the address"),
             Self::Refused { .. } => f.write_str("refused: no listener has the address"),
             Self::Rejected { private_data, .. } if is_for_messages(private_data) => f.write_str(
-                "rejected: the listener is a tokio_rdma::Listener for messages, and the request carries no hello; \
+                "rejected: the listener is a tokio_rdma::Listener for messages, and the request carries no handshake; \
                  connect with tokio_rdma::Connection",
             ),
             Self::Rejected { reason, .. } => write!(f, "rejected: {reason}"),
@@ -341,9 +341,10 @@ impl fmt::Display for Step {
     }
 }
 
-/// Private data with which a message [`Listener`](crate::Listener) rejects a request without a hello: what it is, in words for
+/// Private data with which a message [`Listener`](crate::Listener) rejects a request without a handshake: what it is, in words for
 /// programs in C, too.
-pub(crate) const FOR_MESSAGES: &[u8] = b"tRDM: this is a tokio-rdma listener for messages; the request has no hello";
+pub(crate) const FOR_MESSAGES: &[u8] =
+    b"tRDM: this is a tokio-rdma listener for messages; the request has no handshake";
 
 fn is_for_messages(private_data: &[u8]) -> bool {
     private_data.starts_with(FOR_MESSAGES)

@@ -11,7 +11,7 @@ use super::clock::{self, Sleep};
 use super::link::Disconnection;
 use super::router::{Inbox, fail};
 use crate::error::{NoRuntime, OpErrorKind, SetupError};
-use crate::mem::RemoteRegion;
+use crate::memory::RemoteRegion;
 use crate::op::{QueuePair, WeakQueuePair};
 use crate::types::{AckTimeout, QpState, Rkey, WcStatus};
 

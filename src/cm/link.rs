@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use crate::provider::cm_contract::CmId as _;
+use rdma_provider::cm_contract::CmId as _;
 
 use super::endpoint::{Endpoint, within};
 use super::error::{ConnectError, Step};
@@ -62,6 +62,12 @@ pub enum Disconnection {
 }
 
 impl Link {
+    /// The provider's object.
+    #[cfg(feature = "ibverbs")]
+    pub(crate) fn id(&self) -> Option<&crate::dispatch::CmId> {
+        self.endpoint.id()
+    }
+
     pub(super) fn new(
         endpoint: Endpoint,
         private_data: Vec<u8>,
@@ -245,13 +251,13 @@ mod tests {
 
     use super::*;
     use crate::cm::{self, Listener, Options};
-    use crate::completion::{CompletionMode, CompletionQueue};
     use crate::contained::tests::{Counts, Panics};
+    use crate::engine::{CompletionMode, CompletionQueue};
     use crate::op::QueuePair;
-    use crate::provider::cm_contract::CmEventKind;
     use crate::software::Network;
     use crate::types::QpState;
     use crate::verbs::Device;
+    use rdma_provider::cm_contract::CmEventKind;
 
     /// Both ends of a link, with their queue pairs, and the listener.
     async fn linked() -> ([(Link, QueuePair); 2], Listener) {

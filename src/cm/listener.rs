@@ -15,12 +15,12 @@ use tokio::net::ToSocketAddrs;
 use tokio::sync::Notify;
 
 use crate::contained::ContainedWaker;
+use crate::dispatch::CmId;
 use crate::error::{LimitError, SetupError, VerbError};
 use crate::op::{QueuePair, QueuePairBuilder};
-use crate::provider::cm_contract::{Admit, CmAnswer, CmId as _, CmPeer, REJECT_DATA, RESPONSE_DATA};
-use crate::provider::dispatch::CmId;
 use crate::types::{Gid, PortNum, Qpn};
 use crate::verbs::Device;
+use rdma_provider::cm_contract::{Admit, CmAnswer, CmId as _, CmPeer, REJECT_DATA, RESPONSE_DATA};
 
 use super::clock::{self, Sleep};
 use super::connector::{lookup, no_address};
@@ -574,9 +574,9 @@ mod tests {
 
     use super::*;
     use crate::cm::resolve;
-    use crate::completion::{CompletionMode, CompletionQueue};
-    use crate::provider::cm_contract::Verdict;
+    use crate::engine::{CompletionMode, CompletionQueue};
     use crate::software::Network;
+    use rdma_provider::cm_contract::Verdict;
 
     /// Answers every peer.
     #[derive(Debug)]

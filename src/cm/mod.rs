@@ -54,12 +54,12 @@ mod connector;
 mod disposer;
 mod endpoint;
 mod error;
+mod event_reactor;
 mod keepalive;
 mod link;
 mod listener;
 mod options;
 mod path;
-mod reactor;
 mod router;
 
 pub use connector::{Route, connect, resolve, resolve_with};

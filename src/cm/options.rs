@@ -92,7 +92,7 @@ impl Options {
     /// - So does a queue pair in the error state: other work has failed, or the peer has asked for what is not allowed. A program
     ///   that resets its queue pair itself is left alone until that can post again.
     /// - An acknowledgement timeout without end ([`AckTimeout`](crate::types::AckTimeout) of code 0) is refused.
-    /// - A probe takes one of [`max_send_wr`](crate::QueuePairBuilder::max_send_wr) until it is acknowledged, and one completion,
+    /// - A probe takes one of [`max_send_wr`](crate::op::QueuePairBuilder::max_send_wr) until it is acknowledged, and one completion,
     ///   which is counted there. It is posted only while nothing else is in flight; what is posted meanwhile may have to wait
     ///   for it if the send queue is otherwise full. Make the send queue one larger if a `try_` form must not find it full.
     /// - Deadlines are in real time; probes are sent by a task of the runtime that has connected, as long as that runs.

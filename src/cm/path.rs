@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
+use crate::dispatch::CmId;
 use crate::error::{LimitError, SetupError};
 use crate::op::{ConnectOptions, QueuePair};
-use crate::provider::cm_contract::{CmAnswer, CmId as _, CmParams, CmPeer, CmRoute};
-use crate::provider::dispatch::CmId;
 use crate::types::{Gid, PortNum, QpState, TransitionError, Transport};
 use crate::verbs::Device;
+use rdma_provider::cm_contract::{CmAnswer, CmId as _, CmParams, CmPeer, CmRoute};
 
 use super::error::ConnectError;
 use super::options::Options;

@@ -12,20 +12,20 @@ use parking_lot::{Mutex, MutexGuard};
 use tokio::runtime::{self, Handle};
 use tokio::sync::Notify;
 
+use crate::dispatch::{Any, CmChannel, CmId};
 use crate::error::{NoRuntime, VerbError};
 use crate::op::{QueuePair, WeakQueuePair};
-use crate::provider::cm_contract::{CmChannel as _, CmEvent, CmEventKind, CmPeer};
-use crate::provider::contract::Context as _;
-use crate::provider::dispatch::{Any, CmChannel, CmId};
 use crate::types::{QpAttr, QpState, RejectReason};
 use crate::verbs::Device;
+use rdma_provider::cm_contract::{CmChannel as _, CmEvent, CmEventKind, CmPeer};
+use rdma_provider::contract::Context as _;
 
 use super::disposer::Disposer;
 use super::endpoint::where_it_may_block;
 use super::error::ConnectError;
+use super::event_reactor::Reactors;
 use super::link::Disconnection;
 use super::listener::Incoming;
-use super::reactor::Reactors;
 
 /// What has happened to an id so far. Nothing happens twice, so nothing is overwritten.
 #[derive(Debug, Default)]
@@ -496,7 +496,7 @@ mod tests {
     use std::pin::pin;
 
     use super::*;
-    use crate::provider::cm_contract::CmId as _;
+    use rdma_provider::cm_contract::CmId as _;
 
     fn rejection() -> CmEventKind<Any> {
         CmEventKind::Rejected { reason: RejectReason::CONSUMER, private_data: vec![1] }

@@ -4,8 +4,8 @@ use std::collections::HashMap;
 use std::fs::{self, File};
 use std::path::Path;
 
-use crate::host::{Addresses, addresses, interfaces};
-use crate::types::NetInterface;
+use crate::verbs::gid_rank::NetInterface;
+use crate::verbs::interfaces::{Addresses, addresses, interfaces};
 
 /// The machine, as far as RDMA is concerned. What cannot be read counts as absent.
 #[derive(Debug, Clone, Default)]

@@ -95,7 +95,7 @@ impl Examine {
 /// What libibverbs says.
 fn library() -> Library {
     #[cfg(feature = "ibverbs")]
-    return match crate::provider::ibverbs::devices() {
+    return match rdma_ibverbs::devices() {
         Ok(names) => Library::Devices(names),
         Err(error) => match error.errno {
             VerbError::EOPNOTSUPP => Library::Missing,

@@ -7,9 +7,8 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::*;
-use crate::types::{
-    Gid, GidEntry, GidKind, IpPrefix, LinkLayer, Mtu, NetInterface, Peer, PortAttr, PortNum, PortState, rank,
-};
+use crate::types::{Gid, GidEntry, GidKind, IpPrefix, LinkLayer, Mtu, PortAttr, PortNum, PortState};
+use crate::verbs::gid_rank::{NetInterface, Peer, rank};
 
 /// A root directory of files as a kernel would show them; gone on drop.
 struct Machine {

@@ -6,12 +6,13 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::{Ability, DeviceReport, PortReport, Verdict};
-use crate::completion::{CompletionMode, CompletionQueue};
+use crate::dc::{DcInitiator, DcTarget};
+use crate::engine::{CompletionMode, CompletionQueue};
 use crate::error::{SetupError, VerbError};
-use crate::mem::HostMemory;
-use crate::op::{DcInitiator, DcTarget, QueuePair, SharedReceiveQueue};
+use crate::memory::{ExposedRegion, HostMemory, Pool};
+use crate::op::{QueuePair, SharedReceiveQueue};
 use crate::types::{Access, AtomicCapability, DeviceAttr, PortNum};
-use crate::verbs::{Channel, Device, ExposedRegion, Pool};
+use crate::verbs::{Channel, Device};
 
 pub(super) const EVENTS: &str = "completion events";
 pub(super) const WRITE: &str = "awaited WRITE";

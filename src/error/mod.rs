@@ -7,71 +7,14 @@ use std::fmt;
 use std::io;
 use std::ops::{Bound, RangeBounds};
 
+pub use rdma_provider::VerbError;
+pub use rdma_soft::UdpError;
+
 use crate::types::{Access, QpState, Qpn, TransitionError, WcStatus};
 
 mod runtime;
-mod udp;
 
 pub use runtime::NoRuntime;
-pub use udp::UdpError;
-
-/// A verb that the provider refused: its name and the `errno` it gave.
-///
-/// The four return conventions of libibverbs and librdmacm are already undone: `errno` is positive
-/// and is the reason.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct VerbError {
-    /// Name of the C function, for example `ibv_reg_mr`.
-    pub verb: &'static str,
-    /// Reason, as in `errno(3)`.
-    pub errno: i32,
-}
-
-impl VerbError {
-    /// I/O error: the device failed.
-    pub(crate) const EIO: i32 = 5;
-    /// Out of memory, or queue full.
-    pub(crate) const ENOMEM: i32 = 12;
-    /// Something uses it.
-    pub(crate) const EBUSY: i32 = 16;
-    /// No such device, or it is gone.
-    pub(crate) const ENODEV: i32 = 19;
-    /// Wrong argument or wrong state.
-    pub(crate) const EINVAL: i32 = 22;
-    /// The kernel does not know it.
-    #[cfg(feature = "ibverbs")]
-    pub(crate) const ENOSYS: i32 = 38;
-    /// The address is taken.
-    pub(crate) const EADDRINUSE: i32 = 98;
-    /// No address of ours.
-    pub(crate) const EADDRNOTAVAIL: i32 = 99;
-    /// The driver or the library does not have it.
-    pub(crate) const EOPNOTSUPP: i32 = 95;
-
-    pub(crate) const fn new(verb: &'static str, errno: i32) -> Self {
-        Self { verb, errno }
-    }
-
-    /// True if the kernel has taken the device away, and with it all that was made on it.
-    pub(crate) const fn is_device_gone(&self) -> bool {
-        matches!(self.errno, Self::EIO | Self::ENODEV)
-    }
-}
-
-impl fmt::Display for VerbError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}", self.verb, io::Error::from_raw_os_error(self.errno))
-    }
-}
-
-impl std::error::Error for VerbError {}
-
-impl From<VerbError> for io::Error {
-    fn from(error: VerbError) -> Self {
-        let kind = Self::from_raw_os_error(error.errno).kind();
-        Self::new(kind, error)
-    }
-}
 
 /// A value beyond what the device or the queue allows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -175,8 +118,18 @@ pub enum OpenError {
 
 impl OpenError {
     /// Names the device in the error of a verb.
+    #[cfg(any(feature = "ibverbs", test))]
     pub(crate) fn of(device: &str) -> impl Fn(VerbError) -> Self {
         move |error| Self::Verb { device: device.to_owned(), error }
+    }
+}
+
+impl From<rdma_soft::OpenError> for OpenError {
+    fn from(error: rdma_soft::OpenError) -> Self {
+        match error {
+            rdma_soft::OpenError::NotFound { name, available, reason } => Self::NotFound { name, available, reason },
+            rdma_soft::OpenError::Verb { device, error } => Self::Verb { device, error },
+        }
     }
 }
 

@@ -5,13 +5,13 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 
 use super::checked::Checked;
-use super::future::{Finish, Operation};
+use super::operation::{Finish, Operation};
 use super::queue_pair::{QueuePair, room};
-use crate::completion::What;
+use crate::engine::What;
 use crate::error::{OpError, OpErrorKind, TryError, VerbError};
-use crate::mem::RemoteRegion;
+use crate::memory::RemoteRegion;
+use crate::memory::{BufMut, PoolError};
 use crate::types::{SendOp, Transport, WorkCompletion};
-use crate::verbs::{BufMut, PoolError};
 
 /// An atomic in flight; gives the value that was there before.
 ///
@@ -108,7 +108,7 @@ impl QueuePair {
 
     /// A word for the result of an atomic on `remote`, if there can be one.
     #[inline]
-    pub(super) fn word_for(&self, remote: &RemoteRegion) -> Result<BufMut, OpErrorKind> {
+    pub(crate) fn word_for(&self, remote: &RemoteRegion) -> Result<BufMut, OpErrorKind> {
         if remote.len() != 8 || !remote.addr().is_multiple_of(8) {
             return Err(OpErrorKind::Misaligned { addr: remote.addr(), len: remote.len() });
         }
@@ -121,7 +121,7 @@ impl QueuePair {
 
 impl Atomic {
     #[inline]
-    pub(super) fn new(operation: Result<Operation<Original>, OpErrorKind>) -> Self {
+    pub(crate) fn new(operation: Result<Operation<Original>, OpErrorKind>) -> Self {
         Self { operation: operation.into() }
     }
 }
@@ -137,7 +137,7 @@ impl Future for Atomic {
 
 /// Reads the original value out of the word it arrived in.
 #[derive(Debug)]
-pub(super) struct Original(());
+pub(crate) struct Original(());
 
 impl Finish for Original {
     type Held = BufMut;

@@ -6,13 +6,12 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
-use super::future::kept;
+use super::operation::kept;
 use super::queue_pair::{QueuePair, room};
-use crate::completion::{BatchEntry, InFlight, Patience, Refusal, To, WorkQueue};
+use crate::engine::{BatchEntry, InFlight, Patience, Refusal, To, WorkQueue};
 use crate::error::{OpErrorKind, TryError};
-use crate::mem::RemoteRegion;
+use crate::memory::{Gather, RemoteRegion, Scatter};
 use crate::types::{Imm, SendFlags, SendOp, Transport};
-use crate::verbs::{Source, Target};
 
 /// Work requests to be posted together: one doorbell, one completion (or some), one future.
 ///
@@ -43,7 +42,7 @@ pub struct Batch<B> {
     flags: SendFlags,
 }
 
-impl<B: Source> Batch<B> {
+impl<B: Gather> Batch<B> {
     /// An empty batch.
     #[must_use]
     pub fn new() -> Self {
@@ -98,7 +97,7 @@ impl<B: Source> Batch<B> {
     #[inline(always)]
     pub fn read(&mut self, buffer: B, remote: RemoteRegion) -> &mut Self
     where
-        B: Target,
+        B: Scatter,
     {
         self.push(SendOp::Read(remote.remote_addr()), buffer, room(&remote))
     }
@@ -152,7 +151,7 @@ impl<B> Batch<B> {
     }
 }
 
-impl<B: Source> Default for Batch<B> {
+impl<B: Gather> Default for Batch<B> {
     fn default() -> Self {
         Self::new()
     }
@@ -178,7 +177,7 @@ impl QueuePair {
     /// # Cancel safety
     ///
     /// As [`Operation`](super::Operation): the batch goes on if the future is dropped.
-    pub fn post_batch<B: Source>(&self, batch: Batch<B>) -> BatchOp<B> {
+    pub fn post_batch<B: Gather>(&self, batch: Batch<B>) -> BatchOp<B> {
         match self.submit_batch(batch, Patience::Queue) {
             Ok(operation) => operation,
             Err(_) => unreachable!("patience waits for room"),
@@ -190,13 +189,13 @@ impl QueuePair {
     /// # Errors
     ///
     /// [`TryError::Full`] with the batch if there is not.
-    pub fn try_post_batch<B: Source>(&self, batch: Batch<B>) -> Result<BatchOp<B>, TryError<Batch<B>>> {
+    pub fn try_post_batch<B: Gather>(&self, batch: Batch<B>) -> Result<BatchOp<B>, TryError<Batch<B>>> {
         self.submit_batch(batch, Patience::Try).map_err(TryError::Full)
     }
 
     /// As [`post_batch`](Self::post_batch), for a queue pair whose receives at the peer are somebody else's: work that would
     /// consume one is refused, and the batch with it.
-    pub(crate) fn post_one_sided<B: Source>(&self, batch: Batch<B>) -> BatchOp<B> {
+    pub(crate) fn post_one_sided<B: Gather>(&self, batch: Batch<B>) -> BatchOp<B> {
         let refusal = batch.entries.iter().enumerate().find_map(|(index, entry)| {
             let what = match entry.op {
                 SendOp::Write(_) | SendOp::Read(_) => return None,
@@ -214,7 +213,7 @@ impl QueuePair {
         }
     }
 
-    fn submit_batch<B: Source>(&self, batch: Batch<B>, patience: Patience) -> Result<BatchOp<B>, Batch<B>> {
+    fn submit_batch<B: Gather>(&self, batch: Batch<B>, patience: Patience) -> Result<BatchOp<B>, Batch<B>> {
         // What a batch is made of, RC has.
         let refusal = self.unsupported("READ", &[Transport::Rc]).and_then(|no_read| {
             batch.entries.iter().find_map(|entry| match entry.op {
@@ -227,7 +226,7 @@ impl QueuePair {
 }
 
 /// Posts all of a batch, to `to` if it is not connected; nothing of it if there is a `refusal`.
-pub(super) fn submit_batch<B: Source>(
+pub(crate) fn submit_batch<B: Gather>(
     queue: &Arc<WorkQueue>,
     common: SendFlags,
     to: Option<To<'_>>,
@@ -265,21 +264,21 @@ pub(super) fn submit_batch<B: Source>(
 ///
 /// If polled again after it was ready.
 #[must_use = "it is posted already, but only awaiting it tells whether it succeeded"]
-pub struct BatchOp<B: Source> {
+pub struct BatchOp<B: Gather> {
     /// `None` if nothing was posted.
     in_flight: Option<InFlight<Vec<B>>>,
     batch: Option<Batch<B>>,
 }
 
-impl<B: Source> BatchOp<B> {
+impl<B: Gather> BatchOp<B> {
     /// None of it was posted.
-    pub(super) fn refused(kind: OpErrorKind, mut batch: Batch<B>) -> Self {
+    pub(crate) fn refused(kind: OpErrorKind, mut batch: Batch<B>) -> Self {
         batch.fail(kind);
         Self { in_flight: None, batch: Some(batch) }
     }
 }
 
-impl<B: Source> Future for BatchOp<B> {
+impl<B: Gather> Future for BatchOp<B> {
     type Output = BatchResult<B>;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<BatchResult<B>> {
@@ -297,7 +296,7 @@ impl<B: Source> Future for BatchOp<B> {
     }
 }
 
-impl<B: Source> fmt::Debug for BatchOp<B> {
+impl<B: Gather> fmt::Debug for BatchOp<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("BatchOp").field("in_flight", &self.in_flight).field("batch", &self.batch).finish()
     }
@@ -310,7 +309,7 @@ pub struct BatchResult<B> {
     batch: Batch<B>,
 }
 
-impl<B: Source> BatchResult<B> {
+impl<B: Gather> BatchResult<B> {
     /// True if all succeeded.
     #[must_use]
     pub fn is_ok(&self) -> bool {

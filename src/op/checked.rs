@@ -4,12 +4,12 @@ use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
-use super::future::{Finish, Operation};
+use super::operation::{Finish, Operation};
 use crate::error::{OpError, OpErrorKind};
 
 /// An operation, or why there is none; `None` once that was said.
 #[derive(Debug)]
-pub(super) struct Checked<F: Finish>(Result<Operation<F>, Option<OpErrorKind>>);
+pub(crate) struct Checked<F: Finish>(Result<Operation<F>, Option<OpErrorKind>>);
 
 impl<F: Finish> From<Result<Operation<F>, OpErrorKind>> for Checked<F> {
     #[inline]

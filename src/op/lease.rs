@@ -8,13 +8,13 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use super::checked::Checked;
-use super::future::{Finish, Operation};
+use super::operation::{Finish, Operation};
 use super::queue_pair::QueuePair;
-use crate::completion::{Request, What, WorkQueue};
+use crate::engine::{Request, What, WorkQueue};
 use crate::error::{OpError, OpErrorKind};
-use crate::mem::RemoteRegion;
+use crate::memory::RemoteRegion;
+use crate::memory::{BoundWindow, ExposedRegion, Gather, PdKey, Sealed};
 use crate::types::{Access, Rkey, SendFlags, SendOp, Transport, WorkCompletion};
-use crate::verbs::{BoundWindow, ExposedRegion, PdKey, Sealed, Source};
 
 /// A part of an [`ExposedRegion`] that the peer of one queue pair may reach, and nobody else: a memory window of type 2
 /// that this queue pair has bound.
@@ -23,7 +23,7 @@ use crate::verbs::{BoundWindow, ExposedRegion, PdKey, Sealed, Source};
 ///
 /// - [`revoke`](Self::revoke), or dropping it, deallocates the window (`ibv_dealloc_mw(3)`) and returns when that is
 ///   done. It works at any time: with the queue pair in the error state or gone, with the peer alive or not, and if the
-///   peer has invalidated the key itself. For a peer that may do so ([`Received::invalidated`](crate::Received::invalidated)) it is the
+///   peer has invalidated the key itself. For a peer that may do so ([`Received::invalidated`](crate::op::Received::invalidated)) it is the
 ///   only one to use.
 /// - [`invalidate`](Self::invalidate) has the device do it as work of the queue pair, behind all that was posted before,
 ///   and the window is bound again by a later lease. On a device that is hardware it is the cheaper one.
@@ -68,7 +68,7 @@ pub struct Leased {
 }
 
 // No bytes of it are sent: it is there to be kept.
-impl Source for Leased {}
+impl Gather for Leased {}
 
 impl Sealed for Leased {
     fn pieces(&self, _visit: &mut dyn FnMut(crate::types::Sge, PdKey)) {}
@@ -85,7 +85,7 @@ impl Sealed for Leased {
 /// If polled again after it was ready.
 #[derive(Debug)]
 #[must_use = "it is posted already, but only awaiting it tells whether it succeeded; dropping it revokes the lease"]
-pub struct Leasing {
+pub struct PendingLease {
     operation: Checked<Granting>,
 }
 
@@ -115,8 +115,8 @@ impl QueuePair {
     ///
     /// Dropping the future revokes the lease when the work request has completed, or the queue pair has ended. Nobody
     /// knows its key.
-    pub fn lease(&self, region: &ExposedRegion, range: Range<usize>, access: Access) -> Leasing {
-        Leasing { operation: self.bind(region, range, access & Access::REMOTE_ALL).into() }
+    pub fn lease(&self, region: &ExposedRegion, range: Range<usize>, access: Access) -> PendingLease {
+        PendingLease { operation: self.bind(region, range, access & Access::REMOTE_ALL).into() }
     }
 
     fn bind(
@@ -129,7 +129,7 @@ impl QueuePair {
             return Err(kind);
         }
         let qp = self.inner.core.qp().map_err(|_| OpErrorKind::Closed)?;
-        let (window, bind) = qp.windows().lease(self.protection_domain(), region, range, access)?;
+        let (window, bind) = self.inner.core.windows().lease(self.protection_domain(), region, range, access)?;
         // Whoever holds it holds up the end of the queue pair.
         drop(qp);
         let grant = RemoteRegion::new(bind.addr, bind.len, bind.rkey);
@@ -146,7 +146,7 @@ impl Lease {
         self.leased.grant
     }
 
-    /// Key alone: what [`Received::invalidated`](crate::Received::invalidated) has if the peer has invalidated it.
+    /// Key alone: what [`Received::invalidated`](crate::op::Received::invalidated) has if the peer has invalidated it.
     #[must_use]
     pub fn rkey(&self) -> Rkey {
         self.grant().rkey()
@@ -194,7 +194,7 @@ impl fmt::Debug for Lease {
     }
 }
 
-impl Future for Leasing {
+impl Future for PendingLease {
     type Output = Result<Lease, OpError<()>>;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
@@ -204,7 +204,7 @@ impl Future for Leasing {
 
 /// Makes a [`Lease`] of a window that is bound.
 #[derive(Debug)]
-pub(super) struct Granting(());
+pub(crate) struct Granting(());
 
 impl Finish for Granting {
     type Held = Leased;

@@ -9,30 +9,30 @@
 mod atomic;
 mod batch;
 mod checked;
-mod dc;
-mod endpoint;
-mod future;
 mod lease;
+mod operation;
 mod queue_pair;
+mod queue_pair_endpoint;
 mod read;
 mod recv;
 mod send;
-mod srq;
+mod shared_receive_queue;
 mod write;
 
 pub use atomic::Atomic;
+pub(crate) use batch::submit_batch;
 pub use batch::{Batch, BatchOp, BatchResult};
-pub use dc::{
-    DcAddress, DcInitiator, DcInitiatorBuilder, DcLease, DcPeer, DcPolicy, DcPool, DcPoolBuilder, DcPoolCounters,
-    DcPoolPeer, DcSender, DcTarget, DcTargetBuilder, Lending, Pooled,
-};
-pub use endpoint::{ConnectOptions, EndpointError, QueuePairEndpoint};
-pub use future::Operation;
-pub use lease::{Invalidate, Lease, Leasing};
-pub(crate) use queue_pair::{Path, WeakQueuePair};
+pub use lease::{Invalidate, Lease, PendingLease};
+pub use operation::Operation;
+pub(crate) use operation::Return;
+pub(crate) use queue_pair::{Path, WeakQueuePair, room};
 pub use queue_pair::{QueuePair, QueuePairBuilder};
+#[cfg(feature = "serde")]
+pub(crate) use queue_pair_endpoint::mtu_of_bytes;
+pub use queue_pair_endpoint::{ConnectOptions, EndpointError, QueuePairEndpoint};
+pub(crate) use queue_pair_endpoint::{link_code, link_of, mtu_of, qpn_of, within};
 pub use read::Read;
 pub use recv::{Received, Recv};
 pub use send::{Send, SendTo};
-pub use srq::SharedReceiveQueue;
+pub use shared_receive_queue::SharedReceiveQueue;
 pub use write::Write;

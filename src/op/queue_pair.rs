@@ -4,16 +4,16 @@ use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
-use crate::completion::{CompletionQueue, Limits, QueuePairCore, Request, Shared, What, WorkQueue, WorkQueueCounters};
+use crate::dispatch::{ReceiveCounters, SendCounters};
+use crate::engine::{CompletionQueue, Limits, QueuePairCore, Request, Shared, What, WorkQueue, WorkQueueCounters};
 use crate::error::{LimitError, OpErrorKind, SetupError};
-use crate::mem::RemoteRegion;
+use crate::memory::{BufMut, PdKey, Pool, PoolError, RemoteRegion};
 use crate::op::{ConnectOptions, QueuePairEndpoint, SharedReceiveQueue};
-use crate::provider::dispatch::{ReceiveCounters, SendCounters};
 use crate::types::{
     Access, AddressVector, Gid, GidEntry, LinkLayer, Mtu, PortAttr, PortNum, Psn, Qkey, QpAttr, QpCaps, QpState, Qpn,
     SendFlags, SendOp, Transport,
 };
-use crate::verbs::{BufMut, Device, PdKey, Pool, PoolError, ProtectionDomain, Qp, QpOptions};
+use crate::verbs::{Device, ProtectionDomain, Qp, QpOptions};
 
 /// A queue pair whose work requests are futures; clones share it.
 ///
@@ -23,12 +23,12 @@ use crate::verbs::{BufMut, Device, PdKey, Pool, PoolError, ProtectionDomain, Qp,
 /// or fails as [`OpErrorKind::Closed`], and when the drop returns the device touches no buffer any more.
 #[derive(Clone)]
 pub struct QueuePair {
-    pub(super) inner: Arc<Inner>,
-    pub(super) flags: SendFlags,
+    pub(crate) inner: Arc<Inner>,
+    pub(crate) flags: SendFlags,
 }
 
-pub(super) struct Inner {
-    pub(super) core: Arc<QueuePairCore>,
+pub(crate) struct Inner {
+    pub(crate) core: Arc<QueuePairCore>,
     /// That of `core`, one step nearer.
     send: Arc<WorkQueue>,
     pd: ProtectionDomain,
@@ -53,14 +53,14 @@ impl Inner {
 
 /// Our side of a connection.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Local {
-    pub(super) port: PortNum,
-    pub(super) gid: GidEntry,
+pub(crate) struct Local {
+    pub(crate) port: PortNum,
+    pub(crate) gid: GidEntry,
     /// The caller chose it by number.
     chosen: bool,
     lid: u16,
-    pub(super) link_layer: LinkLayer,
-    pub(super) mtu: Mtu,
+    pub(crate) link_layer: LinkLayer,
+    pub(crate) mtu: Mtu,
     reads: u8,
 }
 
@@ -90,6 +90,12 @@ impl QueuePair {
             path: Path::Any,
             number: None,
         }
+    }
+
+    /// The bare queue pair, unless it is closed.
+    #[cfg(feature = "ibverbs")]
+    pub(crate) fn bare(&self) -> Option<Arc<Qp>> {
+        self.inner.core.qp().ok()
     }
 
     /// Its number.
@@ -192,7 +198,7 @@ impl QueuePair {
     }
 
     /// An IPv4 packet cannot leave from an IPv6 address, nor the reverse.
-    pub(super) fn check_family(&self, peer: Gid) -> Result<(), SetupError> {
+    pub(crate) fn check_family(&self, peer: Gid) -> Result<(), SetupError> {
         let gid = self.inner.local.gid;
         let (ours, theirs) = (gid.gid.to_ip(), peer.to_ip());
         if gid.is_roce_v2() && ours.is_ipv4() != theirs.is_ipv4() {
@@ -221,7 +227,7 @@ impl QueuePair {
         Ok(())
     }
 
-    pub(super) fn agree<T: fmt::Debug + PartialEq>(
+    pub(crate) fn agree<T: fmt::Debug + PartialEq>(
         &self,
         what: &'static str,
         ours: T,
@@ -331,7 +337,7 @@ impl QueuePair {
         Self { inner: self.inner.clone(), flags: self.flags | SendFlags::SOLICITED }
     }
 
-    pub(super) fn local(&self) -> Local {
+    pub(crate) fn local(&self) -> Local {
         self.inner.local
     }
 
@@ -364,22 +370,22 @@ impl QueuePair {
 
     /// Modifiers of a work request of its own.
     #[inline]
-    pub(super) fn signaled(&self) -> SendFlags {
+    pub(crate) fn signaled(&self) -> SendFlags {
         self.flags | SendFlags::SIGNALED
     }
 
-    pub(super) fn request(&self, what: What, room: u64) -> Request<'static> {
+    pub(crate) fn request(&self, what: What, room: u64) -> Request<'static> {
         Request { what, flags: self.signaled(), inline: None, window: None, to: None, room }
     }
 
     /// Why an operation does not exist on this transport.
     #[inline]
-    pub(super) fn unsupported(&self, what: &'static str, on: &[Transport]) -> Option<OpErrorKind> {
+    pub(crate) fn unsupported(&self, what: &'static str, on: &[Transport]) -> Option<OpErrorKind> {
         (!on.contains(&self.inner.transport)).then_some(OpErrorKind::Unsupported { what })
     }
 
     /// A registered word for the result of an atomic.
-    pub(super) fn word(&self) -> Result<BufMut, PoolError> {
+    pub(crate) fn word(&self) -> Result<BufMut, PoolError> {
         let words = match self.inner.words.get() {
             Some(words) => words,
             None => {
@@ -411,7 +417,7 @@ impl WeakQueuePair {
 
 /// Room at the remote end.
 #[inline]
-pub(super) fn room(remote: &RemoteRegion) -> u64 {
+pub(crate) fn room(remote: &RemoteRegion) -> u64 {
     remote.len()
 }
 
@@ -453,7 +459,7 @@ pub(crate) enum Path {
 }
 
 impl Path {
-    pub(super) fn choose(self, device: &Device) -> Result<(PortAttr, GidEntry), SetupError> {
+    pub(crate) fn choose(self, device: &Device) -> Result<(PortAttr, GidEntry), SetupError> {
         match self {
             Self::Any => device.default_path(),
             Self::To(peer) => device.path_to(peer),
@@ -463,7 +469,7 @@ impl Path {
 }
 
 impl QueuePairBuilder {
-    /// Service type; RC unless set. [`Transport::Dci`] is for [`DcInitiator`](crate::DcInitiator)s.
+    /// Service type; RC unless set. [`Transport::Dci`] is for [`DcInitiator`](crate::dc::DcInitiator)s.
     #[must_use]
     pub fn transport(mut self, transport: Transport) -> Self {
         self.transport = transport;
@@ -577,7 +583,7 @@ impl QueuePairBuilder {
     }
 
     /// As [`build`](Self::build), of any transport.
-    pub(super) fn build_any(self) -> Result<QueuePair, SetupError> {
+    pub(crate) fn build_any(self) -> Result<QueuePair, SetupError> {
         let Self { pd, send_queue, recv_queue, srq, transport, mut caps, receives, access, qkey, path, number } = self;
         let device = pd.device();
         let (connected, datagram) = (matches!(transport, Transport::Rc | Transport::Uc), transport == Transport::Ud);

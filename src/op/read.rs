@@ -1,12 +1,12 @@
 //! READ: from the peer's memory.
 
-use super::future::{Operation, Return};
+use super::operation::{Operation, Return};
 use super::queue_pair::{QueuePair, room};
-use crate::completion::What;
+use crate::engine::What;
 use crate::error::TryError;
-use crate::mem::RemoteRegion;
+use crate::memory::RemoteRegion;
+use crate::memory::Scatter;
 use crate::types::{SendOp, Transport};
-use crate::verbs::Target;
 
 /// A READ in flight; gives the buffer back, filled.
 ///
@@ -29,7 +29,7 @@ impl QueuePair {
     ///
     /// As [`Operation`]: if the future is dropped, the buffer comes back to its pool when the device has filled it.
     #[inline(always)]
-    pub fn read<B: Target>(&self, buffer: B, remote: RemoteRegion) -> Read<B> {
+    pub fn read<B: Scatter>(&self, buffer: B, remote: RemoteRegion) -> Read<B> {
         if let Some(kind) = self.unsupported("READ", &[Transport::Rc]) {
             return Operation::refused(kind, buffer);
         }
@@ -43,7 +43,7 @@ impl QueuePair {
     ///
     /// [`TryError::Full`] with the buffer if there is none.
     #[inline(always)]
-    pub fn try_read<B: Target>(&self, buffer: B, remote: RemoteRegion) -> Result<Read<B>, TryError<B>> {
+    pub fn try_read<B: Scatter>(&self, buffer: B, remote: RemoteRegion) -> Result<Read<B>, TryError<B>> {
         if let Some(kind) = self.unsupported("READ", &[Transport::Rc]) {
             return Ok(Operation::refused(kind, buffer));
         }

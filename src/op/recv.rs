@@ -3,12 +3,12 @@
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-use super::future::{Finish, Operation};
+use super::operation::{Finish, Operation};
 use super::queue_pair::QueuePair;
-use crate::completion::{Request, What, WorkQueue};
+use crate::engine::{Request, What, WorkQueue};
 use crate::error::{OpErrorKind, TryError};
+use crate::memory::Scatter;
 use crate::types::{Imm, Qpn, Rkey, SendFlags, WcFlags, WcOpcode, WorkCompletion};
-use crate::verbs::Target;
 
 /// A receive in flight; gives what was [`Received`].
 ///
@@ -29,7 +29,7 @@ pub struct Received<B> {
     pub len: usize,
     /// Four bytes beside it, if the peer sent them.
     pub imm: Option<Imm>,
-    /// The key of ours that the peer invalidated with it, if it did: that of a [`Lease`](crate::Lease), which has ended
+    /// The key of ours that the peer invalidated with it, if it did: that of a [`Lease`](crate::op::Lease), which has ended
     /// then and is to be dropped.
     pub invalidated: Option<Rkey>,
     /// True if it is a WRITE_WITH_IMM: the data are where the peer wrote them.
@@ -46,7 +46,7 @@ pub struct Received<B> {
 #[derive(Debug)]
 pub struct Receipt<B>(PhantomData<fn() -> B>);
 
-impl<B: Target> Finish for Receipt<B> {
+impl<B: Scatter> Finish for Receipt<B> {
     type Held = B;
     type Buffer = B;
     type Output = Received<B>;
@@ -84,12 +84,12 @@ const REQUEST: Request<'static> =
     Request { what: What::Receive, flags: SendFlags::empty(), inline: None, window: None, to: None, room: u64::MAX };
 
 #[inline(always)]
-pub(super) fn recv<B: Target>(queue: &Arc<WorkQueue>, buffer: B) -> Recv<B> {
+pub(crate) fn recv<B: Scatter>(queue: &Arc<WorkQueue>, buffer: B) -> Recv<B> {
     Operation::post(queue, What::Receive, SendFlags::empty(), u64::MAX, buffer)
 }
 
 #[inline]
-pub(super) fn try_recv<B: Target>(queue: &Arc<WorkQueue>, buffer: B) -> Result<Recv<B>, TryError<B>> {
+pub(crate) fn try_recv<B: Scatter>(queue: &Arc<WorkQueue>, buffer: B) -> Result<Recv<B>, TryError<B>> {
     Operation::try_post(queue, REQUEST, buffer)
 }
 
@@ -110,7 +110,7 @@ impl QueuePair {
     /// The receive stays posted if the future is dropped, and the message that finds it is lost, its buffer back
     /// in its pool. To wait with a deadline, poll the same future again: `timeout(deadline, &mut receive)`.
     #[inline(always)]
-    pub fn recv<B: Target>(&self, buffer: B) -> Recv<B> {
+    pub fn recv<B: Scatter>(&self, buffer: B) -> Recv<B> {
         match self.inner.core.receive() {
             Some(queue) => recv(queue, buffer),
             None => Operation::refused(SHARED, buffer),
@@ -123,7 +123,7 @@ impl QueuePair {
     ///
     /// [`TryError::Full`] with the buffer if there is none.
     #[inline(always)]
-    pub fn try_recv<B: Target>(&self, buffer: B) -> Result<Recv<B>, TryError<B>> {
+    pub fn try_recv<B: Scatter>(&self, buffer: B) -> Result<Recv<B>, TryError<B>> {
         match self.inner.core.receive() {
             Some(queue) => try_recv(queue, buffer),
             None => Ok(Operation::refused(SHARED, buffer)),

@@ -1,12 +1,13 @@
 //! SEND: a message into the peer's next receive.
 
-use super::future::{Finish, Operation, Return};
+use super::operation::{Finish, Operation, Return};
 use super::queue_pair::QueuePair;
-use crate::completion::{Key, Request, To, What};
+use crate::engine::{Key, Request, To, What};
 use crate::error::TryError;
-use crate::mem::RemoteRegion;
+use crate::memory::RemoteRegion;
+use crate::memory::{Gather, PdKey, Sealed};
 use crate::types::{Imm, Qkey, Qpn, SendOp, Transport, WorkCompletion};
-use crate::verbs::{AddressHandle, PdKey, Sealed, Source};
+use crate::verbs::AddressHandle;
 
 /// A SEND in flight; gives the buffer back.
 ///
@@ -37,19 +38,19 @@ impl QueuePair {
     ///
     /// As [`Operation`]: the message is sent even if the future is dropped.
     #[inline(always)]
-    pub fn send<B: Source>(&self, buffer: B) -> Send<B> {
+    pub fn send<B: Gather>(&self, buffer: B) -> Send<B> {
         self.post_send(SendOp::Send, buffer)
     }
 
     /// As [`send`](Self::send), with four bytes beside the message.
     #[inline(always)]
-    pub fn send_with_imm<B: Source>(&self, buffer: B, imm: Imm) -> Send<B> {
+    pub fn send_with_imm<B: Gather>(&self, buffer: B, imm: Imm) -> Send<B> {
         self.post_send(SendOp::SendWithImm(imm), buffer)
     }
 
     /// As [`send`](Self::send); the peer's device invalidates the key of `remote`, a lease of the peer's that this queue pair
     /// was granted, before the message is received there (RC). The receiver finds the key in
-    /// [`Received::invalidated`](crate::Received::invalidated).
+    /// [`Received::invalidated`](crate::op::Received::invalidated).
     ///
     /// READs that use the key must be done: await them before, or send [`fenced`](Self::fenced).
     ///
@@ -59,7 +60,7 @@ impl QueuePair {
     /// ends at the peer's side ([`REM_INV_REQ_ERR`](crate::types::WcStatus::REM_INV_REQ_ERR) of its receive), and here with
     /// [`RETRY_EXC_ERR`](crate::types::WcStatus::RETRY_EXC_ERR), for there is no negative answer to that; by some devices
     /// this message, and only the next, succeeds.
-    pub fn send_with_invalidate<B: Source>(&self, buffer: B, remote: RemoteRegion) -> Send<B> {
+    pub fn send_with_invalidate<B: Gather>(&self, buffer: B, remote: RemoteRegion) -> Send<B> {
         if let Some(kind) = self.unsupported("SEND with invalidate", &[Transport::Rc]) {
             return Operation::refused(kind, buffer);
         }
@@ -92,7 +93,7 @@ impl QueuePair {
     ///
     /// [`TryError::Full`] with the buffer if there is none.
     #[inline(always)]
-    pub fn try_send<B: Source>(&self, buffer: B) -> Result<Send<B>, TryError<B>> {
+    pub fn try_send<B: Gather>(&self, buffer: B) -> Result<Send<B>, TryError<B>> {
         if let Some(kind) = self.unsupported("SEND to a connected peer", CONNECTED) {
             return Ok(Operation::refused(kind, buffer));
         }
@@ -100,7 +101,7 @@ impl QueuePair {
     }
 
     #[inline(always)]
-    fn post_send<B: Source>(&self, op: SendOp, buffer: B) -> Send<B> {
+    fn post_send<B: Gather>(&self, op: SendOp, buffer: B) -> Send<B> {
         if let Some(kind) = self.unsupported("SEND to a connected peer", CONNECTED) {
             return Operation::refused(kind, buffer);
         }
@@ -119,12 +120,12 @@ impl QueuePair {
     /// # Cancel safety
     ///
     /// As [`Operation`]: the datagram is sent even if the future is dropped.
-    pub fn send_to<B: Source>(&self, buffer: B, handle: &AddressHandle, qpn: Qpn, qkey: Qkey) -> SendTo<B> {
+    pub fn send_to<B: Gather>(&self, buffer: B, handle: &AddressHandle, qpn: Qpn, qkey: Qkey) -> SendTo<B> {
         self.post_send_to(SendOp::Send, buffer, handle, qpn, qkey)
     }
 
     /// As [`send_to`](Self::send_to), with four bytes beside the datagram.
-    pub fn send_to_with_imm<B: Source>(
+    pub fn send_to_with_imm<B: Gather>(
         &self,
         buffer: B,
         imm: Imm,
@@ -135,7 +136,7 @@ impl QueuePair {
         self.post_send_to(SendOp::SendWithImm(imm), buffer, handle, qpn, qkey)
     }
 
-    fn post_send_to<B: Source>(
+    fn post_send_to<B: Gather>(
         &self,
         op: SendOp,
         buffer: B,
@@ -167,9 +168,9 @@ pub struct WithRoute<B> {
     _handle: AddressHandle,
 }
 
-impl<B: Source> Source for WithRoute<B> {}
+impl<B: Gather> Gather for WithRoute<B> {}
 
-impl<B: Source> Sealed for WithRoute<B> {
+impl<B: Gather> Sealed for WithRoute<B> {
     fn pieces(&self, visit: &mut dyn FnMut(crate::types::Sge, PdKey)) {
         self.buffer.pieces(visit);
     }
@@ -179,7 +180,7 @@ impl<B: Source> Sealed for WithRoute<B> {
     }
 }
 
-impl<B: Source> Finish for Addressed<B> {
+impl<B: Gather> Finish for Addressed<B> {
     type Held = WithRoute<B>;
     type Buffer = B;
     type Output = B;

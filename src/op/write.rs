@@ -1,12 +1,12 @@
 //! WRITE: into the peer's memory.
 
-use super::future::{Operation, Return};
+use super::operation::{Operation, Return};
 use super::queue_pair::{QueuePair, room};
-use crate::completion::{Request, What};
+use crate::engine::{Request, What};
 use crate::error::TryError;
-use crate::mem::RemoteRegion;
+use crate::memory::Gather;
+use crate::memory::RemoteRegion;
 use crate::types::{Imm, SendOp, Transport};
-use crate::verbs::Source;
 
 /// A WRITE in flight; gives the buffer back.
 ///
@@ -33,13 +33,13 @@ impl QueuePair {
     ///
     /// As [`Operation`]: the bytes are written even if the future is dropped.
     #[inline(always)]
-    pub fn write<B: Source>(&self, buffer: B, remote: RemoteRegion) -> Write<B> {
+    pub fn write<B: Gather>(&self, buffer: B, remote: RemoteRegion) -> Write<B> {
         self.post_write(SendOp::Write(remote.remote_addr()), buffer, remote)
     }
 
     /// As [`write`](Self::write), and consumes a receive of the peer, which reports `imm` and the number of bytes.
     #[inline(always)]
-    pub fn write_with_imm<B: Source>(&self, buffer: B, remote: RemoteRegion, imm: Imm) -> Write<B> {
+    pub fn write_with_imm<B: Gather>(&self, buffer: B, remote: RemoteRegion, imm: Imm) -> Write<B> {
         self.post_write(SendOp::WriteWithImm(remote.remote_addr(), imm), buffer, remote)
     }
 
@@ -61,7 +61,7 @@ impl QueuePair {
     ///
     /// [`TryError::Full`] with the buffer if there is none.
     #[inline(always)]
-    pub fn try_write<B: Source>(&self, buffer: B, remote: RemoteRegion) -> Result<Write<B>, TryError<B>> {
+    pub fn try_write<B: Gather>(&self, buffer: B, remote: RemoteRegion) -> Result<Write<B>, TryError<B>> {
         if let Some(kind) = self.unsupported("WRITE", CONNECTED) {
             return Ok(Operation::refused(kind, buffer));
         }
@@ -79,7 +79,7 @@ impl QueuePair {
     }
 
     #[inline(always)]
-    fn post_write<B: Source>(&self, op: SendOp, buffer: B, remote: RemoteRegion) -> Write<B> {
+    fn post_write<B: Gather>(&self, op: SendOp, buffer: B, remote: RemoteRegion) -> Write<B> {
         if let Some(kind) = self.unsupported("WRITE", CONNECTED) {
             return Operation::refused(kind, buffer);
         }

@@ -5,9 +5,9 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::sync::Arc;
 
 use super::Device;
+use crate::dispatch;
 use crate::error::VerbError;
-use crate::provider::contract::{Channel as _, Context as _};
-use crate::provider::dispatch;
+use rdma_provider::contract::{Channel as _, Context as _};
 
 /// Completion channel, `ibv_create_comp_channel(3)`; clones share it.
 #[derive(Clone)]

@@ -5,13 +5,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use super::events::{Fault, Listener};
+use super::async_events::{Fault, Listener};
 use super::{Channel, Device};
+use crate::dispatch;
+use crate::dispatch::CqCounters;
 use crate::error::{LimitError, SetupError, VerbError};
-use crate::provider::contract::{Context as _, Cq as _};
-use crate::provider::dispatch;
-use crate::provider::dispatch::CqCounters;
 use crate::types::WorkCompletion;
+use rdma_provider::contract::{Context as _, Cq as _};
 
 /// Bare completion queue, `ibv_create_cq(3)`; clones share it.
 #[derive(Clone)]
@@ -64,7 +64,7 @@ impl Cq {
         }
         let raw = device.context().create_cq(capacity, channel.map(Channel::raw), vector, cookie)?;
         let fault = Fault::new(raw.id());
-        device.events().watch(&fault);
+        device.async_events().watch(&fault);
         let (channel, device, empty) = (channel.cloned(), device.clone(), AtomicU32::new(0));
         Ok(Self { inner: Arc::new(Inner { raw, channel, device, fault, empty }) })
     }
@@ -168,7 +168,7 @@ impl Cq {
         &self.inner.device
     }
 
-    pub(super) fn raw(&self) -> &dispatch::Cq {
+    pub(crate) fn raw(&self) -> &dispatch::Cq {
         &self.inner.raw
     }
 }

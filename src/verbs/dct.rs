@@ -7,10 +7,10 @@ use std::fmt;
 use parking_lot::Mutex;
 
 use super::{Cq, ProtectionDomain, Srq};
+use crate::dispatch::{self, TargetCounters};
 use crate::error::{SetupError, VerbError};
-use crate::provider::contract::{Dct as _, DctInit, Pd as _};
-use crate::provider::dispatch::{self, TargetCounters};
 use crate::types::{DcKey, QpAttr, QpState, Qpn, TransitionError, check_dct_transition};
+use rdma_provider::contract::{Dct as _, DctInit, Pd as _};
 
 /// Bare DC target, a DCT of `mlx5dv_create_qp(3)`: initiators that know its number and key reach the memory and the shared
 /// receives of its protection domain.

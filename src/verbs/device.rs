@@ -8,14 +8,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use super::ProtectionDomain;
-use super::events::{Events, Listener};
-use super::net::{best_path, is_at, rank_gids, source_to, sources_to};
+use super::async_events::{Events, Listener};
+use super::gid_routes::{best_path, is_at, rank_gids, source_to, sources_to};
+use crate::dispatch::Context;
 use crate::error::{OpenError, SetupError, UdpError, VerbError};
-use crate::host::interface_at;
-use crate::provider::contract::Context as _;
-use crate::provider::dispatch::Context;
-use crate::provider::soft;
 use crate::types::{AsyncEvent, DeviceAttr, Gid, GidEntry, PortAttr, PortNum, PortState, Psn, RankedGid};
+use rdma_provider::contract::Context as _;
+use rdma_soft as soft;
+use rdma_soft::interface_at;
 
 /// An open device; clones share it.
 #[derive(Clone)]
@@ -79,7 +79,7 @@ impl Device {
         }
         #[cfg(feature = "ibverbs")]
         if real_devices().is_ok()
-            && let Some(context) = crate::provider::ibverbs::Context::open(name).map_err(OpenError::of(name))?
+            && let Some(context) = rdma_ibverbs::Context::open(name).map_err(OpenError::of(name))?
         {
             tracing::debug!(device = name, "opened");
             return Ok(Self::new(Context::Ibverbs(context)));
@@ -321,7 +321,7 @@ impl Device {
 
     /// Next asynchronous event, `ibv_get_async_event(3)`; `None` if there is none now.
     ///
-    /// Each event is given once. Services rather await them: [`events`](crate::events()).
+    /// Each event is given once. Services rather await them: [`events`](Self::events).
     ///
     /// # Errors
     ///
@@ -341,7 +341,7 @@ impl Device {
         self.inner.events.listen(listener)
     }
 
-    pub(super) fn events(&self) -> &Events {
+    pub(super) fn async_events(&self) -> &Events {
         &self.inner.events
     }
 
@@ -473,7 +473,7 @@ fn named() -> Option<String> {
 /// Names of the devices that libibverbs finds, or why it finds none.
 fn real_devices() -> Result<Vec<String>, &'static str> {
     #[cfg(feature = "ibverbs")]
-    return crate::provider::ibverbs::devices().map_err(|error| match error.errno {
+    return rdma_ibverbs::devices().map_err(|error| match error.errno {
         VerbError::EOPNOTSUPP => "libibverbs.so.1 cannot be loaded: rdma-core is not installed",
         VerbError::ENOSYS => "the kernel has no RDMA support loaded: there is no /sys/class/infiniband_verbs",
         _ => "libibverbs cannot list its devices",

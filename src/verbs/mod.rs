@@ -12,42 +12,27 @@
 //! are the bare objects: post, poll, arm. Nothing here waits and nothing knows about tasks; the futures
 //! are made of these by [`QueuePair`](crate::QueuePair) and [`CompletionQueue`](crate::CompletionQueue).
 
-mod ah;
-mod buf;
+mod address_handle;
+mod async_events;
 mod channel;
 mod cq;
 mod dct;
 mod device;
-mod dma_buf;
-mod events;
-mod exposed;
-mod net;
-mod pd;
-mod pool;
+pub(crate) mod gid_rank;
+mod gid_routes;
+pub(crate) mod interfaces;
+mod protection_domain;
 mod qp;
-mod read_only;
-mod registration;
-mod source;
 mod srq;
-mod window;
-mod window_set;
 
-pub use ah::AddressHandle;
-pub use buf::{Buf, BufMut};
+pub use address_handle::AddressHandle;
+pub(crate) use async_events::Listener;
 pub use channel::Channel;
 pub use cq::Cq;
 pub use dct::Dct;
 pub use device::Device;
 pub(crate) use device::Inlet;
-pub use dma_buf::DmaBufRegion;
-pub(crate) use events::Listener;
-pub use exposed::{ExposedRegion, ExposedSlice};
-pub use pd::ProtectionDomain;
-pub use pool::{Pool, PoolBuilder, PoolError};
+pub(crate) use protection_domain::PdId;
+pub use protection_domain::ProtectionDomain;
 pub use qp::{PostError, Qp, QpOptions};
-pub(crate) use read_only::ReadOnlyRegion;
-pub(crate) use source::{PdKey, Sealed, SgeList};
-pub use source::{Source, Target};
 pub use srq::Srq;
-pub use window::MemoryWindow;
-pub(crate) use window_set::{BoundWindow, WindowSet};

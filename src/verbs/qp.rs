@@ -10,12 +10,12 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::{Cq, ProtectionDomain, Srq, WindowSet};
+use super::{Cq, ProtectionDomain, Srq};
+use crate::dispatch;
+use crate::dispatch::{ReceiveCounters, SendCounters};
 use crate::error::{LimitError, SetupError, VerbError};
-use crate::provider::contract::{self, Context as _, Pd as _, Qp as _, QpInit};
-use crate::provider::dispatch;
-use crate::provider::dispatch::{ReceiveCounters, SendCounters};
 use crate::types::{QpAttr, QpCaps, QpState, Qpn, RecvWr, SendWr, TransitionError, Transport, check_transition};
+use rdma_provider::contract::{self, Context as _, Pd as _, Qp as _, QpInit};
 
 /// What a queue pair is made of.
 #[derive(Debug, Clone)]
@@ -30,8 +30,6 @@ pub struct QpOptions {
 ///
 /// Dropping it destroys it: work in flight is abandoned, completions not yet polled are gone.
 pub struct Qp {
-    /// Windows of leases, which go before it.
-    windows: Arc<WindowSet>,
     raw: dispatch::Qp,
     transport: Transport,
     /// One transition at a time, so that what is checked is what is changed.
@@ -111,8 +109,7 @@ impl Qp {
         };
         let watched = srq.is_some() && pd.device().context().reports_last_receive();
         Ok(Self {
-            windows: Arc::default(),
-            last_receive: watched.then(|| pd.device().events().watch_last_receive(raw.qpn())),
+            last_receive: watched.then(|| pd.device().async_events().watch_last_receive(raw.qpn())),
             raw,
             transport: options.transport,
             transition: Mutex::new(()),
@@ -141,14 +138,16 @@ impl Qp {
         self.transport
     }
 
+    /// The provider's object.
+    #[cfg(feature = "ibverbs")]
+    pub(crate) fn raw(&self) -> &dispatch::Qp {
+        &self.raw
+    }
+
     /// The protection domain it belongs to.
     #[must_use]
     pub fn protection_domain(&self) -> &ProtectionDomain {
         &self.pd
-    }
-
-    pub(crate) fn windows(&self) -> &Arc<WindowSet> {
-        &self.windows
     }
 
     /// Queue of its send completions.
@@ -223,7 +222,6 @@ impl Qp {
     /// [`VerbError`] if the device refuses: it may go on with what was posted. Nothing that the queue pair is made of is
     /// freed then, as long as the program runs, and the memory that its work names must not be either.
     pub fn destroy(mut self) -> Result<(), VerbError> {
-        self.windows.end();
         let result = self.raw.destroy();
         if let Err(error) = &result {
             tracing::error!(qpn = %self.qpn(), %error, "queue pair is not destroyed");
@@ -301,9 +299,8 @@ impl Qp {
 
 impl Drop for Qp {
     fn drop(&mut self) {
-        self.windows.end();
         if let Some(reached) = &self.last_receive {
-            self.pd.device().events().forget_last_receive(self.qpn(), reached);
+            self.pd.device().async_events().forget_last_receive(self.qpn(), reached);
         }
     }
 }

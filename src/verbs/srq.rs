@@ -6,10 +6,10 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::{PostError, ProtectionDomain};
+use crate::dispatch;
 use crate::error::{LimitError, SetupError, VerbError};
-use crate::provider::contract::{Pd as _, Srq as _};
-use crate::provider::dispatch;
 use crate::types::{RecvWr, SrqCaps};
+use rdma_provider::contract::{Pd as _, Srq as _};
 
 /// Bare shared receive queue, `ibv_create_srq(3)`; clones share it.
 #[derive(Clone)]
@@ -103,7 +103,7 @@ impl Srq {
         result
     }
 
-    pub(super) fn raw(&self) -> &dispatch::Srq {
+    pub(crate) fn raw(&self) -> &dispatch::Srq {
         &self.inner.raw
     }
 }

@@ -13,9 +13,10 @@ use std::future::Future;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::time::{Duration, Instant};
 
+use tokio_rdma::memory::HostMemory;
 use tokio_rdma::software::{DeviceControl, Faults, Network};
 use tokio_rdma::types::{Access, AsyncEvent, RemoteAddr, Sge, Transport};
-use tokio_rdma::{CompletionMode, Device, ExposedRegion, HostMemory, ProtectionDomain, RemoteRegion};
+use tokio_rdma::{CompletionMode, Device, ExposedRegion, ProtectionDomain, RemoteRegion};
 
 /// Only a hang takes this long: it bounds a test and asserts nothing about speed. A real device may be the kernel's, in an
 /// emulated machine, with its processors taken by threads that poll.
@@ -162,7 +163,7 @@ pub(crate) fn transports(transports: &[Transport]) -> impl Iterator<Item = Trans
 }
 
 /// Name of the real device under test, if it is one.
-fn hardware() -> Option<String> {
+pub(crate) fn hardware() -> Option<String> {
     std::env::var("TOKIO_RDMA_DEVICE").ok().filter(|name| name != Device::SOFTWARE)
 }
 

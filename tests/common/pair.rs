@@ -3,10 +3,11 @@
 use std::future::Future;
 use std::time::Duration;
 
+use tokio_rdma::op::{ConnectOptions, QueuePairBuilder};
 use tokio_rdma::types::{AckTimeout, AddressVector, Mtu, PortNum, Qkey, QpState, Transport};
+use tokio_rdma::verbs::AddressHandle;
 use tokio_rdma::{
-    AddressHandle, BufMut, CompletionMode, CompletionQueue, ConnectOptions, ExposedRegion, Pool, ProtectionDomain,
-    QueuePair, QueuePairBuilder, RemoteRegion,
+    BufMut, CompletionMode, CompletionQueue, ExposedRegion, Pool, ProtectionDomain, QueuePair, RemoteRegion,
 };
 
 use super::{Setup, Wire, rxe};
@@ -46,8 +47,12 @@ impl Side {
     }
 
     pub(crate) fn region(&self, len: usize) -> ExposedRegion {
-        ExposedRegion::new(&self.pd, tokio_rdma::HostMemory::zeroed(len).unwrap(), tokio_rdma::Access::REMOTE_ALL)
-            .unwrap()
+        ExposedRegion::new(
+            &self.pd,
+            tokio_rdma::memory::HostMemory::zeroed(len).unwrap(),
+            tokio_rdma::Access::REMOTE_ALL,
+        )
+        .unwrap()
     }
 
     pub(crate) fn state(&self) -> QpState {

@@ -8,8 +8,9 @@ use tokio_rdma::types::{
     Access, AckTimeout, AddressVector, AsyncEvent, Data, Mtu, PortNum, Psn, Qkey, QpAttr, QpCaps, QpState, Qpn, RecvWr,
     RnrTimer, SendFlags, SendOp, SendWr, Sge, Transport, UdTarget, WcStatus, WorkCompletion, WrId,
 };
+use tokio_rdma::verbs::AddressHandle;
 use tokio_rdma::verbs::{Channel, Cq, PostError, Qp, QpOptions, Srq};
-use tokio_rdma::{AddressHandle, Device, ProtectionDomain};
+use tokio_rdma::{Device, ProtectionDomain};
 
 use super::{Memory, Setup, events, eventually, rxe};
 

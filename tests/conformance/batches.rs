@@ -1,7 +1,8 @@
 //! Batches: signalled at the end, in between, always; their results when all goes well and when not.
 
+use tokio_rdma::error::{LimitError, TryError};
 use tokio_rdma::types::{QpState, Qpn, Rkey, Transport, WcStatus};
-use tokio_rdma::{Batch, BufMut, Imm, LimitError, OpErrorKind, RemoteRegion, TryError};
+use tokio_rdma::{Batch, BufMut, Imm, OpErrorKind, RemoteRegion};
 
 use crate::common::pair::{Pair, Shape, Side, fenced};
 use crate::common::{Setup, Wire, in_every_mode, pattern, transports, within};
@@ -16,7 +17,7 @@ in_every_mode! {
 }
 
 fn small(transport: Transport, mode: &str, depth: u32) -> Pair {
-    let build = move |builder: tokio_rdma::QueuePairBuilder| builder.max_send_wr(depth);
+    let build = move |builder: tokio_rdma::op::QueuePairBuilder| builder.max_send_wr(depth);
     Pair::shaped(Setup::new(), &Shape { build: &build, ..Shape::new(transport, mode) })
 }
 
@@ -238,7 +239,7 @@ async fn part_that_is_refused_ends_the_queue_pair_before_the_batch(mode: &str) {
     for waits in [false, true] {
         for posted in 0..6 {
             let Some((setup, control, _)) = Setup::controlled("part_that_is_refused") else { return };
-            let build = |builder: tokio_rdma::QueuePairBuilder| builder.max_send_wr(8);
+            let build = |builder: tokio_rdma::op::QueuePairBuilder| builder.max_send_wr(8);
             let Pair { a, b, .. } = Pair::shaped(setup, &Shape { build: &build, ..Shape::new(Transport::Rc, mode) });
             let region = b.region(8);
             let fill = if waits { 4 } else { 0 };

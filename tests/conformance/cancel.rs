@@ -16,11 +16,13 @@ use crate::torture::{
     soon, yields,
 };
 use fastrand::Rng;
+use tokio_rdma::completion::WorkQueueCounters;
+use tokio_rdma::dc::{DcInitiator, DcPeer, DcSender, DcTarget};
+use tokio_rdma::op::{Atomic, BatchOp, Read, Send as Sending, Write};
 use tokio_rdma::software::Network;
 use tokio_rdma::{
-    Access, Atomic, Batch, BatchOp, Buf, BufMut, CompletionQueue, DcInitiator, DcPeer, DcSender, DcTarget, Device,
-    ExposedRegion, Imm, Pool, QueuePair, Read, RemoteRegion, Send as Sending, SharedReceiveQueue, WorkQueueCounters,
-    Write,
+    Access, Batch, Buf, BufMut, CompletionQueue, Device, ExposedRegion, Imm, Pool, QueuePair, RemoteRegion,
+    SharedReceiveQueue,
 };
 
 /// Operations of each storm; there are 96 of them, and 32 on a real device, or 48 if it has DC. Release builds run all of

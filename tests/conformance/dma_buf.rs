@@ -6,8 +6,9 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
+use tokio_rdma::memory::DmaBufRegion;
 use tokio_rdma::types::{Transport, WcStatus};
-use tokio_rdma::{Access, DmaBufRegion, ProtectionDomain, SetupError};
+use tokio_rdma::{Access, ProtectionDomain, SetupError};
 
 use crate::common::pair::Pair;
 use crate::common::{Setup, pattern, run, skip, within};

@@ -4,14 +4,17 @@ use std::future::Future;
 use std::pin::{Pin, pin};
 use std::task::{Context, Poll, Waker};
 
+use tokio_rdma::dc::{DcAddress, DcInitiator, DcPeer, DcTarget};
+use tokio_rdma::memory::HostMemory;
+use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::types::{
     AckTimeout, DcKey, LinkLayer, Mtu, PortNum, QpAttr, QpState, Qpn, RnrTimer, TransitionError, Transport, WcStatus,
 };
+use tokio_rdma::verbs::AddressHandle;
 use tokio_rdma::verbs::{Cq, Dct, Srq};
 use tokio_rdma::{
-    Access, AddressHandle, Batch, BufMut, CompletionQueue, ConnectOptions, DcAddress, DcInitiator, DcPeer, DcTarget,
-    Device, ExposedRegion, HostMemory, Imm, OpErrorKind, Pool, ProtectionDomain, QueuePair, RemoteRegion, SetupError,
-    SharedReceiveQueue,
+    Access, Batch, BufMut, CompletionQueue, Device, ExposedRegion, Imm, OpErrorKind, Pool, ProtectionDomain, QueuePair,
+    RemoteRegion, SetupError, SharedReceiveQueue,
 };
 
 use crate::common::{Setup, in_every_mode, mode, pattern, run, within};

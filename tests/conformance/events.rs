@@ -13,7 +13,7 @@ in_every_mode! { device_that_is_lost_ends_every_operation }
 async fn device_that_is_lost_ends_every_operation(mode: &str) {
     let Some((setup, control, _other)) = Setup::controlled("device_that_is_lost") else { return };
     let shape = Shape {
-        options: tokio_rdma::ConnectOptions {
+        options: tokio_rdma::op::ConnectOptions {
             timeout: tokio_rdma::types::AckTimeout::from_code(5),
             retry_count: 1,
             ..Default::default()
@@ -63,7 +63,7 @@ in_every_mode! { device_that_says_that_it_is_lost_and_no_more_ends_every_operati
 async fn device_that_says_that_it_is_lost_and_no_more_ends_every_operation(mode: &str) {
     let Some((setup, control, _other)) = Setup::controlled("device_that_says_that_it_is_lost") else { return };
     // It never gives up by itself.
-    let forever = tokio_rdma::ConnectOptions { timeout: AckTimeout::from_code(0), ..Default::default() };
+    let forever = tokio_rdma::op::ConnectOptions { timeout: AckTimeout::from_code(0), ..Default::default() };
     let Pair { a, b, setup } = Pair::shaped(setup, &Shape { options: forever, ..Shape::new(Transport::Rc, mode) });
     let srq = SharedReceiveQueue::new(&a.pd, &a.queue, 4, 1).unwrap();
     control.set_port(false);
@@ -72,7 +72,7 @@ async fn device_that_says_that_it_is_lost_and_no_more_ends_every_operation(mode:
     let (later, shared) = (a.qp.recv(a.room(8)), srq.recv(a.room(8)));
     drop(a.qp.recv(a.room(8)));
     tokio::task::yield_now().await;
-    let mut stream = tokio_rdma::events(&setup.a).unwrap();
+    let mut stream = setup.a.events().unwrap();
     assert_eq!(within("port", stream.next()).await, Some(Ok(AsyncEvent::PortError(PortNum(1)))));
     control.announce(AsyncEvent::DeviceFatal);
     let mut ended = Vec::new();
@@ -122,8 +122,8 @@ async fn queue_that_an_event_calls_dead_ends_its_operations_and_no_others(mode: 
 fn stream_hears_of_events_that_somebody_else_has_read() {
     run(1, "backlog", async {
         let Some((setup, control, _other)) = Setup::controlled("stream_hears") else { return };
-        let mut stream = tokio_rdma::events(&setup.a).unwrap();
-        let mut second = tokio_rdma::events(&setup.a).unwrap();
+        let mut stream = setup.a.events().unwrap();
+        let mut second = setup.a.events().unwrap();
         let pd = setup.a.protection_domain().unwrap();
         let queue = CompletionQueue::new(&setup.a, tokio_rdma::CompletionMode::Event).unwrap();
         let srq = SharedReceiveQueue::new(&pd, &queue, 4, 1).unwrap();
@@ -156,7 +156,7 @@ fn events_that_nobody_takes_do_not_fill_the_memory() {
 fn event_stream_gives_each_event_once_and_ends_with_the_device() {
     run(1, "event stream", async {
         let Some((setup, control, _other)) = Setup::controlled("event_stream") else { return };
-        let mut stream = tokio_rdma::events(&setup.a).unwrap();
+        let mut stream = setup.a.events().unwrap();
         control.set_port(false);
         control.set_port(false);
         assert_eq!(within("down", stream.next()).await, Some(Ok(AsyncEvent::PortError(PortNum(1)))));

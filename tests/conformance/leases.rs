@@ -3,8 +3,10 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use tokio_rdma::memory::HostMemory;
+use tokio_rdma::op::Lease;
 use tokio_rdma::types::{QpState, Transport, WcStatus};
-use tokio_rdma::{Access, ExposedRegion, HostMemory, Lease, OpErrorKind, RemoteRegion};
+use tokio_rdma::{Access, ExposedRegion, OpErrorKind, RemoteRegion};
 
 use crate::common::pair::{Pair, Shape, Side};
 use crate::common::{Setup, Wire, in_every_mode, run, rxe, skip, within};
@@ -173,7 +175,7 @@ async fn lease_that_cannot_be_is_refused_and_the_connection_goes_on(mode: &str) 
 }
 
 async fn leases_in_line_are_served_in_order_and_dropped_ones_let_go(mode: &str) {
-    let build = |builder: tokio_rdma::QueuePairBuilder| builder.max_send_wr(2);
+    let build = |builder: tokio_rdma::op::QueuePairBuilder| builder.max_send_wr(2);
     let Some(pair) = shaped("leases_in_line", &Shape { build: &build, ..Shape::new(Transport::Rc, mode) }) else {
         return;
     };

@@ -14,7 +14,7 @@ type Things = Vec<Box<dyn Any + Send>>;
 
 /// Two ends with work in flight of every kind, as a heap of things.
 fn everything(setup: Setup, mode: &str, transport: Transport) -> Things {
-    let build = |builder: tokio_rdma::QueuePairBuilder| builder.max_send_wr(8).max_recv_wr(4);
+    let build = |builder: tokio_rdma::op::QueuePairBuilder| builder.max_send_wr(8).max_recv_wr(4);
     let Pair { a, b, setup } = Pair::shaped(setup, &Shape { build: &build, ..Shape::new(transport, mode) });
     let mut things: Things = Vec::new();
     let region = b.region(4096);

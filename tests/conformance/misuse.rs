@@ -2,12 +2,14 @@
 
 use std::net::IpAddr;
 
+use tokio_rdma::error::{LimitError, ReceiveLengths, TryError};
+use tokio_rdma::memory::{HostMemory, PoolError};
+use tokio_rdma::op::{ConnectOptions, QueuePairBuilder};
 use tokio_rdma::types::{AckTimeout, Mtu, PortNum, QpAttr, QpState, Rkey, Transport, WcStatus};
 use tokio_rdma::verbs::{Cq, Qp, QpOptions};
 use tokio_rdma::{
-    Access, CompletionQueue, ConnectOptions, ExposedRegion, HostMemory, LimitError, OpErrorKind, Pool, PoolError,
-    QueuePair, QueuePairBuilder, QueuePairEndpoint, ReceiveLengths, RemoteRegion, SetupError, SharedReceiveQueue,
-    TryError,
+    Access, CompletionQueue, ExposedRegion, OpErrorKind, Pool, QueuePair, QueuePairEndpoint, RemoteRegion, SetupError,
+    SharedReceiveQueue,
 };
 
 use crate::common::pair::{Pair, QKEY, Shape, connect};

@@ -11,6 +11,8 @@ mod leases;
 mod lifetimes;
 mod misuse;
 mod operations;
+#[cfg(feature = "ibverbs")]
+mod raw_handles;
 mod shared;
 mod states;
 mod transitions;

@@ -1,9 +1,9 @@
 //! Every operation on every transport in every completion mode, and what it must leave behind.
 
+use tokio_rdma::error::LimitError;
+use tokio_rdma::memory::HostMemory;
 use tokio_rdma::types::{Mtu, QpState, Qpn, Transport, WcFlags};
-use tokio_rdma::{
-    Access, Buf, BufMut, ExposedRegion, HostMemory, Imm, LimitError, OpErrorKind, Pool, SetupError, SharedReceiveQueue,
-};
+use tokio_rdma::{Access, Buf, BufMut, ExposedRegion, Imm, OpErrorKind, Pool, SetupError, SharedReceiveQueue};
 
 use crate::common::pair::{Pair, QKEY, Shape, Side, connect, fenced};
 use crate::common::{Setup, in_every_mode, pattern, run, rxe, transports, within};
@@ -292,7 +292,7 @@ async fn shared_receives_serve_many_queue_pairs(mode: &str) {
                 let builder = tokio_rdma::QueuePair::builder(&pd, &queue).transport(transport);
                 let builder = if transport == Transport::Ud { builder.qkey(QKEY) } else { builder };
                 let qp = builder.build().unwrap();
-                connect(&qp, server, Mtu::Mtu4096, &tokio_rdma::ConnectOptions::default());
+                connect(&qp, server, Mtu::Mtu4096, &tokio_rdma::op::ConnectOptions::default());
                 (qp, pd)
             })
             .collect();

@@ -1,8 +1,9 @@
 //! Shared receive queues: limit, room, emptiness, the last receive.
 
+use tokio_rdma::SetupError;
+use tokio_rdma::error::LimitError;
 use tokio_rdma::types::{AsyncEvent, QpState, RecvWr, SendOp, SrqCaps, Transport, WcStatus, WrId};
 use tokio_rdma::verbs::{Cq, Srq};
-use tokio_rdma::{LimitError, SetupError};
 
 use crate::common::raw::{End, Options, connect, outcome, poll, post_shared};
 use crate::common::{Memory, Setup, events, eventually, rxe};

@@ -6,10 +6,11 @@ use std::task::{Context, Poll, Waker};
 use std::thread;
 
 use crate::torture::{Flavour, LONG, bounded, connect, device, scaled, soon};
+use tokio_rdma::error::LimitError;
 use tokio_rdma::software::Network;
 use tokio_rdma::types::{Qkey, QpAttr, QpState, Transport};
 use tokio_rdma::{
-    Access, CompletionMode, CompletionQueue, LimitError, OpErrorKind, Pool, ProtectionDomain, QueuePair, SetupError,
+    Access, CompletionMode, CompletionQueue, OpErrorKind, Pool, ProtectionDomain, QueuePair, SetupError,
     SharedReceiveQueue,
 };
 

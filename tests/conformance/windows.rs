@@ -1,10 +1,10 @@
 //! Memory windows of type 2: what a binding opens, to whom, and every way in which it ends.
 
+use tokio_rdma::memory::MemoryWindow;
 use tokio_rdma::types::{
     Data, Imm, QpState, RemoteAddr, Rkey, SendFlags, SendOp, SendWr, Sge, Transport, WcFlags, WcOpcode, WcStatus,
     WindowBind, WrId,
 };
-use tokio_rdma::verbs::MemoryWindow;
 use tokio_rdma::{Access, ProtectionDomain, SetupError};
 
 use crate::common::raw::{End, Options, connect, connected, outcome};
@@ -405,7 +405,7 @@ fn window_that_is_dropped_while_bound_is_shut() {
     let (window, remote) = bound(&b, &memory, 0..64, Access::REMOTE_ALL);
     drop(window);
     // The region is free again.
-    let storage = memory.0.into_storage::<tokio_rdma::HostMemory>().map_err(|_| "still in use").unwrap();
+    let storage = memory.0.into_storage::<tokio_rdma::memory::HostMemory>().map_err(|_| "still in use").unwrap();
     is_shut_out(&a, &b, SendOp::Write(remote), &[from.sge(0, 8)]);
     drop(storage);
 }

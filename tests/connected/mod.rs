@@ -6,9 +6,10 @@ use std::cell::Cell;
 use std::net::SocketAddr;
 
 use bytes::Bytes;
+use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::software::Network;
 use tokio_rdma::types::AckTimeout;
-use tokio_rdma::{ConnectOptions, Connection, ConnectionConfig, Device, ProtectionDomain};
+use tokio_rdma::{Connection, ConnectionConfig, Device, ProtectionDomain};
 
 use crate::torture::{self, Flavour, LONG, Mode, bounded, soon};
 
@@ -60,7 +61,7 @@ pub fn pair_in(
 ) -> (Connection, Connection) {
     let (a, b) = (Connection::prepare(a_pd, a).unwrap(), Connection::prepare(b_pd, b).unwrap());
     let (a_end, b_end) = (a.endpoint(), b.endpoint());
-    let (a_hello, b_hello) = (a.hello(b"from a").unwrap(), b.hello(b"from b").unwrap());
+    let (a_hello, b_hello) = (a.handshake(b"from a").unwrap(), b.handshake(b"from b").unwrap());
     (a.establish(&b_end, &b_hello).unwrap(), b.establish(&a_end, &a_hello).unwrap())
 }
 

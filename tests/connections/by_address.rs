@@ -12,12 +12,11 @@ use crate::torture::{self, Flavour, LONG, bounded, eventually, hardware, scaled,
 use tokio_rdma::cm::{
     self, Attempt, ConnectError, Disconnection, Link, ListenOptions, Listener, Options, RejectReason, Request, Step,
 };
+use tokio_rdma::error::LimitError;
+use tokio_rdma::op::QueuePairBuilder;
 use tokio_rdma::software::{Faults, Network};
 use tokio_rdma::types::{AckTimeout, QpAttr, QpState, Rkey, TransitionError, Transport};
-use tokio_rdma::{
-    Access, CompletionQueue, Device, LimitError, Pool, ProtectionDomain, QueuePair, QueuePairBuilder, RemoteRegion,
-    SetupError,
-};
+use tokio_rdma::{Access, CompletionQueue, Device, Pool, ProtectionDomain, QueuePair, RemoteRegion, SetupError};
 
 /// What one side needs.
 #[derive(Clone)]
@@ -41,7 +40,7 @@ impl Side {
         Self { device: device.clone(), pd, queue, pool }
     }
 
-    fn builder(&self) -> tokio_rdma::QueuePairBuilder {
+    fn builder(&self) -> tokio_rdma::op::QueuePairBuilder {
         QueuePair::builder(&self.pd, &self.queue).max_send_wr(2).max_recv_wr(2)
     }
 
@@ -553,7 +552,7 @@ fn private_data_and_queue_pairs_that_do_not_fit_are_refused_untouched() {
 /// Retries that end soon on the software device, and still survive a machine that is busy: some 0.6 s.
 fn probing(interval: Duration) -> Options {
     let transport =
-        tokio_rdma::ConnectOptions { timeout: AckTimeout::from_code(14), retry_count: 7, ..Default::default() };
+        tokio_rdma::op::ConnectOptions { timeout: AckTimeout::from_code(14), retry_count: 7, ..Default::default() };
     Options::default().transport(transport).keepalive(Some(interval))
 }
 
@@ -682,7 +681,7 @@ fn keepalive_that_cannot_be_is_refused_by_name() {
         let listener = b.listen().await;
         let refused = async |interval, builder: QueuePairBuilder, timeout: u8| {
             let transport =
-                tokio_rdma::ConnectOptions { timeout: AckTimeout::from_code(timeout), ..Default::default() };
+                tokio_rdma::op::ConnectOptions { timeout: AckTimeout::from_code(timeout), ..Default::default() };
             let options = Options::default().transport(transport).keepalive(Some(interval));
             let to = listener.local_addr();
             let asked = cm::connect(&a.device, to, &options, |route| route.prepare(builder.clone()).build());

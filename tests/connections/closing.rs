@@ -9,11 +9,12 @@ use crate::torture::{
 };
 use futures::{FutureExt, StreamExt};
 use tokio::time::timeout;
+use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::software::Network;
 use tokio_rdma::types::{AckTimeout, WcStatus};
 use tokio_rdma::{
-    Access, Batch, CloseReason, ConnectOptions, Connection, ConnectionConfig, Device, Listener, MessageError, OpError,
-    OpErrorKind, Pool,
+    Access, Batch, CloseReason, Connection, ConnectionConfig, Device, Listener, MessageError, OpError, OpErrorKind,
+    Pool,
 };
 
 /// Runs `test` in every completion mode, and the usual one on each runtime.

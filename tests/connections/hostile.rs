@@ -6,23 +6,24 @@ use std::time::Duration;
 use crate::connected::{self, config, pattern, two};
 use crate::torture::{Flavour, LONG, Seed, bounded, eventually, soon};
 use futures::FutureExt;
+use tokio_rdma::message::{Handshake, HandshakeError, Refusal, Violation};
 use tokio_rdma::software::Network;
 use tokio_rdma::types::{Imm, Rkey, WcStatus};
 use tokio_rdma::{
-    CloseReason, CompletionMode, CompletionQueue, Connection, ConnectionConfig, Device, EstablishError, Hello,
-    HelloError, Listener, MessageError, Pool, ProtectionDomain, QueuePair, Refusal, RemoteRegion, Violation, cm,
+    CloseReason, CompletionMode, CompletionQueue, Connection, ConnectionConfig, Device, EstablishError, Listener,
+    MessageError, Pool, ProtectionDomain, QueuePair, RemoteRegion, cm,
 };
 
 /// A peer that does what the test wants: a bare queue pair with receives.
 struct Peer {
     qp: QueuePair,
     pool: Pool,
-    receives: Vec<tokio_rdma::Recv<tokio_rdma::BufMut>>,
+    receives: Vec<tokio_rdma::op::Recv<tokio_rdma::BufMut>>,
     _pd: ProtectionDomain,
     _device: Device,
 }
 
-const HELLO: Hello = Hello { buffer_size: 4096, receives: 68, max_message: 1 << 20 };
+const HELLO: Handshake = Handshake { buffer_size: 4096, receives: 68, max_message: 1 << 20 };
 
 const DATA: u32 = 0;
 const OFFER: u32 = 1;
@@ -371,7 +372,7 @@ fn hellos_that_are_none_are_refused_here_and_there() {
             let prepared = Connection::prepare(&pd, &config()).unwrap();
             let other = Connection::prepare(&client_pd, &config()).unwrap();
             let refused = prepared.establish(&other.endpoint(), bytes);
-            assert!(matches!(refused, Err(EstablishError::Hello(_))), "{what}: {refused:?}");
+            assert!(matches!(refused, Err(EstablishError::Handshake(_))), "{what}: {refused:?}");
         }
 
         // A listener rejects them, and goes on.
@@ -411,12 +412,15 @@ fn hellos_that_are_none_are_refused_here_and_there() {
         let ((), refused) = soon("connect", async { tokio::join!(serving(""), connecting()) }).await;
         let text = refused.unwrap_err().to_string();
         let expected = format!("{address} accepted the connection request but is no tokio_rdma::Listener for messages");
-        assert!(text.starts_with(&expected) && text.contains("the peer sent no hello"), "{text}");
+        assert!(text.starts_with(&expected) && text.contains("the peer sent no handshake"), "{text}");
         let ((), refused) = soon("connect", async { tokio::join!(serving("HTTP/1.1"), connecting()) }).await;
         assert!(
             matches!(
                 &refused,
-                Err(EstablishError::OtherProtocol { error: HelloError::Magic { found: [b'H', b'T', b'T', b'P'] }, .. })
+                Err(EstablishError::OtherProtocol {
+                    error: HandshakeError::Magic { found: [b'H', b'T', b'T', b'P'] },
+                    ..
+                })
             ),
             "{refused:?}"
         );

@@ -12,11 +12,13 @@ use crate::torture::{self, Flavour, LONG, Mode, Seed, bounded, device, eventuall
 use bytes::Bytes;
 use futures::{FutureExt, Sink, SinkExt, Stream, StreamExt};
 use tokio::time::timeout;
+use tokio_rdma::message::{Handshake, HandshakeError, SendHalf};
+use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::software::{Faults, LinkCounters, Network};
 use tokio_rdma::types::{AckTimeout, Gid};
 use tokio_rdma::{
-    Access, Buf, CompletionMode, CompletionQueue, ConnectOptions, Connection, ConnectionConfig, EstablishError, Hello,
-    HelloError, Listener, MessageError, RemoteRegion, SendHalf, SetupError, cm,
+    Access, Buf, CompletionMode, CompletionQueue, Connection, ConnectionConfig, EstablishError, Listener, MessageError,
+    RemoteRegion, SetupError, cm,
 };
 
 /// Runs `test` in every completion mode and on each runtime.
@@ -617,7 +619,7 @@ fn bytes_of_the_user_that_no_peer_could_be_told_are_refused_before_anybody_asks(
     run("user data", || async {
         let (device, _) = device(&Network::new());
         let allowed = |result: Result<(), EstablishError>| match result {
-            Err(EstablishError::Hello(HelloError::UserData { allowed, .. })) => allowed,
+            Err(EstablishError::Handshake(HandshakeError::UserData { allowed, .. })) => allowed,
             other => panic!("{other:?}"),
         };
         let with = |bytes: usize| config().user_data(vec![7; bytes]);
@@ -915,7 +917,7 @@ async fn silent(device: &tokio_rdma::Device, address: std::net::SocketAddr) -> i
     let queue = CompletionQueue::new(device, CompletionMode::Event).unwrap();
     let pd = device.protection_domain().unwrap();
     let qp = route.prepare(tokio_rdma::QueuePair::builder(&pd, &queue)).build().unwrap();
-    let hello = Hello { buffer_size: 4096, receives: 68, max_message: 1 << 20 }.encode(b"silent").unwrap();
+    let hello = Handshake { buffer_size: 4096, receives: 68, max_message: 1 << 20 }.encode(b"silent").unwrap();
     let mut connecting = Box::pin(async move { route.connect(&qp, &cm::Options::default().private_data(hello)).await });
     // Once: the request is on its way, and whatever is answered to it, nobody confirms.
     assert!(connecting.as_mut().now_or_never().is_none());

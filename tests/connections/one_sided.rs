@@ -5,10 +5,11 @@ use std::io::ErrorKind;
 
 use crate::connected::{assert_ready, config, modes, pair, pair_in, pattern, recv, two};
 use crate::torture::{Mode, device, eventually, keeps_fences, scaled, soon};
+use tokio_rdma::error::LimitError;
 use tokio_rdma::software::Network;
 use tokio_rdma::{
-    Access, Batch, BufMut, CloseReason, CompletionQueue, Connection, ExposedRegion, Imm, LimitError, MessageError,
-    OpErrorKind, Pool, RemoteRegion, SetupError,
+    Access, Batch, BufMut, CloseReason, CompletionQueue, Connection, ExposedRegion, Imm, MessageError, OpErrorKind,
+    Pool, RemoteRegion, SetupError,
 };
 
 /// Bytes of each work request of the batches here.

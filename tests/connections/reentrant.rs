@@ -13,7 +13,8 @@ use std::task::{Context, Wake, Waker};
 use crate::connected::{config, pair_in, recv, two};
 use crate::torture::{self, Flavour, LONG, Mode, Seed, bounded, slow_network};
 use futures::FutureExt;
-use tokio_rdma::{Access, CloseReason, Connection, ConnectionConfig, ExposedRegion, RemoteRegion, Storage};
+use tokio_rdma::memory::Storage;
+use tokio_rdma::{Access, CloseReason, Connection, ConnectionConfig, ExposedRegion, RemoteRegion};
 
 /// Two ends on a network that answers late, and memory of the second.
 struct Setup {

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio_rdma::{Batch, DcPolicy, DcPoolPeer, OpErrorKind, RemoteRegion};
+use tokio_rdma::dc::{DcPolicy, DcPoolPeer};
+use tokio_rdma::{Batch, OpErrorKind, RemoteRegion};
 
 use super::{Home, Node, exclusive, setup, until};
 use crate::common::{in_every_mode, within};

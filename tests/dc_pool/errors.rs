@@ -1,7 +1,8 @@
 //! What an error ends, and what it does not.
 
+use tokio_rdma::dc::DcPolicy;
 use tokio_rdma::types::{AsyncEvent, WcStatus};
-use tokio_rdma::{DcPolicy, OpErrorKind, SetupError};
+use tokio_rdma::{OpErrorKind, SetupError};
 
 use super::{Home, Node, block, exclusive, poll, setup, unblock, until};
 use crate::common::{Setup, in_every_mode, within};
@@ -259,7 +260,7 @@ async fn until_final_error(mode: &str, mut operation: impl AsyncFnMut() -> Optio
 fn pool_is_checked_when_it_is_made() {
     let Some(setup) = setup("pool_is_checked") else { return };
     let home = Home::new(&setup.a, "event");
-    let builder = || tokio_rdma::DcPool::builder(&home.pd, &home.queue);
+    let builder = || tokio_rdma::dc::DcPool::builder(&home.pd, &home.queue);
     let error = builder().initiators(0).build().unwrap_err();
     assert_eq!(error, SetupError::TooSmall { field: "initiators", asked: 0, least: 1 });
     // Devices may give more room than was asked for.

@@ -7,10 +7,12 @@ mod turns;
 use std::pin::Pin;
 use std::task::{Context, Poll, Waker};
 
+use tokio_rdma::dc::{DcPolicy, DcPool, DcPoolPeer, DcTarget};
+use tokio_rdma::memory::HostMemory;
+use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::types::{AckTimeout, RnrTimer};
 use tokio_rdma::{
-    Access, BufMut, CompletionQueue, ConnectOptions, DcPolicy, DcPool, DcPoolPeer, DcTarget, Device, ExposedRegion,
-    HostMemory, Pool, ProtectionDomain, RemoteRegion, SharedReceiveQueue,
+    Access, BufMut, CompletionQueue, Device, ExposedRegion, Pool, ProtectionDomain, RemoteRegion, SharedReceiveQueue,
 };
 
 use crate::common::{Setup, mode, skip, until};
@@ -114,7 +116,7 @@ fn poll<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {
 }
 
 /// Keeps the initiator of `peer` busy until a receive is posted at `node`.
-async fn block(node: &Node, peer: &DcPoolPeer) -> tokio_rdma::Pooled<tokio_rdma::Send<()>> {
+async fn block(node: &Node, peer: &DcPoolPeer) -> tokio_rdma::dc::Pooled<tokio_rdma::op::Send<()>> {
     let mut send = peer.send_inline(b"blocks");
     assert!(poll(&mut send).is_pending(), "there is a receive: {:?}", node.srq);
     send

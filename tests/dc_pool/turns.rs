@@ -1,10 +1,10 @@
 //! Who gets an initiator, when, and what stays in order.
 
+use tokio_rdma::dc::{DcPolicy, DcPoolPeer, DcTarget};
+use tokio_rdma::error::TryError;
+use tokio_rdma::memory::HostMemory;
 use tokio_rdma::types::Access;
-use tokio_rdma::{
-    Batch, CompletionQueue, DcPolicy, DcPoolPeer, DcTarget, ExposedRegion, HostMemory, Imm, OpErrorKind,
-    SharedReceiveQueue, TryError,
-};
+use tokio_rdma::{Batch, CompletionQueue, ExposedRegion, Imm, OpErrorKind, SharedReceiveQueue};
 
 use super::{Home, Node, block, exclusive, poll, setup, unblock, until};
 use crate::common::{in_every_mode, mode, pattern, within};

@@ -11,11 +11,13 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
 use fastrand::Rng;
+use tokio_rdma::memory::HostMemory;
+use tokio_rdma::op::{Atomic, BatchOp, Read, Received, Send};
 use tokio_rdma::software::{LinkCounters, Network};
 use tokio_rdma::types::{AckTimeout, AddressVector, Mtu, PortNum, Psn, QpAttr, QpState, RnrTimer, WcStatus};
 use tokio_rdma::{
-    Access, Atomic, Batch, BatchOp, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, HostMemory, Imm,
-    Pool, ProtectionDomain, QueuePair, Read, Received, RemoteRegion, Send, SharedReceiveQueue,
+    Access, Batch, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Imm, Pool, ProtectionDomain,
+    QueuePair, RemoteRegion, SharedReceiveQueue,
 };
 
 use super::campaign::{Trace, seeds};

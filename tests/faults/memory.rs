@@ -1,7 +1,8 @@
 //! Registered memory that the bare verbs can name.
 
+use tokio_rdma::memory::HostMemory;
 use tokio_rdma::types::{Lkey, RemoteAddr, Sge};
-use tokio_rdma::{Access, ExposedRegion, HostMemory, ProtectionDomain};
+use tokio_rdma::{Access, ExposedRegion, ProtectionDomain};
 
 /// A region for local and for remote use.
 #[derive(Debug)]

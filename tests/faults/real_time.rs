@@ -2,12 +2,11 @@
 
 use std::time::Duration;
 
+use tokio_rdma::memory::HostMemory;
+use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::software::{Faults, Network};
 use tokio_rdma::types::{AckTimeout, RnrTimer, WcStatus};
-use tokio_rdma::{
-    Access, CompletionMode, CompletionQueue, ConnectOptions, Device, ExposedRegion, HostMemory, Imm, Pool, QueuePair,
-    RemoteRegion,
-};
+use tokio_rdma::{Access, CompletionMode, CompletionQueue, Device, ExposedRegion, Imm, Pool, QueuePair, RemoteRegion};
 
 use super::chance::noise;
 

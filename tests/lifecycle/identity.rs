@@ -15,10 +15,11 @@ use std::task::{Context, Poll, RawWaker, RawWakerVTable, Wake, Waker};
 use futures::future::join_all;
 use futures::{Sink, SinkExt, StreamExt};
 use tokio_rdma::cm::{self, Options};
+use tokio_rdma::dc::{DcPool, DcTarget};
 use tokio_rdma::software::Network;
 use tokio_rdma::{
-    Access, Batch, CompletionQueue, Connection, ConnectionConfig, DcPool, DcTarget, Device, ExposedRegion, Listener,
-    Pool, QueuePair, SharedReceiveQueue, events,
+    Access, Batch, CompletionQueue, Connection, ConnectionConfig, Device, ExposedRegion, Listener, Pool, QueuePair,
+    SharedReceiveQueue,
 };
 
 use crate::connected;
@@ -450,7 +451,7 @@ fn pool_of_dc_initiators_and_device_events_end_whatever_will_wake_returns() {
             });
             soon("pool", async { tokio::join!(join_all(writes), join_all(leases)) }).await;
         }
-        let mut events = events(&device).unwrap();
+        let mut events = device.events().unwrap();
         let seen = wakers.odd("event", events.next());
         let port = async {
             yields(10).await;

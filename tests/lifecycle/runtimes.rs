@@ -11,10 +11,11 @@ use std::time::Duration;
 use crate::torture::{Flavour, LONG, Mode, block_on, bounded, connect, device, pair, slow_network, soon};
 use tokio::runtime::Builder;
 use tokio_rdma::cm::{self, ConnectError, Options};
+use tokio_rdma::error::NoRuntime;
 use tokio_rdma::software::Network;
 use tokio_rdma::{
     Access, CloseReason, CompletionMode, CompletionQueue, Connection, ConnectionConfig, Device, EstablishError,
-    ExposedRegion, Listener, MessageError, NoRuntime, Pool, QueuePair, RemoteRegion, events,
+    ExposedRegion, Listener, MessageError, Pool, QueuePair, RemoteRegion,
 };
 
 /// A connected pair on a network where nothing is done at once.
@@ -312,7 +313,7 @@ fn establish() -> Result<[Connection; 2], EstablishError> {
     let pd = Device::software_in(&Network::new(), "prepared").unwrap().protection_domain().unwrap();
     let [a, b] = [(); 2].map(|()| Connection::prepare(&pd, &ConnectionConfig::default()).unwrap());
     let ends = [a.endpoint(), b.endpoint()];
-    let hellos = [a.hello(b"").unwrap(), b.hello(b"").unwrap()];
+    let hellos = [a.handshake(b"").unwrap(), b.handshake(b"").unwrap()];
     Ok([a.establish(&ends[1], &hellos[1])?, b.establish(&ends[0], &hellos[0])?])
 }
 
@@ -328,11 +329,11 @@ fn what_needs_a_runtime_or_a_driver_says_which_is_missing() {
         assert_eq!(establish().unwrap_err(), EstablishError::NoRuntime(NoRuntime::Outside));
         let device = Device::software().unwrap();
         let kind = |result: std::io::Result<_>| result.map(drop).unwrap_err().kind();
-        assert_eq!(kind(events(&device)), std::io::ErrorKind::Unsupported);
+        assert_eq!(kind(device.events()), std::io::ErrorKind::Unsupported);
 
         let without_io = Builder::new_current_thread().enable_time().build().unwrap();
         check(without_io.block_on(awaited().missed()), NoRuntime::Io);
-        without_io.block_on(async { assert_eq!(kind(events(&device)), std::io::ErrorKind::Unsupported) });
+        without_io.block_on(async { assert_eq!(kind(device.events()), std::io::ErrorKind::Unsupported) });
     });
 }
 
@@ -354,7 +355,7 @@ fn panic_hook_runs_at_most_once_for_a_runtime_without_io() {
         for _ in 0..2 {
             let awaited = full.block_on(Awaited::new());
             assert!(!without_io.block_on(awaited.missed()).is_empty());
-            without_io.block_on(async { events(&device).map(drop).unwrap_err() });
+            without_io.block_on(async { device.events().map(drop).unwrap_err() });
             without_io.block_on(soon("exchange", Setup::new(Mode::Event).exchange(2)));
         }
         assert_eq!(REPORTED.get(), 1, "Tokio has no other check");
@@ -530,7 +531,7 @@ fn clock_that_is_paused_changes_nothing_for_connections() {
         bounded("paused clock", LONG, move || {
             let faults = tokio_rdma::software::Faults::none().delay(DELAY..2 * DELAY);
             let network = Network::with_faults(1, faults);
-            let options = tokio_rdma::ConnectOptions {
+            let options = tokio_rdma::op::ConnectOptions {
                 timeout: tokio_rdma::types::AckTimeout::from_code(20),
                 ..Default::default()
             };

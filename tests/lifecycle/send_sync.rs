@@ -4,10 +4,16 @@
 use crate::torture;
 use std::fmt::Debug;
 
+use tokio_rdma::completion::*;
+use tokio_rdma::dc::*;
 use tokio_rdma::doctor::{
     Ability, Container, DeviceReport, Examine, Finding, Host, KernelDevice, Library, LockLimit, NodeAccess,
     PciFunction, PortReport, Report, Severity, Verdict,
 };
+use tokio_rdma::error::*;
+use tokio_rdma::memory::*;
+use tokio_rdma::message::*;
+use tokio_rdma::op::*;
 use tokio_rdma::types::{
     AckTimeout, AddressVector, AsyncEvent, AtomicCapability, Data, DcAttr, DcKey, DciStreams, DctTarget, DeviceAttr,
     Gid, GidEntry, GidKind, GidReason, IpPrefix, LinkLayer, Lkey, Mtu, PortAttr, PortNum, PortState, Psn, Qkey, QpAttr,
@@ -15,6 +21,7 @@ use tokio_rdma::types::{
     SendWr, Sge, SrqCaps, TransitionError, Transport, UdTarget, WcFlags, WcOpcode, WcStatus, WindowBind,
     WorkCompletion, WrId,
 };
+use tokio_rdma::verbs::AddressHandle;
 use tokio_rdma::*;
 
 fn free<T: std::marker::Send + Sync + Unpin + Debug + 'static>() {}
@@ -34,12 +41,12 @@ fn objects_are_send_sync_unpin_and_debug() {
     each!(value: BusyPoller, CompletionMode, CompletionQueue, CompletionQueueBuilder, CompletionQueueCounters);
     each!(value: DcPool, DcPoolPeer, DcPoolBuilder, DcPoolCounters, DcPolicy);
     each!(free: DcLease);
-    each!(future: Pooled<Write<BufMut>>, Pooled<Read<BufMut>>, Pooled<Atomic>, Pooled<BatchOp<BufMut>>, Pooled<Lending>);
+    each!(future: Pooled<Write<BufMut>>, Pooled<Read<BufMut>>, Pooled<Atomic>, Pooled<BatchOp<BufMut>>, Pooled<PendingDcLease>);
     each!(value: WorkQueueCounters, RemoteRegion, ConnectOptions, QueuePair, QueuePairBuilder, QueuePairEndpoint);
     each!(value: SharedReceiveQueue, AddressHandle, Buf, Device, ExposedSlice, Pool, PoolBuilder, PoolError);
     each!(value: ProtectionDomain, Access, Imm);
     each!(free: DeviceEvents, HostMemory, Batch<BufMut>, Batch<Vec<Buf>>, BatchResult<BufMut>, Received<BufMut>);
-    each!(free: BufMut, ExposedRegion, Lease, verbs::MemoryWindow);
+    each!(free: BufMut, ExposedRegion, Lease, MemoryWindow);
     each!(free: DcInitiator, DcInitiatorBuilder, DcTarget, DcTargetBuilder);
     each!(free: verbs::Channel, verbs::Cq, verbs::Dct, verbs::Qp, verbs::QpOptions, verbs::Srq, verbs::PostError);
     each!(value: cm::Options, cm::ListenOptions, cm::Disconnection, cm::Step, cm::RejectReason);
@@ -50,9 +57,9 @@ fn objects_are_send_sync_unpin_and_debug() {
 
 #[test]
 fn connections_are_send_sync_unpin_and_debug() {
-    each!(free: Connection, SendHalf, RecvHalf, Listener, ConnectionRequest, Prepared);
-    each!(value: ConnectionConfig, ConnectionCounters, Hello);
-    each!(error: CloseReason, EstablishError, HelloError, MessageError, Violation);
+    each!(free: Connection, SendHalf, RecvHalf, Listener, ConnectionRequest, PreparedConnection);
+    each!(value: ConnectionConfig, ConnectionCounters, Handshake);
+    each!(error: CloseReason, EstablishError, HandshakeError, MessageError, Violation);
     fn futures(connection: &Connection, listener: &Listener, device: &Device) {
         drop(sendable(connection.send("x")));
         drop(sendable(connection.recv()));
@@ -88,7 +95,7 @@ fn operations_are_futures_that_may_be_moved_to_any_task_even_after_they_were_pol
     each!(future: Send<ExposedSlice>, SendTo<Buf>, SendTo<BufMut>, Write<Buf>, Write<()>, Read<BufMut>);
     each!(future: Read<Vec<BufMut>>, Read<ExposedSlice>, Recv<BufMut>, Recv<Vec<BufMut>>, Recv<()>, Recv<ExposedSlice>);
     each!(future: Drive<std::future::Ready<()>>, Drive<Write<Buf>>);
-    each!(future: Leasing, Invalidate);
+    each!(future: PendingLease, Invalidate);
     each!(future: Atomic, BatchOp<BufMut>, BatchOp<Buf>, BatchOp<Vec<Buf>>);
 }
 

@@ -9,11 +9,13 @@ use std::thread;
 use std::time::Duration;
 
 use crate::torture::{self, Flavour, LONG, Mode, bounded, software, soon};
+use tokio_rdma::dc::{DcAddress, DcInitiator, DcTarget};
+use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::software::Network;
 use tokio_rdma::types::{AckTimeout, AsyncEvent, DcKey, Mtu, QpState, Qpn, WcStatus};
 use tokio_rdma::{
-    Access, Batch, CompletionMode, CompletionQueue, ConnectOptions, DcAddress, DcInitiator, DcTarget, ExposedRegion,
-    OpErrorKind, Pool, ProtectionDomain, SharedReceiveQueue,
+    Access, Batch, CompletionMode, CompletionQueue, ExposedRegion, OpErrorKind, Pool, ProtectionDomain,
+    SharedReceiveQueue,
 };
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};

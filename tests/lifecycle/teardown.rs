@@ -16,12 +16,14 @@ use crate::torture::{
     self, Flavour, LONG, Mode, Seed, block_on, bounded, connect, device, pair, scaled, slow_network, software, soon,
 };
 use fastrand::Rng;
+use tokio_rdma::memory::Storage;
+use tokio_rdma::op::BatchOp;
 use tokio_rdma::software::{DeviceControl, Faults, Network};
 use tokio_rdma::types::{AsyncEvent, QpAttr, QpCaps, QpState, RecvWr, Transport, WcStatus, WrId};
 use tokio_rdma::verbs::{Qp, QpOptions};
 use tokio_rdma::{
-    Access, Batch, BatchOp, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, OpErrorKind, Pool,
-    ProtectionDomain, QueuePair, SetupError, SharedReceiveQueue, Storage,
+    Access, Batch, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, OpErrorKind, Pool, ProtectionDomain,
+    QueuePair, SetupError, SharedReceiveQueue,
 };
 
 /// Polls once, from nowhere.

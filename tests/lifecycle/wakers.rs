@@ -10,11 +10,10 @@ use std::thread;
 use std::time::Duration;
 
 use crate::torture::{self, Flavour, LONG, Mode, block_on, bounded, device, pair, slow_network, software, soon};
+use tokio_rdma::op::{Recv, Write};
 use tokio_rdma::software::Network;
 use tokio_rdma::types::{QpAttr, QpState};
-use tokio_rdma::{
-    Access, BufMut, CompletionMode, CompletionQueue, ExposedRegion, OpErrorKind, Pool, QueuePair, Recv, Write,
-};
+use tokio_rdma::{Access, BufMut, CompletionMode, CompletionQueue, ExposedRegion, OpErrorKind, Pool, QueuePair};
 
 /// Polls once, from nowhere.
 fn poll<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {
@@ -115,7 +114,7 @@ struct Together {
     write: Write<BufMut>,
     /// Polled until it waited, with the waker of `deed`.
     receive: Recv<BufMut>,
-    send: tokio_rdma::Send<BufMut>,
+    send: tokio_rdma::op::Send<BufMut>,
     deed: Arc<Deed>,
 }
 

@@ -1,7 +1,7 @@
 //! The suites on the real libibverbs and libmlx5, over an emulated ConnectX with InfiniBand ports and with RoCE ports.
 //!
 //! It shows that this crate drives libmlx5 rightly, and says nothing of a ConnectX: what the device does is made up in
-//! `tests/emulated-connectx`.
+//! `testing/emulated-connectx`.
 
 #![cfg(all(
     feature = "mlx5",

@@ -12,9 +12,10 @@ use std::thread;
 use std::time::Duration;
 
 use tokio::runtime::{Builder, Runtime};
+use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::software::{Faults, Network};
 use tokio_rdma::types::{AckTimeout, RnrTimer};
-use tokio_rdma::{CompletionMode, CompletionQueue, ConnectOptions, Device, ProtectionDomain, QueuePair};
+use tokio_rdma::{CompletionMode, CompletionQueue, Device, ProtectionDomain, QueuePair};
 
 /// No wait of a test that works takes anywhere near this long, on however slow a machine.
 pub const LONG: Duration = Duration::from_secs(60);

@@ -10,10 +10,11 @@ use std::time::Duration;
 use crate::connected::{pattern, recv};
 use crate::torture::{Flavour, LONG, bounded, eventually, soon};
 use tokio_rdma::cm::{self, ConnectError, Disconnection};
+use tokio_rdma::op::{ConnectOptions, Recv};
+use tokio_rdma::types::{AckTimeout, WcStatus};
 use tokio_rdma::{
-    Access, BufMut, CloseReason, CompletionMode, CompletionQueue, ConnectOptions, Connection, ConnectionConfig, Device,
-    EstablishError, Listener, MessageError, Pool, ProtectionDomain, QueuePair, Recv, RemoteRegion,
-    types::{AckTimeout, WcStatus},
+    Access, BufMut, CloseReason, CompletionMode, CompletionQueue, Connection, ConnectionConfig, Device, EstablishError,
+    Listener, MessageError, Pool, ProtectionDomain, QueuePair, RemoteRegion,
 };
 
 /// Set in the other process.

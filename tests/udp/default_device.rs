@@ -8,11 +8,12 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::time::Duration;
 
+use tokio_rdma::error::OpenError;
+use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::software::{UdpConfig, UdpError};
 use tokio_rdma::types::{AckTimeout, WcStatus};
 use tokio_rdma::{
-    Access, CompletionMode, CompletionQueue, ConnectOptions, Connection, Device, ExposedRegion, Listener, OpErrorKind,
-    OpenError, Pool, QueuePair,
+    Access, CompletionMode, CompletionQueue, Connection, Device, ExposedRegion, Listener, OpErrorKind, Pool, QueuePair,
 };
 
 /// Only a hang takes this long.

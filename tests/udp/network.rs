@@ -4,11 +4,12 @@ use crate::common::udp;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::time::{Duration, Instant};
 
+use tokio_rdma::error::OpenError;
+use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::software::{Network, UdpConfig, UdpError};
 use tokio_rdma::types::{AckTimeout, QpState, WcStatus};
 use tokio_rdma::{
-    Access, BufMut, CompletionMode, CompletionQueue, ConnectOptions, Device, ExposedRegion, OpErrorKind, OpenError,
-    Pool, QueuePair,
+    Access, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, OpErrorKind, Pool, QueuePair,
 };
 
 /// Only a hang takes this long.

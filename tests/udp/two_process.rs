@@ -21,11 +21,13 @@ use crate::common::udp;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::task::JoinSet;
+use tokio_rdma::memory::HostMemory;
+use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::software::{Faults, Network, UdpConfig};
 use tokio_rdma::types::{AckTimeout, AddressVector, Gid, Mtu, PortNum, Qkey, QpState, RnrTimer, Transport, WcStatus};
 use tokio_rdma::{
-    Access, BufMut, CompletionMode, CompletionQueue, ConnectOptions, Device, ExposedRegion, HostMemory, Imm,
-    OpErrorKind, Pool, ProtectionDomain, QueuePair, QueuePairEndpoint, RemoteRegion,
+    Access, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Imm, OpErrorKind, Pool, ProtectionDomain,
+    QueuePair, QueuePairEndpoint, RemoteRegion,
 };
 
 /// Only a hang takes this long.

@@ -3,8 +3,9 @@
 use std::error::Error;
 use std::time::Duration;
 
+use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::types::AckTimeout;
-use tokio_rdma::{Access, CompletionMode, CompletionQueue, ConnectOptions, Device, ExposedRegion, Pool, QueuePair};
+use tokio_rdma::{Access, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, QueuePair};
 
 use crate::Announcement;
 

@@ -8,8 +8,9 @@ use bytes::Bytes;
 use tokio::net::ToSocketAddrs;
 use tokio::task::{JoinHandle, yield_now};
 use tokio::time::timeout;
+use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::types::AckTimeout;
-use tokio_rdma::{ConnectOptions, Connection, ConnectionConfig, Device, Pool, RemoteRegion};
+use tokio_rdma::{Connection, ConnectionConfig, Device, Pool, RemoteRegion};
 
 use crate::calls::Calls;
 use crate::error::{KvError, ProtocolError};

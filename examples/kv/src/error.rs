@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use thiserror::Error;
-use tokio_rdma::{EstablishError, MessageError, OpErrorKind, PoolError, RemoteRegion, SetupError};
+use tokio_rdma::memory::PoolError;
+use tokio_rdma::{EstablishError, MessageError, OpErrorKind, RemoteRegion, SetupError};
 
 use crate::layout::Layout;
 

@@ -3,7 +3,8 @@
 use std::ops::Range;
 
 use bytes::{Buf, BufMut};
-use tokio_rdma::{LimitError, RemoteRegion, SetupError};
+use tokio_rdma::error::LimitError;
+use tokio_rdma::{RemoteRegion, SetupError};
 use twox_hash::XxHash3_64;
 
 use crate::error::{ProtocolError, Refusal};

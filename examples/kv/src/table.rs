@@ -2,7 +2,8 @@
 
 use bytes::Bytes;
 use parking_lot::Mutex;
-use tokio_rdma::{Access, ExposedRegion, HostMemory, ProtectionDomain, RemoteRegion, SetupError};
+use tokio_rdma::memory::HostMemory;
+use tokio_rdma::{Access, ExposedRegion, ProtectionDomain, RemoteRegion, SetupError};
 
 use crate::error::Refusal;
 use crate::layout::Layout;

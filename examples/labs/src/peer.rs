@@ -6,10 +6,12 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
+use tokio_rdma::memory::HostMemory;
+use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::types::{AckTimeout, GidEntry, PortAttr};
 use tokio_rdma::{
-    Access, CompletionMode, CompletionQueue, ConnectOptions, Device, ExposedRegion, HostMemory, Pool, ProtectionDomain,
-    QueuePair, QueuePairEndpoint, RemoteRegion,
+    Access, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, ProtectionDomain, QueuePair,
+    QueuePairEndpoint, RemoteRegion,
 };
 
 use crate::{Result, check, in_time, processor_time};

@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use tokio_rdma::{CloseReason, EstablishError, OpErrorKind, OpenError, OutOfBounds, PoolError, SetupError, VerbError};
+use tokio_rdma::error::{OpenError, OutOfBounds};
+use tokio_rdma::memory::PoolError;
+use tokio_rdma::{CloseReason, EstablishError, OpErrorKind, SetupError, VerbError};
 
 use crate::{DirectoryError, Instance};
 

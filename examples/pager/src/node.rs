@@ -3,10 +3,9 @@
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 
+use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::types::{AckTimeout, WcStatus};
-use tokio_rdma::{
-    BufMut, ConnectOptions, Connection, ConnectionConfig, Device, OpError, ProtectionDomain, RemoteRegion,
-};
+use tokio_rdma::{BufMut, Connection, ConnectionConfig, Device, OpError, ProtectionDomain, RemoteRegion};
 
 use crate::progress::{DEADLINE, Progress};
 use crate::strike::Strike;

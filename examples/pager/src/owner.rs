@@ -4,7 +4,9 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use tokio::task::JoinSet;
-use tokio_rdma::{Access, Connection, Device, EstablishError, ExposedRegion, HostMemory, Listener, OutOfBounds};
+use tokio_rdma::error::OutOfBounds;
+use tokio_rdma::memory::HostMemory;
+use tokio_rdma::{Access, Connection, Device, EstablishError, ExposedRegion, Listener};
 
 use crate::node::connection;
 use crate::{Conflict, Content, Directory, DirectoryError, Instance, PAGE, Share, StartError};

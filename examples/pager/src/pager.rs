@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio_rdma::{BufMut, Device, OutOfBounds, Pool, PoolError};
+use tokio_rdma::error::OutOfBounds;
+use tokio_rdma::memory::PoolError;
+use tokio_rdma::{BufMut, Device, Pool};
 
 use crate::cache::{Cache, Dirty, Evicted, Flight, Frame, Moving, Place};
 use crate::lease::Lease;

@@ -18,7 +18,7 @@ pub(crate) const COMPLETIONS: usize = 512;
 
 /// A connection that is not connected yet, at either end.
 #[derive(Debug)]
-pub(crate) struct Prepared(tokio_rdma::Prepared);
+pub(crate) struct Prepared(tokio_rdma::message::PreparedConnection);
 
 impl Prepared {
     /// With a GID to reach `peer` from, if that is known.
@@ -45,12 +45,12 @@ impl Prepared {
 
     /// What the peer needs to know.
     pub(crate) fn end(&self) -> Result<End> {
-        Ok(End::Connection(self.0.endpoint(), self.0.hello(&[])?))
+        Ok(End::Connection(self.0.endpoint(), self.0.handshake(&[])?))
     }
 
     fn connect(self, peer: &End) -> Result<Connection> {
-        let End::Connection(endpoint, hello) = peer else { return Err(unexpected(peer)) };
-        Ok(self.0.establish(endpoint, hello)?)
+        let End::Connection(endpoint, handshake) = peer else { return Err(unexpected(peer)) };
+        Ok(self.0.establish(endpoint, handshake)?)
     }
 }
 

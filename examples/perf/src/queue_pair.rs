@@ -5,10 +5,11 @@ use std::net::IpAddr;
 use std::time::Instant;
 
 use tokio::task::consume_budget;
+use tokio_rdma::memory::HostMemory;
+use tokio_rdma::op::{Atomic, BatchOp, ConnectOptions, Recv, Send};
 use tokio_rdma::types::AckTimeout;
 use tokio_rdma::{
-    Access, Atomic, Batch, BatchOp, BufMut, CompletionQueue, ConnectOptions, ExposedRegion, HostMemory, Imm,
-    ProtectionDomain, QueuePair, Recv, RemoteRegion, Send,
+    Access, Batch, BufMut, CompletionQueue, ExposedRegion, Imm, ProtectionDomain, QueuePair, RemoteRegion,
 };
 
 use crate::case::{Case, Verb, Work};

@@ -5,11 +5,10 @@ use std::time::Duration;
 
 use futures::future::try_join_all;
 use tokio_rdma::cm::{self, ConnectError, Link, Options};
+use tokio_rdma::op::{ConnectOptions, Recv};
 use tokio_rdma::software::{Network, UdpConfig};
 use tokio_rdma::types::AckTimeout;
-use tokio_rdma::{
-    BufMut, CompletionMode, CompletionQueue, ConnectOptions, Device, Pool, ProtectionDomain, QueuePair, Recv,
-};
+use tokio_rdma::{BufMut, CompletionMode, CompletionQueue, Device, Pool, ProtectionDomain, QueuePair};
 
 /// An emulated machine takes its time for hundreds of queue pairs.
 const PATIENCE: Duration = Duration::from_secs(150);

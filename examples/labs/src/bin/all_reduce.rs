@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 
 use labs::{Peer, Result, check, in_time, patient};
 use tokio::task::JoinSet;
-use tokio_rdma::{BufMut, CompletionMode, ExposedRegion, Imm, Pool, QueuePair, QueuePairEndpoint, Recv, RemoteRegion};
+use tokio_rdma::op::Recv;
+use tokio_rdma::{BufMut, CompletionMode, ExposedRegion, Imm, Pool, QueuePair, QueuePairEndpoint, RemoteRegion};
 
 fn main() -> ExitCode {
     labs::run("all_reduce", client, server)
@@ -206,7 +207,7 @@ impl Rank {
     }
 
     /// Writes a chunk into the next rank's place for this step, and tells it the step.
-    fn send(&self, step: usize, chunk: &[f32]) -> Result<tokio_rdma::Write<BufMut>> {
+    fn send(&self, step: usize, chunk: &[f32]) -> Result<tokio_rdma::op::Write<BufMut>> {
         let mut buffer = self.pool.try_alloc(4 * chunk.len())?;
         for (bytes, number) in buffer.chunks_exact_mut(4).zip(chunk) {
             bytes.copy_from_slice(&number.to_le_bytes());

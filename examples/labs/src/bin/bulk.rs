@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 use labs::{Peer, Result, check, in_time, processor_time};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
-use tokio_rdma::{CompletionMode, ExposedRegion, HostMemory, QueuePair, RemoteRegion};
+use tokio_rdma::memory::HostMemory;
+use tokio_rdma::{CompletionMode, ExposedRegion, QueuePair, RemoteRegion};
 
 fn main() -> ExitCode {
     labs::run("bulk", client, server)

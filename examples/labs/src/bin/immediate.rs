@@ -4,8 +4,9 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use labs::{Peer, Result, check, in_time, patient};
+use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::types::WcStatus;
-use tokio_rdma::{CompletionMode, ConnectOptions, Imm};
+use tokio_rdma::{CompletionMode, Imm};
 
 fn main() -> ExitCode {
     labs::run("immediate", client, server)

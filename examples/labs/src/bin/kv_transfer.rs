@@ -14,7 +14,8 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use labs::{Peer, Result, check, in_time};
-use tokio_rdma::{Batch, BufMut, CompletionMode, ExposedRegion, Imm, Pool, QueuePair, Recv, RemoteRegion};
+use tokio_rdma::op::Recv;
+use tokio_rdma::{Batch, BufMut, CompletionMode, ExposedRegion, Imm, Pool, QueuePair, RemoteRegion};
 
 /// Layers of the model, pages of a node, blocks of a prompt.
 const LAYERS: usize = 8;

@@ -8,12 +8,13 @@ use std::time::{Duration, Instant};
 use labs::{Peer, Result, check, in_time};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
+use tokio_rdma::memory::HostMemory;
 use tokio_rdma::types::{
     AckTimeout, AddressVector, Data, Gid, PortNum, Psn, QpAttr, QpCaps, QpState, Qpn, RecvWr, RemoteAddr, RnrTimer,
     SendFlags, SendOp, SendWr, Transport, WcOpcode, WorkCompletion, WrId,
 };
 use tokio_rdma::verbs::{Channel, Cq, Qp, QpOptions};
-use tokio_rdma::{Access, ExposedRegion, HostMemory};
+use tokio_rdma::{Access, ExposedRegion};
 
 fn main() -> ExitCode {
     labs::run("minimal", client, server)

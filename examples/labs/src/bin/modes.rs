@@ -4,7 +4,8 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use labs::{Peer, Result, check, in_time, processor_time};
-use tokio_rdma::{BufMut, CompletionMode, Pool, QueuePair, Recv};
+use tokio_rdma::op::Recv;
+use tokio_rdma::{BufMut, CompletionMode, Pool, QueuePair};
 
 /// Enough of one mode, where there are too few processors for it.
 const ENOUGH: Duration = Duration::from_secs(5);

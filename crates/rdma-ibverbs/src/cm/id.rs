@@ -1,0 +1,372 @@
+//! Ids: one call of librdmacm per function.
+
+#![allow(unsafe_code)]
+
+use std::ffi::{CStr, c_int};
+use std::mem;
+use std::net::SocketAddr;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use rdma_sys::*;
+
+use super::Events;
+use super::address::Address;
+use crate::{convert, sys};
+use rdma_provider::VerbError;
+use rdma_provider::cm_contract::{
+    self, CmEvent, CmEventKind, CmParams, CmRoute, REJECT_DATA, REQUEST_DATA, RESPONSE_DATA,
+};
+use rdma_provider::types::{PortNum, QpAttr, QpState, RejectReason};
+
+/// `rdma_cm_id` without a queue pair.
+#[derive(Debug)]
+pub struct CmId {
+    raw: NonNull<rdma_cm_id>,
+    key: usize,
+    /// Held during calls: librdmacm writes notes into the id, without a lock.
+    calls: Mutex<()>,
+    /// Held for a moment only, by calls and by who takes events.
+    known: Arc<Mutex<Known>>,
+    events: Arc<Events>,
+}
+
+// SAFETY: S3: librdmacm is safe to call from any thread at once for different ids, and for one id calls take turns; the
+// handle is used until `Drop` only.
+unsafe impl Send for CmId {}
+// SAFETY: S3: as above.
+unsafe impl Sync for CmId {}
+
+/// What is known of an id, by its calls and its events.
+#[derive(Debug, Default)]
+pub(super) struct Known {
+    pub(super) phase: Phase,
+    pub(super) local: Option<SocketAddr>,
+    pub(super) peer: Option<SocketAddr>,
+    pub(super) route: Option<CmRoute>,
+}
+
+/// How far an id has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) enum Phase {
+    /// Listens, or has no device yet.
+    #[default]
+    Idle,
+    /// Active: has a device.
+    AddressKnown,
+    /// Active: may connect.
+    RouteKnown,
+    /// Active: waits for the answer.
+    Connecting,
+    /// Active: the answer waits to be confirmed.
+    Answered,
+    /// Passive: the request waits for an answer.
+    Asked,
+    /// Passive: waits for the confirmation.
+    Accepted,
+    Connected,
+    /// It was connected.
+    Disconnected,
+    /// It never was connected and will not be.
+    Failed,
+}
+
+impl Known {
+    /// It will never be connected (again).
+    pub(super) fn end(&mut self) {
+        self.phase = match self.phase {
+            Phase::Connected | Phase::Disconnected => Phase::Disconnected,
+            _ => Phase::Failed,
+        };
+    }
+}
+
+impl CmId {
+    /// The handle of the C library.
+    ///
+    /// # Safety
+    ///
+    /// It is valid while this object lives. What the object is for is left to the object: the caller neither ends the handle
+    /// nor takes its events.
+    #[must_use]
+    pub const unsafe fn as_raw(&self) -> NonNull<rdma_cm_id> {
+        self.raw
+    }
+
+    pub(super) fn new(raw: NonNull<rdma_cm_id>, key: usize, known: Arc<Mutex<Known>>, events: Arc<Events>) -> Self {
+        Self { raw, key, calls: Mutex::new(()), known, events }
+    }
+
+    /// Calls librdmacm.
+    fn call(&self, verb: &'static str, f: impl FnOnce(*mut rdma_cm_id) -> c_int) -> Result<(), VerbError> {
+        let _one_at_a_time = self.calls.lock();
+        sys::status(verb, f(self.raw.as_ptr()))
+    }
+
+    /// Calls librdmacm if this id is at `from`, and on success takes it to `to`, or where events have taken it meanwhile.
+    fn step(
+        &self,
+        verb: &'static str,
+        (from, to): (Phase, Phase),
+        f: impl FnOnce(*mut rdma_cm_id) -> c_int,
+    ) -> Result<(), VerbError> {
+        let _one_at_a_time = self.calls.lock();
+        {
+            let mut known = self.known.lock();
+            if known.phase != from {
+                return Err(VerbError::new(verb, VerbError::EINVAL));
+            }
+            known.phase = to;
+        }
+        let result = sys::status(verb, f(self.raw.as_ptr()));
+        if result.is_err() {
+            let mut known = self.known.lock();
+            if known.phase == to {
+                known.phase = from;
+            }
+            drop(known);
+            self.find_out();
+        }
+        result
+    }
+
+    /// After a call that failed: if this is a request that its peer has taken back, or that the kernel has rejected as it
+    /// could not do what was asked, says so.
+    fn find_out(&self) {
+        if self.known.lock().phase != Phase::Asked {
+            return;
+        }
+        // SAFETY: S3: the id is alive; who calls this holds the lock for calls.
+        let refused = unsafe { init_qp_attr(self.raw.as_ptr(), QpState::Rtr) }.is_err();
+        if refused {
+            self.known.lock().phase = Phase::Failed;
+            // What managers say when they take a request back.
+            let kind = CmEventKind::Rejected { reason: RejectReason::TIMEOUT, private_data: Vec::new() };
+            self.events.own.lock().push_back(CmEvent { key: self.key as u64, kind });
+        }
+    }
+
+    /// Notes the address that it is bound to.
+    fn bound(&self) {
+        // SAFETY: S3: alive; written by the call that has just returned.
+        let (local, _) = unsafe { ends(self.raw.as_ptr()) };
+        self.known.lock().local = local;
+    }
+}
+
+impl cm_contract::CmId for CmId {
+    fn key(&self) -> u64 {
+        self.key as u64
+    }
+
+    fn bind(&self, address: SocketAddr) -> Result<(), VerbError> {
+        let _one_at_a_time = self.calls.lock();
+        let mut raw = Address::from(address);
+        // SAFETY: S3: the id is alive, the address ours and as long as its family has it.
+        let result = unsafe { rdma_bind_addr(self.raw.as_ptr(), (&raw mut raw).cast()) };
+        sys::status("rdma_bind_addr", result).map_err(not_ours)?;
+        self.bound();
+        Ok(())
+    }
+
+    fn listen(&self, backlog: u32) -> Result<(), VerbError> {
+        let _one_at_a_time = self.calls.lock();
+        // 0 would be as many as the kernel allows; more it cuts down to that.
+        let backlog = c_int::try_from(backlog).unwrap_or(c_int::MAX).max(1);
+        // SAFETY: S3: the id is alive.
+        sys::status("rdma_listen", unsafe { rdma_listen(self.raw.as_ptr(), backlog) })?;
+        self.bound();
+        Ok(())
+    }
+
+    fn resolve_addr(
+        &self,
+        source: Option<SocketAddr>,
+        destination: SocketAddr,
+        timeout: Duration,
+    ) -> Result<(), VerbError> {
+        let mut source = source.map(Address::from);
+        let mut raw = Address::from(destination);
+        let with_source = source.is_some();
+        let called = self.call("rdma_resolve_addr", |id| {
+            let source = source.as_mut().map_or(ptr::null_mut(), |source| ptr::from_mut(source).cast());
+            // SAFETY: S3: the id is alive, the addresses ours and as long as their families have them.
+            unsafe { rdma_resolve_addr(id, source, (&raw mut raw).cast(), milliseconds(timeout)) }
+        });
+        called.map_err(|error| if with_source { not_ours(error) } else { error })?;
+        self.known.lock().peer = Some(destination);
+        Ok(())
+    }
+
+    fn resolve_route(&self, timeout: Duration) -> Result<(), VerbError> {
+        if self.known.lock().phase != Phase::AddressKnown {
+            return Err(VerbError::new("rdma_resolve_route", VerbError::EINVAL));
+        }
+        // SAFETY: S3: the id is alive and has a device.
+        self.call("rdma_resolve_route", |id| unsafe { rdma_resolve_route(id, milliseconds(timeout)) })
+    }
+
+    fn connect(&self, params: &CmParams<'_>) -> Result<(), VerbError> {
+        let mut raw = conn_param("rdma_connect", params, REQUEST_DATA)?;
+        self.step("rdma_connect", (Phase::RouteKnown, Phase::Connecting), |id| {
+            // SAFETY: S3: the id is alive and has a device; the parameters are ours, and copied with what they name.
+            unsafe { rdma_connect(id, &raw mut raw) }
+        })
+    }
+
+    fn accept(&self, params: &CmParams<'_>) -> Result<(), VerbError> {
+        let mut raw = conn_param("rdma_accept", params, RESPONSE_DATA)?;
+        self.step("rdma_accept", (Phase::Asked, Phase::Accepted), |id| {
+            // SAFETY: S3: as above.
+            unsafe { rdma_accept(id, &raw mut raw) }
+        })
+    }
+
+    fn reject(&self, private_data: &[u8]) -> Result<(), VerbError> {
+        const VERB: &str = "rdma_reject";
+        let len = data_len(VERB, private_data, REJECT_DATA)?;
+        self.step(VERB, (Phase::Asked, Phase::Failed), |id| {
+            // SAFETY: S3: the id is alive; the data is copied.
+            unsafe { rdma_reject(id, private_data.as_ptr().cast(), len) }
+        })
+    }
+
+    fn establish(&self) -> Result<(), VerbError> {
+        self.step("rdma_establish", (Phase::Answered, Phase::Connected), |id| {
+            // SAFETY: S3: the id is alive and has no queue pair.
+            unsafe { rdma_establish(id) }
+        })
+    }
+
+    fn disconnect(&self) -> Result<(), VerbError> {
+        match self.known.lock().phase {
+            Phase::Connected => {}
+            Phase::Disconnected => return Ok(()),
+            _ => return Err(VerbError::new("rdma_disconnect", VerbError::EINVAL)),
+        }
+        // SAFETY: S3: the id is alive and has a device.
+        self.call("rdma_disconnect", |id| unsafe { rdma_disconnect(id) })
+    }
+
+    fn qp_attr(&self, state: QpState) -> Result<QpAttr, VerbError> {
+        let _one_at_a_time = self.calls.lock();
+        // SAFETY: S3: the id is alive; calls take turns.
+        let attr = unsafe { init_qp_attr(self.raw.as_ptr(), state) };
+        if attr.is_err() {
+            self.find_out();
+        }
+        attr
+    }
+
+    fn local_addr(&self) -> Option<SocketAddr> {
+        self.known.lock().local
+    }
+
+    fn peer_addr(&self) -> Option<SocketAddr> {
+        self.known.lock().peer
+    }
+
+    fn route(&self) -> Option<CmRoute> {
+        self.known.lock().route.clone()
+    }
+}
+
+impl Drop for CmId {
+    fn drop(&mut self) {
+        // SAFETY: S3: ours alone, and not used again. It waits for events that are being taken, which takes no longer than
+        // to copy one.
+        sys::freed("rdma_destroy_id", unsafe { rdma_destroy_id(self.raw.as_ptr()) });
+        self.events.forget(self.key);
+    }
+}
+
+/// # Safety
+///
+/// The id is alive, and this is the only call of it.
+unsafe fn init_qp_attr(id: *mut rdma_cm_id, state: QpState) -> Result<QpAttr, VerbError> {
+    // SAFETY: S3: all zero is a value of every field: numbers, and null or no pointers.
+    let (mut raw, mut mask) = (unsafe { mem::zeroed::<ibv_qp_attr>() }, 0);
+    raw.qp_state = state as u32;
+    // SAFETY: S3: the id is alive, as the caller says, and both results are ours.
+    let result = unsafe { rdma_init_qp_attr(id, &raw mut raw, &raw mut mask) };
+    sys::status("rdma_init_qp_attr", result)?;
+    Ok(convert::qp_attr_given(&raw, mask.cast_unsigned()))
+}
+
+/// Our and the peer's address, as far as librdmacm knows them.
+///
+/// # Safety
+///
+/// The id is alive, and nobody makes librdmacm write to it.
+pub(super) unsafe fn ends(id: *mut rdma_cm_id) -> (Option<SocketAddr>, Option<SocketAddr>) {
+    // SAFETY: S4: both places have room for an address of either family, and any bytes are one.
+    let (source, destination) = unsafe {
+        let address = &raw const (*id).route.addr;
+        (
+            (&raw const (*address).src_addr_union).cast::<Address>().read(),
+            (&raw const (*address).dst_addr_union).cast::<Address>().read(),
+        )
+    };
+    (source.to_ip(), destination.to_ip())
+}
+
+/// Where its packets go; `None` if it has no device.
+///
+/// # Safety
+///
+/// As [`ends`].
+pub(super) unsafe fn path(id: *mut rdma_cm_id) -> Option<CmRoute> {
+    // SAFETY: S3: the context, if there is one, stays open as long as the id, and has a device with a name that ends in a
+    // zero; `path_rec` has `num_paths` entries. S4: 16 bytes of any value are a GID.
+    unsafe {
+        let verbs = NonNull::new((*id).verbs)?;
+        let device = CStr::from_ptr(ibv_get_device_name(verbs.as_ref().device)).to_string_lossy().into_owned();
+        let route = &raw const (*id).route;
+        let gids = &raw const (*route).addr.addr.ibaddr;
+        let paths = (*route).path_rec;
+        let known = (*route).num_paths > 0 && !paths.is_null();
+        Some(CmRoute {
+            device,
+            port: PortNum((*id).port_num),
+            source: convert::gid_from(&(*gids).sgid),
+            destination: convert::gid_from(&(*gids).dgid),
+            // The code is in the lower 6 bits, of which 0 is none.
+            mtu: known
+                .then(|| (*paths).mtu & 0x3f)
+                .filter(|&code| code != 0)
+                .map(|code| convert::mtu_from(code.into())),
+        })
+    }
+}
+
+/// What the kernel says of an address to bind to that is on no interface of an RDMA device.
+fn not_ours(error: VerbError) -> VerbError {
+    if error.errno == VerbError::ENODEV { VerbError::new(error.verb, VerbError::EADDRNOTAVAIL) } else { error }
+}
+
+fn conn_param(verb: &'static str, params: &CmParams<'_>, most: usize) -> Result<rdma_conn_param, VerbError> {
+    Ok(rdma_conn_param {
+        private_data: params.private_data.as_ptr().cast(),
+        private_data_len: data_len(verb, params.private_data, most)?,
+        responder_resources: params.responder_resources,
+        initiator_depth: params.initiator_depth,
+        // Hardware has it, or has it not.
+        flow_control: 1,
+        retry_count: params.retry_count,
+        rnr_retry_count: params.rnr_retry,
+        srq: u8::from(params.srq),
+        qp_num: params.qpn.0,
+    })
+}
+
+/// EINVAL if there is more than travels.
+fn data_len(verb: &'static str, data: &[u8], most: usize) -> Result<u8, VerbError> {
+    let len = u8::try_from(data.len()).ok().filter(|_| data.len() <= most);
+    len.ok_or(VerbError::new(verb, VerbError::EINVAL))
+}
+
+fn milliseconds(timeout: Duration) -> c_int {
+    c_int::try_from(timeout.as_millis()).unwrap_or(c_int::MAX).max(1)
+}

@@ -1,0 +1,428 @@
+//! Two programs, each with its channel, over one real device: `scripts/rxe-vm cargo test --release --features ibverbs
+//! --lib cm`.
+
+use std::collections::VecDeque;
+use std::fs;
+use std::net::SocketAddr;
+use std::process::Command;
+use std::sync::Mutex as Turn;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, poll};
+
+use super::*;
+use crate::ibv_context::Context;
+use crate::ibv_mr::Pd;
+use crate::{ibv_cq, ibv_qp};
+use rdma_provider::cm_contract::{CmChannel as _, CmEventKind as Kind, CmId as _, CmParams, CmPeer, CmRoute};
+use rdma_provider::contract::{Context as _, Pd as _, Qp as _, QpInit};
+use rdma_provider::types::{PortNum, QpAttr, QpCaps, QpState, Qpn, RejectReason, Transport};
+
+/// No event takes anywhere near this long, on however slow a machine.
+const LONG: Duration = Duration::from_secs(60);
+
+/// Tests that count descriptors take turns.
+static TURN: Turn<()> = Turn::new(());
+
+/// The real device under test, if there is one.
+fn device(test: &str) -> Option<String> {
+    let name = std::env::var("TOKIO_RDMA_DEVICE").ok().filter(|name| name != "soft0");
+    if name.is_none() {
+        eprintln!("SKIPPED {test}: TOKIO_RDMA_DEVICE names no real device");
+    }
+    name
+}
+
+/// What one program has.
+struct Program {
+    channel: CmChannel,
+    taken: VecDeque<CmEvent<Ibverbs>>,
+    cq: ibv_cq::Cq,
+    pd: Pd,
+    context: Context,
+}
+
+impl Program {
+    fn new(name: &str) -> Self {
+        let context = Context::open(name).unwrap().unwrap();
+        let (pd, cq) = (context.create_pd().unwrap(), context.create_cq(16, None, 0, 0).unwrap());
+        Self { channel: context.create_cm_channel().unwrap(), taken: VecDeque::new(), cq, pd, context }
+    }
+
+    fn address(&self) -> SocketAddr {
+        let gids = self.context.port(PortNum(1)).unwrap().gids;
+        let ip = gids.iter().map(|entry| entry.gid.to_ip()).find(std::net::IpAddr::is_ipv4);
+        SocketAddr::new(ip.expect("an IPv4 address"), 0)
+    }
+
+    fn id(&self) -> CmId {
+        self.channel.create_id().unwrap()
+    }
+
+    fn listen(&self) -> CmId {
+        let id = self.id();
+        id.bind(self.address()).unwrap();
+        id.listen(16).unwrap();
+        id
+    }
+
+    /// The next event of `id`; those of others are kept.
+    fn next(&mut self, id: &CmId) -> Kind<Ibverbs> {
+        self.within(id, LONG).expect("an event")
+    }
+
+    fn within(&mut self, id: &CmId, limit: Duration) -> Option<Kind<Ibverbs>> {
+        let start = Instant::now();
+        loop {
+            if let Some(at) = self.taken.iter().position(|event| event.key == id.key()) {
+                return self.taken.remove(at).map(|event| event.kind);
+            }
+            match self.channel.take_event().unwrap() {
+                Some(event) => self.taken.push_back(event),
+                None => {
+                    let left = limit.checked_sub(start.elapsed())?;
+                    let mut channel = [PollFd::from_borrowed_fd(self.channel.fd(), PollFlags::IN)];
+                    poll(&mut channel, Some(&left.try_into().unwrap())).unwrap();
+                }
+            }
+        }
+    }
+
+    /// Whatever else comes first.
+    fn until_removed(&mut self, id: &CmId) {
+        while !matches!(self.next(id), Kind::DeviceRemoval) {}
+    }
+
+    /// An id that may connect to `to`.
+    fn resolved(&mut self, to: SocketAddr) -> CmId {
+        let id = self.id();
+        id.resolve_addr(None, to, LONG).unwrap();
+        assert!(matches!(self.next(&id), Kind::AddressResolved));
+        id.resolve_route(LONG).unwrap();
+        assert!(matches!(self.next(&id), Kind::RouteResolved));
+        id
+    }
+
+    fn request(&mut self, listener: &CmId) -> (CmId, CmPeer) {
+        match self.next(listener) {
+            Kind::ConnectRequest { id, peer } => (id, peer),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn qp(&self) -> ibv_qp::Qp {
+        let caps = QpCaps { max_send_wr: 1, max_recv_wr: 1, max_send_sge: 1, max_recv_sge: 1, max_inline: 0 };
+        let init = QpInit { transport: Transport::Rc, send_cq: &self.cq, recv_cq: &self.cq, srq: None, caps };
+        self.pd.create_qp(&init).unwrap()
+    }
+}
+
+fn ready(id: &CmId, qp: &ibv_qp::Qp) -> QpAttr {
+    for state in [QpState::Init, QpState::Rtr, QpState::Rts] {
+        let attr = id.qp_attr(state).unwrap();
+        assert_eq!(attr.state, Some(state));
+        qp.modify(&attr).unwrap_or_else(|error| panic!("{attr:?}: {error}"));
+    }
+    qp.query().unwrap().1
+}
+
+fn params<'a>(qpn: Qpn, private_data: &'a [u8]) -> CmParams<'a> {
+    let timeout = std::time::Duration::from_secs(15);
+    CmParams {
+        qpn,
+        private_data,
+        responder_resources: 4,
+        initiator_depth: 2,
+        retry_count: 6,
+        rnr_retry: 6,
+        timeout,
+        srq: false,
+    }
+}
+
+/// Active and passive id with their queue pairs, connected.
+fn connected(a: &mut Program, b: &mut Program, listener: &CmId) -> ((CmId, ibv_qp::Qp), (CmId, ibv_qp::Qp)) {
+    let (active, ours) = (a.resolved(listener.local_addr().unwrap()), a.qp());
+    active.connect(&params(ours.qpn(), b"question")).unwrap();
+    let (passive, peer) = b.request(listener);
+    assert_eq!((&peer.private_data[..9], peer.private_data.len()), (&b"question\0"[..], 56));
+    assert_eq!((peer.responder_resources, peer.initiator_depth, peer.srq), (2, 4, false));
+    let theirs = b.qp();
+    let at_b = ready(&passive, &theirs);
+    passive.accept(&CmParams { responder_resources: 2, ..params(theirs.qpn(), b"answer") }).unwrap();
+    match a.next(&active) {
+        Kind::ConnectResponse(peer) => {
+            assert_eq!((&peer.private_data[..7], peer.private_data.len()), (&b"answer\0"[..], 196));
+            assert_eq!((peer.responder_resources, peer.initiator_depth), (2, 2));
+        }
+        other => panic!("{other:?}"),
+    }
+    let at_a = ready(&active, &ours);
+    assert_eq!((at_a.sq_psn, at_a.rq_psn), (at_b.rq_psn, at_b.sq_psn));
+    assert_eq!((at_a.dest_qpn, at_b.dest_qpn), (Some(theirs.qpn()), Some(ours.qpn())));
+    active.establish().unwrap();
+    assert!(matches!(b.next(&passive), Kind::Established));
+    ((active, ours), (passive, theirs))
+}
+
+/// Waits until the kernel has heard that a request was taken back: of which it raises no event.
+fn eventually_refused(id: &CmId) -> bool {
+    let start = Instant::now();
+    while id.qp_attr(QpState::Rtr).is_ok() {
+        assert!(start.elapsed() < LONG, "a request that was taken back");
+        thread::sleep(Duration::from_millis(1));
+    }
+    true
+}
+
+fn descriptors() -> usize {
+    fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+#[test]
+fn machine_without_it_gets_an_error_with_its_number() {
+    match CmChannel::new() {
+        Ok(channel) => assert!(channel.take_event().unwrap().is_none()),
+        Err(error) => assert!(error.verb == "rdma_create_event_channel" && error.errno > 0, "{error:?}"),
+    }
+}
+
+#[test]
+fn connection_comes_about_and_ends_at_both_ends() {
+    let Some(name) = device("connection") else { return };
+    let _turn = TURN.lock();
+    let (mut a, mut b) = (Program::new(&name), Program::new(&name));
+    let listener = b.listen();
+    let address = listener.local_addr().unwrap();
+    assert!(address.port() != 0 && listener.route().is_none() && listener.peer_addr().is_none());
+    for active_first in [true, false] {
+        let ((active, _ours), (passive, _theirs)) = connected(&mut a, &mut b, &listener);
+        assert_eq!((active.peer_addr(), passive.local_addr()), (Some(address), Some(address)));
+        assert_eq!(active.local_addr(), passive.peer_addr());
+        let CmRoute { device, port, source, destination, mtu } = active.route().unwrap();
+        assert_eq!((&device, port), (&name, PortNum(1)));
+        assert_eq!((source.to_ip(), destination.to_ip()), (address.ip(), address.ip()));
+        assert!(mtu.is_some() && passive.route().unwrap().mtu == mtu);
+        let (first, second) = if active_first { (&active, &passive) } else { (&passive, &active) };
+        first.disconnect().unwrap();
+        // Without the other program saying anything: who takes the event answers the goodbye.
+        if active_first {
+            assert!(matches!(b.next(&passive), Kind::Disconnected));
+            assert!(matches!(a.next(&active), Kind::Disconnected));
+        } else {
+            assert!(matches!(a.next(&active), Kind::Disconnected));
+            assert!(matches!(b.next(&passive), Kind::Disconnected));
+        }
+        first.disconnect().unwrap();
+        second.disconnect().unwrap();
+        assert!(matches!(a.next(&active), Kind::TimewaitExit));
+        assert!(matches!(b.next(&passive), Kind::TimewaitExit));
+    }
+}
+
+#[test]
+fn peer_that_says_no_or_is_not_there_is_told_apart() {
+    let Some(name) = device("no") else { return };
+    let _turn = TURN.lock();
+    let (mut a, mut b) = (Program::new(&name), Program::new(&name));
+    let listener = b.listen();
+    let address = listener.local_addr().unwrap();
+
+    let active = a.resolved(address);
+    active.connect(&params(a.qp().qpn(), b"")).unwrap();
+    let (passive, _) = b.request(&listener);
+    passive.reject(b"not today").unwrap();
+    match a.next(&active) {
+        Kind::Rejected { reason: RejectReason::CONSUMER, private_data } => {
+            assert_eq!((&private_data[..10], private_data.len()), (&b"not today\0"[..], 148));
+        }
+        other => panic!("{other:?}"),
+    }
+    // It is answered.
+    assert_eq!(passive.reject(b"").unwrap_err().errno, VerbError::EINVAL);
+    assert_eq!(passive.accept(&params(Qpn(1), b"")).unwrap_err().errno, VerbError::EINVAL);
+    assert_eq!(active.disconnect().unwrap_err().errno, VerbError::EINVAL);
+
+    let active = a.resolved(address);
+    active.connect(&params(a.qp().qpn(), b"")).unwrap();
+    drop(b.request(&listener));
+    assert!(matches!(a.next(&active), Kind::Rejected { reason: RejectReason::CONSUMER, .. }));
+
+    drop(listener);
+    let active = a.resolved(address);
+    active.connect(&params(a.qp().qpn(), b"")).unwrap();
+    assert!(matches!(a.next(&active), Kind::Rejected { reason: RejectReason::INVALID_SERVICE_ID, .. }));
+
+    // A network for documentation: RFC 5737. Where no route leads, the call fails; else nothing answers there.
+    let active = a.id();
+    if active.resolve_addr(None, "192.0.2.1:7471".parse().unwrap(), Duration::from_millis(100)).is_ok() {
+        assert!(matches!(a.next(&active), Kind::AddressError(errno) if errno > 0));
+    }
+}
+
+#[test]
+fn ids_dropped_at_each_step_tell_the_peer_and_leave_nothing_behind() {
+    let Some(name) = device("drops") else { return };
+    let _turn = TURN.lock();
+    let (mut a, mut b) = (Program::new(&name), Program::new(&name));
+    let listener = b.listen();
+    let address = listener.local_addr().unwrap();
+    let before = descriptors();
+    for _ in 0..3 {
+        // With an event that nobody has taken.
+        let active = a.id();
+        let key = active.key();
+        active.resolve_addr(None, address, LONG).unwrap();
+        drop(active);
+        assert!(!matches!(a.channel.take_event().unwrap(), Some(event) if event.key == key), "of an id that is gone");
+        drop(a.resolved(address));
+
+        // A request that is taken back, before it is answered and in the moment of the answer.
+        for answer_at_once in [false, true] {
+            let active = a.resolved(address);
+            active.connect(&params(a.qp().qpn(), b"")).unwrap();
+            let (passive, _) = b.request(&listener);
+            drop(active);
+            let theirs = b.qp();
+            assert!(answer_at_once || eventually_refused(&passive));
+            let answer = passive.accept(&params(theirs.qpn(), b""));
+            let Kind::Rejected { .. } = b.next(&passive) else { panic!("{answer:?}") };
+            assert_eq!(passive.reject(b"").unwrap_err().errno, VerbError::EINVAL);
+        }
+
+        // An answer that is not confirmed.
+        let active = a.resolved(address);
+        active.connect(&params(a.qp().qpn(), b"")).unwrap();
+        let (passive, _) = b.request(&listener);
+        passive.accept(&params(b.qp().qpn(), b"")).unwrap();
+        assert!(matches!(a.next(&active), Kind::ConnectResponse(_)));
+        drop(active);
+        assert!(matches!(b.next(&passive), Kind::Rejected { .. }));
+
+        // One that is taken back.
+        let active = a.resolved(address);
+        active.connect(&params(a.qp().qpn(), b"")).unwrap();
+        let (passive, _) = b.request(&listener);
+        passive.accept(&params(b.qp().qpn(), b"")).unwrap();
+        assert!(matches!(a.next(&active), Kind::ConnectResponse(_)));
+        drop(passive);
+        assert!(matches!(a.next(&active), Kind::Rejected { .. } | Kind::ConnectError(_) | Kind::Disconnected));
+
+        for passive_first in [true, false] {
+            let (active, passive) = connected(&mut a, &mut b, &listener);
+            if passive_first {
+                drop(passive);
+                assert!(matches!(a.next(&active.0), Kind::Disconnected));
+            } else {
+                drop(active);
+                assert!(matches!(b.next(&passive.0), Kind::Disconnected));
+            }
+        }
+    }
+    a.taken.clear();
+    b.taken.clear();
+    // A listener with requests that nobody has taken: they are rejected.
+    let waiting = a.resolved(address);
+    waiting.connect(&params(a.qp().qpn(), b"")).unwrap();
+    drop(listener);
+    assert!(matches!(a.next(&waiting), Kind::Rejected { .. }));
+    while let Some(event) = b.channel.take_event().unwrap() {
+        assert!(!matches!(event.kind, Kind::ConnectRequest { .. }));
+    }
+    drop(waiting);
+    assert_eq!(descriptors(), before);
+    assert_eq!((a.channel.0.ids.lock().len(), b.channel.0.ids.lock().len()), (0, 0));
+}
+
+#[test]
+fn calls_out_of_order_and_too_much_data_are_refused() {
+    let Some(name) = device("order") else { return };
+    let _turn = TURN.lock();
+    let (mut a, mut b) = (Program::new(&name), Program::new(&name));
+    let listener = b.listen();
+    let address = listener.local_addr().unwrap();
+    let refused = |result: Result<(), VerbError>| assert_eq!(result.unwrap_err().errno, VerbError::EINVAL);
+
+    let id = a.id();
+    refused(id.resolve_route(LONG));
+    refused(id.connect(&params(Qpn(1), b"")));
+    refused(id.accept(&params(Qpn(1), b"")));
+    refused(id.reject(b""));
+    refused(id.establish());
+    refused(id.disconnect());
+    assert!(id.local_addr().is_none() && id.peer_addr().is_none() && id.route().is_none());
+    assert!(id.qp_attr(QpState::Rtr).is_err());
+    id.bind(a.address()).unwrap();
+    refused(id.bind(a.address()));
+    assert_eq!(a.id().bind(address).unwrap_err().errno, VerbError::EADDRINUSE);
+    assert_eq!(a.id().bind("192.0.2.1:0".parse().unwrap()).unwrap_err().errno, VerbError::EADDRNOTAVAIL);
+
+    let active = a.resolved(address);
+    refused(active.connect(&params(Qpn(1), &[0; 57])));
+    active.connect(&params(a.qp().qpn(), &[7; 56])).unwrap();
+    refused(active.connect(&params(a.qp().qpn(), b"")));
+    refused(active.establish());
+    let (passive, peer) = b.request(&listener);
+    assert_eq!(peer.private_data, [7; 56]);
+    refused(passive.accept(&params(Qpn(1), &[0; 197])));
+    refused(passive.reject(&[0; 149]));
+    passive.reject(&[9; 148]).unwrap();
+    assert!(matches!(a.next(&active), Kind::Rejected { private_data, .. } if private_data == [9; 148]));
+}
+
+#[test]
+fn ids_are_destroyed_while_their_events_are_taken() {
+    let Some(name) = device("race") else { return };
+    let _turn = TURN.lock();
+    let (a, mut b) = (Program::new(&name), Program::new(&name));
+    let listener = b.listen();
+    let address = listener.local_addr().unwrap();
+    let (start, done) = (Instant::now(), Mutex::new(false));
+    thread::scope(|scope| {
+        let channel = &a.channel;
+        scope.spawn(|| {
+            while !*done.lock() && start.elapsed() < LONG {
+                match channel.take_event().unwrap() {
+                    Some(event) => drop(event),
+                    None => thread::yield_now(),
+                }
+            }
+        });
+        for round in 0..200 {
+            let id = a.id();
+            id.resolve_addr(None, address, LONG).unwrap();
+            for _ in 0..round % 7 {
+                thread::yield_now();
+            }
+            drop(id);
+        }
+        *done.lock() = true;
+    });
+    assert!(a.channel.0.ids.lock().is_empty());
+    assert!(b.within(&listener, Duration::ZERO).is_none());
+}
+
+/// Alone in a guest, which is of no use afterwards: librdmacm keeps the device open as long as this program runs, and until
+/// then SoftRoCE is not quite gone.
+#[test]
+fn device_that_is_taken_away_tells_every_id() {
+    let Some(name) = device("removal") else { return };
+    if std::env::var_os("TOKIO_RDMA_REMOVE").is_none() {
+        eprintln!("SKIPPED removal: TOKIO_RDMA_REMOVE does not say that the device may be taken away");
+        return;
+    }
+    let (mut a, mut b) = (Program::new(&name), Program::new(&name));
+    let listener = b.listen();
+    let (active, passive) = connected(&mut a, &mut b, &listener);
+    // Which waits for the end of this program.
+    let delete = r#"rdma link delete "$0" &"#;
+    assert!(Command::new("sh").args(["-c", delete, &name]).status().unwrap().success());
+    a.until_removed(&active.0);
+    b.until_removed(&passive.0);
+    b.until_removed(&listener);
+    // What the kernel still knows of the connection depends on how far it has got with the removal.
+    assert_eq!(active.0.disconnect(), Ok(()));
+    drop((active, passive, listener));
+    assert_eq!((a.channel.0.ids.lock().len(), b.channel.0.ids.lock().len()), (0, 0));
+}

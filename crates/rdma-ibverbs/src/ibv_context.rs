@@ -1,0 +1,380 @@
+//! Devices: list, open, query, asynchronous events.
+
+#![allow(unsafe_code)]
+
+use std::ffi::{CStr, c_int};
+use std::mem::MaybeUninit;
+use std::os::fd::BorrowedFd;
+use std::ptr::{self, NonNull};
+
+use rdma_sys::*;
+
+use super::ibv_channel::{Channel, do_not_block};
+use super::ibv_cq::Cq;
+use super::ibv_mr::Pd;
+use super::{Ibverbs, convert, mlx5_dc, sys};
+use rdma_provider::VerbError;
+use rdma_provider::contract::{self, Context as _, Pd as _, QpInit};
+use rdma_provider::types::{
+    AsyncEvent, AtomicCapability, DeviceAttr, GidEntry, GidKind, PortAttr, PortNum, QpCaps, Qpn, Transport,
+};
+
+/// The devices there are, freed on drop.
+struct List {
+    first: NonNull<*mut ibv_device>,
+    len: usize,
+}
+
+impl List {
+    fn new() -> Result<Self, VerbError> {
+        let mut len = 0;
+        // SAFETY: S3: `len` is ours and lives through the call.
+        let first = unsafe { ibv_get_device_list(&raw mut len) };
+        let first = sys::handle("ibv_get_device_list", first)?;
+        Ok(Self { first, len: usize::try_from(len).unwrap_or(0) })
+    }
+
+    fn iter(&self) -> impl Iterator<Item = (*mut ibv_device, String)> {
+        (0..self.len).map(|index| {
+            // SAFETY: S3: the list holds `len` pointers to devices, which live as long as the list; a name is a string
+            // that ends in a zero.
+            unsafe {
+                let device = *self.first.add(index).as_ptr();
+                (device, CStr::from_ptr(ibv_get_device_name(device)).to_string_lossy().into_owned())
+            }
+        })
+    }
+}
+
+impl Drop for List {
+    fn drop(&mut self) {
+        // SAFETY: S3: made by `ibv_get_device_list` and not used again. Devices that are open stay.
+        unsafe { ibv_free_device_list(self.first.as_ptr()) };
+    }
+}
+
+/// Names of the devices that libibverbs finds.
+///
+/// EOPNOTSUPP: the library could not be loaded. ENOSYS: the kernel has no RDMA support, or it is not loaded.
+pub fn devices() -> Result<Vec<String>, VerbError> {
+    Ok(List::new()?.iter().map(|(_, name)| name).collect())
+}
+
+/// Vendor number of the kernel's SoftRoCE.
+const SOFT_ROCE: u32 = 0xff_ffff;
+
+/// An open device.
+#[derive(Debug)]
+pub struct Context {
+    raw: NonNull<ibv_context>,
+    attr: DeviceAttr,
+    /// Entries of the GID table of all ports together.
+    gids: usize,
+    /// Work requests go through `ibv_wr_*` where the driver offers it.
+    extended: bool,
+}
+
+// SAFETY: S3: libibverbs is safe to call from any thread at once, `ibv_open_device(3)`; the handle is used until `Drop` only.
+unsafe impl Send for Context {}
+// SAFETY: S3: as above.
+unsafe impl Sync for Context {}
+
+impl Context {
+    /// The handle of the C library.
+    ///
+    /// # Safety
+    ///
+    /// It is valid while this object lives. What the object is for is left to the object: the caller neither ends the handle
+    /// nor takes its asynchronous events.
+    #[must_use]
+    pub const unsafe fn as_raw(&self) -> NonNull<ibv_context> {
+        self.raw
+    }
+
+    /// Opens the device called `name`; `None` if there is none.
+    pub fn open(name: &str) -> Result<Option<Self>, VerbError> {
+        let list = List::new()?;
+        let Some((device, _)) = list.iter().find(|(_, found)| found == name) else { return Ok(None) };
+        // SAFETY: S3: a device of a list that lives.
+        let raw = sys::handle("ibv_open_device", unsafe { ibv_open_device(device) })?;
+        // From here on dropped, and so closed, if anything is refused.
+        let mut context = Self { raw, attr: DeviceAttr::named(name), gids: 0, extended: false };
+        do_not_block(context.event_fd())?;
+        context.attr = context.query(name)?;
+        context.extended = match std::env::var("TOKIO_RDMA_POST").as_deref() {
+            Ok("extended") => true,
+            Ok("chain") => false,
+            Ok(_) => return Err(VerbError::new("TOKIO_RDMA_POST (extended or chain)", VerbError::EINVAL)),
+            // That of SoftRoCE forgets that data is inline and all but the first length of a list (rdma-core 44).
+            Err(_) => context.attr.vendor_id != SOFT_ROCE,
+        };
+        for port in 1..=context.attr.ports {
+            let entries = context.query_port(PortNum(port))?.gid_tbl_len;
+            context.gids += usize::try_from(entries).unwrap_or(0);
+        }
+        context.attr.max_inline = context.probe_inline();
+        context.attr.dma_buf = context.create_pd()?.takes_dma_bufs();
+        context.attr.dc = mlx5_dc::attributes(&context, raw, &context.attr);
+        Ok(Some(context))
+    }
+
+    fn query(&self, name: &str) -> Result<DeviceAttr, VerbError> {
+        let raw = self.raw.as_ptr();
+        // SAFETY: S3: a structure of numbers; the context is open, and without an input the call takes null.
+        let all: ibv_device_attr_ex =
+            unsafe { filled("ibv_query_device_ex", |all| ibv_query_device_ex(raw, ptr::null(), all)) }?;
+        let raw = &all.orig_attr;
+        // Counts are signed in C and never negative.
+        let count = |value: i32| u32::try_from(value).unwrap_or(0);
+        let small = |value: i32| u8::try_from(value.max(0)).unwrap_or(u8::MAX);
+        // SAFETY: S3: the context is open.
+        let vectors = unsafe { self.raw.as_ref().num_comp_vectors };
+        let mut attr = DeviceAttr::named(name);
+        attr.guid = u64::from_be(raw.node_guid);
+        attr.ports = raw.phys_port_cnt;
+        attr.max_qp = count(raw.max_qp);
+        attr.max_qp_wr = count(raw.max_qp_wr);
+        attr.max_sge = count(raw.max_sge);
+        attr.max_cq = count(raw.max_cq);
+        attr.max_cqe = count(raw.max_cqe);
+        attr.max_mr = count(raw.max_mr);
+        attr.max_mr_size = raw.max_mr_size;
+        attr.max_pd = count(raw.max_pd);
+        attr.max_qp_rd_atom = small(raw.max_qp_rd_atom);
+        attr.max_qp_init_rd_atom = small(raw.max_qp_init_rd_atom);
+        attr.max_srq = count(raw.max_srq);
+        attr.max_srq_wr = count(raw.max_srq_wr);
+        attr.max_srq_sge = count(raw.max_srq_sge);
+        attr.completion_vectors = count(vectors).max(1);
+        attr.vendor_id = raw.vendor_id;
+        attr.vendor_part_id = raw.vendor_part_id;
+        // Ends in a zero, or is as long as its place.
+        let firmware: Vec<u8> = raw.fw_ver.iter().map(|&c| c as u8).take_while(|&c| c != 0).collect();
+        attr.firmware = String::from_utf8_lossy(&firmware).into_owned();
+        let windows =
+            ibv_device_cap_flags::IBV_DEVICE_MEM_WINDOW_TYPE_2A | ibv_device_cap_flags::IBV_DEVICE_MEM_WINDOW_TYPE_2B;
+        attr.max_mw = if raw.device_cap_flags & windows.0 != 0 { count(raw.max_mw) } else { 0 };
+        attr.on_demand_paging = all.odp_caps.general_caps & u64::from(ibv_odp_general_caps::IBV_ODP_SUPPORT.0) != 0;
+        attr.atomic = match raw.atomic_cap {
+            ibv_atomic_cap::IBV_ATOMIC_NONE => AtomicCapability::None,
+            ibv_atomic_cap::IBV_ATOMIC_GLOB => AtomicCapability::Global,
+            _ => AtomicCapability::Device,
+        };
+        Ok(attr)
+    }
+
+    fn query_port(&self, port: PortNum) -> Result<ibv_port_attr, VerbError> {
+        // SAFETY: S3: a structure of numbers; the context is open.
+        unsafe { filled("ibv_query_port", |attr| ibv_query_port(self.raw.as_ptr(), port.0, attr)) }
+    }
+
+    /// The entries of `port`'s GID table that are in use, `ibv_query_gid_table(3)`.
+    fn gid_table(&self, port: PortNum) -> Result<Vec<GidEntry>, VerbError> {
+        let mut entries: Vec<ibv_gid_entry> = Vec::with_capacity(self.gids);
+        // SAFETY: S3: there is room for as many entries as the ports said.
+        let found = unsafe { ibv_query_gid_table(self.raw.as_ptr(), entries.as_mut_ptr(), entries.capacity(), 0) };
+        let found = sys::count("ibv_query_gid_table", found)?;
+        // SAFETY: S4: so many entries have been written, at most the room there was.
+        unsafe { entries.set_len(found.min(entries.capacity())) };
+        let of_port = entries.iter().filter(|entry| entry.port_num == u32::from(port.0));
+        // A route names its entry in 8 bits.
+        let reachable = of_port.filter_map(|entry| Some((u8::try_from(entry.gid_index).ok()?, entry)));
+        Ok(reachable
+            .map(|(index, entry)| {
+                let kind = match entry.gid_type {
+                    0 => GidKind::InfiniBand,
+                    1 => GidKind::RoceV1,
+                    _ => GidKind::RoceV2,
+                };
+                GidEntry::new(index, convert::gid_from(&entry.gid), kind).on_interface(entry.ndev_ifindex)
+            })
+            .collect())
+    }
+
+    /// Most inline bytes of a queue pair: no verb tells, so queue pairs are made and thrown away.
+    fn probe_inline(&self) -> u32 {
+        let largest = || -> Result<u32, VerbError> {
+            let (pd, cq) = (self.create_pd()?, self.create_cq(1, None, 0, 0)?);
+            let granted = |max_inline| {
+                let caps = QpCaps { max_send_wr: 1, max_recv_wr: 1, max_send_sge: 1, max_recv_sge: 1, max_inline };
+                let init = QpInit { transport: Transport::Rc, send_cq: &cq, recv_cq: &cq, srq: None, caps };
+                pd.create_qp(&init).map(|qp| contract::Qp::caps(&qp).max_inline)
+            };
+            Ok([1024, 512, 256, 220, 128, 64, 32].into_iter().find_map(|size| granted(size).ok()).unwrap_or(0))
+        };
+        largest().unwrap_or_else(|error| {
+            tracing::warn!(%error, "inline data is not used: a queue pair to find its limit was refused");
+            0
+        })
+    }
+}
+
+/// What `query` fills in.
+///
+/// # Safety
+///
+/// All zero is a `T`, and `query` may be called with a pointer to one.
+unsafe fn filled<T>(verb: &'static str, query: impl FnOnce(*mut T) -> c_int) -> Result<T, VerbError> {
+    let mut value = MaybeUninit::zeroed();
+    sys::status(verb, query(value.as_mut_ptr()))?;
+    // SAFETY: S3: zero, and filled in.
+    Ok(unsafe { value.assume_init() })
+}
+
+impl contract::Context<Ibverbs> for Context {
+    fn reports_last_receive(&self) -> bool {
+        // SoftRoCE never does; it is done with what arrives when it has changed the state.
+        self.attr.vendor_id != SOFT_ROCE
+    }
+
+    fn attr(&self) -> &DeviceAttr {
+        &self.attr
+    }
+
+    fn random(&self) -> Result<u64, VerbError> {
+        getrandom::u64().map_err(|error| VerbError::new("getrandom", error.raw_os_error().unwrap_or(VerbError::EIO)))
+    }
+
+    fn port(&self, port: PortNum) -> Result<PortAttr, VerbError> {
+        let raw = self.query_port(port)?;
+        let mut attr = PortAttr::ethernet(port, self.gid_table(port)?);
+        attr.state = convert::port_state(raw.state);
+        attr.link_layer = convert::link_layer(raw.link_layer);
+        attr.max_mtu = convert::mtu_from(raw.max_mtu);
+        attr.active_mtu = convert::mtu_from(raw.active_mtu);
+        attr.max_msg_size = raw.max_msg_sz;
+        attr.lid = raw.lid;
+        attr.pkeys = raw.pkey_tbl_len;
+        Ok(attr)
+    }
+
+    fn pkey_table(&self, port: PortNum) -> Result<Vec<u16>, VerbError> {
+        let read = |index| {
+            let mut pkey = 0;
+            // SAFETY: S3: the context is open, the result ours.
+            let result = unsafe { ibv_query_pkey(self.raw.as_ptr(), port.0, index, &raw mut pkey) };
+            sys::status("ibv_query_pkey", result).map(|()| u16::from_be(pkey))
+        };
+        (0..i32::from(self.query_port(port)?.pkey_tbl_len)).map(read).collect()
+    }
+
+    fn create_pd(&self) -> Result<Pd, VerbError> {
+        Pd::new(self.raw, self.attr.clone(), self.extended)
+    }
+
+    fn create_channel(&self) -> Result<Channel, VerbError> {
+        Channel::new(self.raw)
+    }
+
+    fn create_cq(&self, capacity: u32, channel: Option<&Channel>, vector: u32, cookie: u64) -> Result<Cq, VerbError> {
+        Cq::new(self.raw, capacity, channel, vector, cookie)
+    }
+
+    fn create_cm_channel(&self) -> Result<super::cm::CmChannel, VerbError> {
+        super::cm::CmChannel::new()
+    }
+
+    fn event_fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: S3: the descriptor is open as long as the context, which is borrowed.
+        unsafe { BorrowedFd::borrow_raw(self.raw.as_ref().async_fd) }
+    }
+
+    fn next_event(&self) -> Result<Option<AsyncEvent>, VerbError> {
+        let mut raw = MaybeUninit::<RawEvent>::uninit();
+        // SAFETY: S3: the context is open, and the event has the layout of `struct ibv_async_event`.
+        let result = unsafe { ibv_get_async_event(self.raw.as_ptr(), raw.as_mut_ptr().cast()) };
+        match sys::status("ibv_get_async_event", result) {
+            Ok(()) => {}
+            Err(error) if error.errno == EAGAIN => return Ok(None),
+            // All have been read, and the kernel has taken the device away.
+            Err(error) if error.errno == VerbError::EIO => {
+                return Err(VerbError::new("ibv_get_async_event", VerbError::ENODEV));
+            }
+            Err(error) => return Err(error),
+        }
+        // SAFETY: S4: written by the call that succeeded; every code is a value of its type, which is an integer.
+        let mut event = unsafe { raw.assume_init() };
+        // SAFETY: S3: what the event names cannot be destroyed before the event is acknowledged.
+        let meaning = unsafe { event.meaning() };
+        // SAFETY: S3: taken above and acknowledged once.
+        unsafe { ibv_ack_async_event((&raw mut event).cast()) };
+        Ok(Some(meaning))
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // SAFETY: S3: opened by us; all that was made from it is gone, as the layer above sees to.
+        sys::freed("ibv_close_device", unsafe { ibv_close_device(self.raw.as_ptr()) });
+    }
+}
+
+/// EAGAIN of `errno(3)`, which reading a descriptor that does not block gives.
+pub(super) const EAGAIN: i32 = 11;
+
+/// `struct ibv_async_event` with its code as a number: one that the binding's enumeration does not know is no bug of ours.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct RawEvent {
+    element: Element,
+    code: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+union Element {
+    cq: *mut ibv_cq,
+    qp: *mut ibv_qp,
+    srq: *mut ibv_srq,
+    port: i32,
+}
+
+const _: () = assert!(size_of::<RawEvent>() == size_of::<ibv_async_event>());
+
+impl RawEvent {
+    /// # Safety
+    ///
+    /// It was given by `ibv_get_async_event` and is not yet acknowledged.
+    unsafe fn meaning(&self) -> AsyncEvent {
+        use ibv_event_type as code;
+        let element = self.element;
+        // SAFETY: S3: which element is set follows from the code, `ibv_get_async_event(3)`, and a queue pair lives until
+        // its events are acknowledged.
+        let qpn = || Qpn(unsafe { (*element.qp).qp_num });
+        // SAFETY: S3: as above; only the address is used.
+        let cq = || unsafe { element.cq }.expose_provenance() as u64;
+        // SAFETY: S3: as above; only the address is used.
+        let srq = || unsafe { element.srq }.expose_provenance() as u64;
+        // SAFETY: S3: as above.
+        let port = || PortNum(u8::try_from(unsafe { element.port }).unwrap_or(0));
+        const CQ_ERR: u32 = code::IBV_EVENT_CQ_ERR as u32;
+        const QP_FATAL: u32 = code::IBV_EVENT_QP_FATAL as u32;
+        const QP_REQ_ERR: u32 = code::IBV_EVENT_QP_REQ_ERR as u32;
+        const QP_ACCESS_ERR: u32 = code::IBV_EVENT_QP_ACCESS_ERR as u32;
+        const COMM_EST: u32 = code::IBV_EVENT_COMM_EST as u32;
+        const SQ_DRAINED: u32 = code::IBV_EVENT_SQ_DRAINED as u32;
+        const LAST_WQE: u32 = code::IBV_EVENT_QP_LAST_WQE_REACHED as u32;
+        const SRQ_LIMIT: u32 = code::IBV_EVENT_SRQ_LIMIT_REACHED as u32;
+        const SRQ_ERR: u32 = code::IBV_EVENT_SRQ_ERR as u32;
+        const PORT_ACTIVE: u32 = code::IBV_EVENT_PORT_ACTIVE as u32;
+        const PORT_ERR: u32 = code::IBV_EVENT_PORT_ERR as u32;
+        const GID_CHANGE: u32 = code::IBV_EVENT_GID_CHANGE as u32;
+        const DEVICE_FATAL: u32 = code::IBV_EVENT_DEVICE_FATAL as u32;
+        match self.code {
+            CQ_ERR => AsyncEvent::CqError { cq: cq() },
+            QP_FATAL => AsyncEvent::QpFatal(qpn()),
+            QP_REQ_ERR => AsyncEvent::QpRequestError(qpn()),
+            QP_ACCESS_ERR => AsyncEvent::QpAccessError(qpn()),
+            COMM_EST => AsyncEvent::CommunicationEstablished(qpn()),
+            SQ_DRAINED => AsyncEvent::SendQueueDrained(qpn()),
+            LAST_WQE => AsyncEvent::LastWqeReached(qpn()),
+            SRQ_LIMIT => AsyncEvent::SrqLimitReached { srq: srq() },
+            SRQ_ERR => AsyncEvent::SrqError { srq: srq() },
+            PORT_ACTIVE => AsyncEvent::PortActive(port()),
+            PORT_ERR => AsyncEvent::PortError(port()),
+            GID_CHANGE => AsyncEvent::GidChange(port()),
+            DEVICE_FATAL => AsyncEvent::DeviceFatal,
+            other => AsyncEvent::Other(other),
+        }
+    }
+}

@@ -1,0 +1,396 @@
+//! Work requests in the form of libibverbs: chains for `ibv_post_send(3)` and `ibv_post_recv(3)`, calls for
+//! `ibv_wr_post(3)`.
+
+#![allow(unsafe_code)]
+
+use std::borrow::Borrow;
+use std::mem::MaybeUninit;
+use std::ptr::{self, NonNull};
+
+use rdma_sys::*;
+
+use super::{convert, sys};
+use rdma_provider::VerbError;
+use rdma_provider::contract::PostError;
+use rdma_provider::types::{
+    Data, DctTarget, RecvWr, RemoteAddr, SendOp, SendTarget, SendWr, Transport, UdTarget, WindowBind,
+};
+
+/// Work requests of one chain: a longer list rings one doorbell for each so many. They stand on the stack while posted.
+const CHAIN: usize = 32;
+
+/// One element of a chain of sends, with the place that inline data is named from.
+#[repr(C)]
+struct Element {
+    wr: ibv_send_wr,
+    inline: ibv_sge,
+}
+
+/// Of a request that a queue pair cannot execute, behind `posted` that were.
+///
+/// Drivers do not look: they take the address handle of a datagram for granted, and what they make of an operation that
+/// the transport does not have is theirs.
+#[cold]
+fn impossible(posted: usize) -> PostError {
+    PostError { posted, error: VerbError::new("ibv_post_send", VerbError::EINVAL) }
+}
+
+/// True for what is posted most, of which a reliable connection needs to ask nothing else.
+#[inline(always)]
+pub(super) fn is_plain(wr: &SendWr<'_>) -> bool {
+    matches!(wr.data, Data::Sges([_])) && wr.target.is_none() && !wr.op.is_local()
+}
+
+#[inline(always)]
+fn is_possible(transport: Transport, wr: &SendWr<'_>) -> bool {
+    transport == Transport::Rc && is_plain(wr) || is_possible_at_all(transport, wr)
+}
+
+fn is_possible_at_all(transport: Transport, wr: &SendWr<'_>) -> bool {
+    let binds = matches!(transport, Transport::Rc | Transport::Uc);
+    let has_operation = match wr.op {
+        SendOp::Send | SendOp::SendWithImm(_) => true,
+        SendOp::Write(_) | SendOp::WriteWithImm(..) => transport != Transport::Ud,
+        SendOp::Read(_) | SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. } => {
+            matches!(transport, Transport::Rc | Transport::Dci)
+        }
+        SendOp::SendWithInvalidate(_) => transport == Transport::Rc,
+        SendOp::LocalInvalidate(_) => return binds && matches!(wr.data, Data::Sges([])),
+        SendOp::BindWindow => return binds && matches!(wr.data, Data::Window(_)),
+    };
+    let addressed = match wr.target {
+        None => matches!(transport, Transport::Rc | Transport::Uc),
+        Some(SendTarget::Datagram(_)) => transport == Transport::Ud,
+        Some(SendTarget::Dc(_)) => transport == Transport::Dci,
+    };
+    // What an operation brings back needs a place to go to.
+    let placed = match wr.data {
+        Data::Sges(_) => true,
+        Data::Inline(_) => !wr.op.reads_back(),
+        Data::Window(_) => false,
+    };
+    has_operation && addressed && placed
+}
+
+/// Posts one request that [`is_plain`], put together in registers: every branch of it is decided by the compiler.
+///
+/// # Safety
+///
+/// `qp` is alive, and the memory of the request is kept as for `ibv_post_send(3)`.
+#[inline(always)]
+pub(super) unsafe fn send_in_place(qp: *mut ibv_qp, wr: &SendWr<'_>) -> Result<(), VerbError> {
+    let mut element = MaybeUninit::<Element>::uninit();
+    let mut refused = ptr::null_mut();
+    // SAFETY: S1, S3: as the caller promises; the element is ours.
+    let result = unsafe {
+        write_send(element.as_mut_ptr(), ptr::null_mut(), wr);
+        ibv_post_send(qp, element.as_mut_ptr().cast(), &raw mut refused)
+    };
+    sys::status("ibv_post_send", result)
+}
+
+/// As [`send_in_place`], by the calls of `ibv_wr_post(3)`.
+///
+/// # Safety
+///
+/// As [`send_in_place`]; the queue pair was made for those calls.
+#[inline(always)]
+pub(super) unsafe fn extended_in_place(qp: *mut ibv_qp_ex, wr: &SendWr<'_>) -> Result<(), VerbError> {
+    // SAFETY: S1, S3: as the caller promises; as in `extended`.
+    let result = unsafe {
+        ibv_wr_start(qp);
+        if !request(qp, None, wr) {
+            return Err(abort(qp));
+        }
+        ibv_wr_complete(qp)
+    };
+    sys::status("ibv_wr_complete", result)
+}
+
+/// Posts what of `list` comes before the first that a queue pair of `transport` cannot execute, by `post`, which takes a chain
+/// and says through its second argument which element was refused.
+#[inline]
+pub(super) fn sends<'a>(
+    transport: Transport,
+    mut list: impl Iterator<Item = impl Borrow<SendWr<'a>>>,
+    mut post: impl FnMut(*mut ibv_send_wr, *mut *mut ibv_send_wr) -> Result<(), VerbError>,
+) -> Result<(), PostError> {
+    let mut chain = [const { MaybeUninit::<Element>::uninit() }; CHAIN];
+    let first = chain.as_mut_ptr().cast::<Element>();
+    let mut posted = 0;
+    loop {
+        let (mut length, mut all_possible) = (0, true);
+        for wr in list.by_ref().take(CHAIN) {
+            all_possible = is_possible(transport, wr.borrow());
+            if !all_possible {
+                break;
+            }
+            // SAFETY: S3: `length` is within the chain, which nobody else looks at.
+            unsafe { write_send(first.wrapping_add(length), first.wrapping_add(length + 1).cast(), wr.borrow()) };
+            length += 1;
+        }
+        if length > 0 {
+            // SAFETY: S3: just written.
+            unsafe { (*first.wrapping_add(length - 1)).wr.next = ptr::null_mut() };
+            let mut refused = ptr::null_mut();
+            if let Err(error) = post(first.cast(), &raw mut refused) {
+                return Err(PostError { posted: posted + position(first, refused.cast()), error });
+            }
+            posted += length;
+        }
+        if !all_possible {
+            return Err(impossible(posted));
+        }
+        if length < CHAIN {
+            return Ok(());
+        }
+    }
+}
+
+/// Posts `list` by `post`; as [`sends`].
+#[inline]
+pub(super) fn receives(
+    list: &[RecvWr<'_>],
+    mut post: impl FnMut(*mut ibv_recv_wr, *mut *mut ibv_recv_wr) -> Result<(), VerbError>,
+) -> Result<(), PostError> {
+    let mut chain = [const { MaybeUninit::<ibv_recv_wr>::uninit() }; CHAIN];
+    let first = chain.as_mut_ptr().cast::<ibv_recv_wr>();
+    for (round, part) in list.chunks(CHAIN).enumerate() {
+        for (index, wr) in part.iter().enumerate() {
+            let next = if index + 1 < part.len() { first.wrapping_add(index + 1) } else { ptr::null_mut() };
+            let (sg_list, num_sge) = (convert::sge_list(wr.sges), wr.sges.len() as i32);
+            // SAFETY: S3: `index` is within the chain, which nobody else looks at.
+            unsafe { first.wrapping_add(index).write(ibv_recv_wr { wr_id: wr.wr_id.0, next, sg_list, num_sge }) };
+        }
+        let mut refused = ptr::null_mut();
+        if let Err(error) = post(first, &raw mut refused) {
+            return Err(PostError { posted: round * CHAIN + position(first, refused), error });
+        }
+    }
+    Ok(())
+}
+
+/// How many elements of a chain come before `refused`. A driver that names none refused all of it.
+fn position<T>(first: *mut T, refused: *mut T) -> usize {
+    if refused.is_null() { 0 } else { (refused.addr() - first.addr()) / size_of::<T>() }
+}
+
+/// Writes those fields that `wr` gives a meaning to; libibverbs reads no others.
+///
+/// # Safety
+///
+/// `element` is valid for writes.
+#[inline(always)]
+unsafe fn write_send(element: *mut Element, next: *mut ibv_send_wr, wr: &SendWr<'_>) {
+    use ibv_wr_opcode as code;
+    // SAFETY: S3: valid for writes, as the caller says; fields of numbers and pointers have no destructors.
+    unsafe {
+        let raw = &raw mut (*element).wr;
+        let immediate = |value| (*raw).imm_data_invalidated_rkey_union.imm_data = value;
+        let remote = |at: RemoteAddr| {
+            (*raw).wr.rdma.remote_addr = at.addr;
+            (*raw).wr.rdma.rkey = at.rkey.0;
+        };
+        let atomic = |at: RemoteAddr, compare_add, swap| {
+            (*raw).wr.atomic = atomic_t { remote_addr: at.addr, compare_add, swap, rkey: at.rkey.0 };
+        };
+
+        let opcode = match wr.op {
+            SendOp::Send => code::IBV_WR_SEND,
+            SendOp::SendWithImm(imm) => {
+                immediate(imm.0.to_be());
+                code::IBV_WR_SEND_WITH_IMM
+            }
+            SendOp::SendWithInvalidate(rkey) => {
+                immediate(rkey.0);
+                code::IBV_WR_SEND_WITH_INV
+            }
+            SendOp::Write(at) => {
+                remote(at);
+                code::IBV_WR_RDMA_WRITE
+            }
+            SendOp::WriteWithImm(at, imm) => {
+                remote(at);
+                immediate(imm.0.to_be());
+                code::IBV_WR_RDMA_WRITE_WITH_IMM
+            }
+            SendOp::Read(at) => {
+                remote(at);
+                code::IBV_WR_RDMA_READ
+            }
+            SendOp::CompareSwap { remote, compare, swap } => {
+                atomic(remote, compare, swap);
+                code::IBV_WR_ATOMIC_CMP_AND_SWP
+            }
+            SendOp::FetchAdd { remote, add } => {
+                atomic(remote, add, 0);
+                code::IBV_WR_ATOMIC_FETCH_AND_ADD
+            }
+            SendOp::LocalInvalidate(rkey) => {
+                immediate(rkey.0);
+                code::IBV_WR_LOCAL_INV
+            }
+            SendOp::BindWindow => {
+                // Looked at, and refused if there is any.
+                immediate(0);
+                code::IBV_WR_BIND_MW
+            }
+        };
+        (*raw).wr_id = wr.wr_id.0;
+        (*raw).next = next;
+        (*raw).opcode = opcode;
+        // What names a DC target is not posted in a chain.
+        if let Some(SendTarget::Datagram(UdTarget { handle, qpn, qkey, .. })) = wr.target {
+            (*raw).wr.ud =
+                ud_t { ah: ptr::with_exposed_provenance_mut(handle), remote_qpn: qpn.0, remote_qkey: qkey.0 };
+        }
+        let flags = convert::send_flags(wr.flags);
+        match wr.data {
+            Data::Sges(sges) => {
+                (*raw).sg_list = convert::sge_list(sges);
+                (*raw).num_sge = sges.len() as i32;
+                (*raw).send_flags = flags;
+            }
+            Data::Inline(bytes) => {
+                (*element).inline = ibv_sge { addr: bytes.as_ptr().addr() as u64, length: bytes.len() as u32, lkey: 0 };
+                (*raw).sg_list = &raw mut (*element).inline;
+                (*raw).num_sge = 1;
+                (*raw).send_flags = flags | ibv_send_flags::IBV_SEND_INLINE.0;
+            }
+            Data::Window(bind) => {
+                (*raw).sg_list = ptr::null_mut();
+                (*raw).num_sge = 0;
+                (*raw).send_flags = flags;
+                (*raw).bind_mw_tso_union.bind_mw =
+                    bind_mw_t { mw: window(bind), rkey: bind.rkey.0, bind_info: convert::bind_info(bind) };
+            }
+        }
+    }
+}
+
+/// The window of `bind`, which from now on has the key of its binding before: drivers compare it with what they know, and
+/// leave it to the program to note what each binding changed.
+///
+/// # Safety
+///
+/// The window is alive, and no other binding of it is posted at the same time.
+unsafe fn window(bind: &WindowBind) -> *mut ibv_mw {
+    let window: *mut ibv_mw = ptr::with_exposed_provenance_mut(bind.window);
+    // SAFETY: S3: as the caller promises.
+    unsafe { (*window).rkey = bind.current.0 };
+    window
+}
+
+/// Posts what of `list` comes before the first that a queue pair of `transport` cannot execute, all of that or nothing, by the
+/// calls of `ibv_wr_post(3)`.
+///
+/// # Safety
+///
+/// `qp` is alive, `dc` is the same queue pair if it initiates dynamic connections, and the memory of the list is kept as for
+/// `ibv_post_send(3)`.
+#[inline]
+pub(super) unsafe fn extended<'a>(
+    qp: *mut ibv_qp_ex,
+    dc: Option<NonNull<mlx5dv_qp_ex>>,
+    transport: Transport,
+    list: impl Iterator<Item = impl Borrow<SendWr<'a>>>,
+) -> Result<(), PostError> {
+    let (mut posted, mut all_possible) = (0, true);
+    // SAFETY: S1, S3: as the caller promises; each request is one operation and one or two setters, between start and
+    // completion, as the manual page asks.
+    let result = unsafe {
+        ibv_wr_start(qp);
+        for wr in list {
+            all_possible = is_possible(transport, wr.borrow());
+            if !all_possible {
+                break;
+            }
+            if !request(qp, dc, wr.borrow()) {
+                return Err(PostError { posted: 0, error: abort(qp) });
+            }
+            posted += 1;
+        }
+        if posted == 0 {
+            abort(qp);
+            0
+        } else {
+            ibv_wr_complete(qp)
+        }
+    };
+    sys::status("ibv_wr_complete", result).map_err(|error| PostError { posted: 0, error })?;
+    if all_possible { Ok(()) } else { Err(impossible(posted)) }
+}
+
+/// Gives up what was begun, as it has an operation that the queue pair was not made for.
+///
+/// # Safety
+///
+/// As [`extended`], after `ibv_wr_start`.
+#[cold]
+unsafe fn abort(qp: *mut ibv_qp_ex) -> VerbError {
+    // SAFETY: S3: the queue pair is alive, as the caller says.
+    unsafe { ibv_wr_abort(qp) };
+    VerbError::new("ibv_wr_start", VerbError::EINVAL)
+}
+
+/// One work request; false for an operation that the queue pair was not made for: its function may not be there.
+///
+/// # Safety
+///
+/// As [`extended`], after `ibv_wr_start`.
+#[inline(always)]
+unsafe fn request(qp: *mut ibv_qp_ex, dc: Option<NonNull<mlx5dv_qp_ex>>, wr: &SendWr<'_>) -> bool {
+    macro_rules! call {
+        ($function:ident $(, $argument:expr)*) => {
+            match (*qp).$function {
+                Some(function) => function(qp $(, $argument)*),
+                None => return false,
+            }
+        };
+    }
+    // SAFETY: S1, S3: as for `extended`.
+    unsafe {
+        (*qp).wr_id = wr.wr_id.0;
+        (*qp).wr_flags = convert::send_flags(wr.flags);
+        match wr.op {
+            // The two that have no data and take no setter.
+            SendOp::LocalInvalidate(rkey) => {
+                call!(wr_local_inv, rkey.0);
+                return true;
+            }
+            SendOp::BindWindow => {
+                let Data::Window(bind) = wr.data else { return false };
+                call!(wr_bind_mw, window(bind), bind.rkey.0, &convert::bind_info(bind));
+                return true;
+            }
+            SendOp::Send => call!(wr_send),
+            SendOp::SendWithImm(imm) => call!(wr_send_imm, imm.0.to_be()),
+            SendOp::SendWithInvalidate(rkey) => call!(wr_send_inv, rkey.0),
+            SendOp::Write(at) => call!(wr_rdma_write, at.rkey.0, at.addr),
+            SendOp::WriteWithImm(at, imm) => call!(wr_rdma_write_imm, at.rkey.0, at.addr, imm.0.to_be()),
+            SendOp::Read(at) => call!(wr_rdma_read, at.rkey.0, at.addr),
+            SendOp::CompareSwap { remote, compare, swap } => {
+                call!(wr_atomic_cmp_swp, remote.rkey.0, remote.addr, compare, swap);
+            }
+            SendOp::FetchAdd { remote, add } => call!(wr_atomic_fetch_add, remote.rkey.0, remote.addr, add),
+        }
+        match wr.target {
+            None => {}
+            Some(SendTarget::Datagram(UdTarget { handle, qpn, qkey, .. })) => {
+                call!(wr_set_ud_addr, ptr::with_exposed_provenance_mut(handle), qpn.0, qkey.0);
+            }
+            Some(SendTarget::Dc(DctTarget { handle, number, key, .. })) => {
+                let Some(dc) = dc.map(NonNull::as_ptr) else { return false };
+                let Some(set) = (*dc).wr_set_dc_addr else { return false };
+                set(dc, ptr::with_exposed_provenance_mut(handle), number.0, key.0);
+            }
+        }
+        match wr.data {
+            Data::Sges(&[sge]) => call!(wr_set_sge, sge.lkey.0, sge.addr, sge.length),
+            Data::Sges(sges) => call!(wr_set_sge_list, sges.len(), convert::sge_list(sges)),
+            Data::Inline(bytes) => call!(wr_set_inline_data, bytes.as_ptr().cast_mut().cast(), bytes.len()),
+            Data::Window(_) => return false,
+        }
+    }
+    true
+}

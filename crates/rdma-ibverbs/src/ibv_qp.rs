@@ -1,0 +1,240 @@
+//! Queue pair: create, change state, post.
+
+#![allow(unsafe_code)]
+
+use std::borrow::Borrow;
+use std::mem;
+use std::ptr::{self, NonNull};
+use std::sync::atomic::{AtomicU8, Ordering};
+
+use rdma_sys::*;
+
+use super::ibv_srq::Srq;
+use super::mlx5_dc::Initiator;
+use super::owned::Owned;
+use super::{Ibverbs, convert, ibv_post, sys};
+use rdma_provider::VerbError;
+use rdma_provider::contract::{self, PostError, QpInit};
+use rdma_provider::types::{AtomicCapability, DeviceAttr, QpAttr, QpCaps, QpState, Qpn, RecvWr, SendWr, Transport};
+
+/// `ibv_qp`.
+#[derive(Debug)]
+pub struct Qp {
+    raw: Owned<ibv_qp>,
+    /// The same queue pair for `ibv_wr_*`, where the driver has them.
+    extended: Option<NonNull<ibv_qp_ex>>,
+    /// The same for what names a DC target, of an initiator.
+    dc: Option<NonNull<mlx5dv_qp_ex>>,
+    transport: Transport,
+    caps: QpCaps,
+    /// It has receives of its own, and not a shared queue's or none.
+    receives: bool,
+    /// State that it was last put into. Drivers differ in what they do with work that is posted too early: one refuses
+    /// it and keeps it in the ring, another takes it.
+    state: AtomicU8,
+    /// State from which on plain requests are put together where they are posted: RTS, or none.
+    in_place: u8,
+}
+
+// SAFETY: S3: libibverbs is safe to call from any thread at once; the handle is used until `Drop` only.
+unsafe impl Send for Qp {}
+// SAFETY: S3: as above.
+unsafe impl Sync for Qp {}
+
+impl Qp {
+    /// The handle of the C library.
+    ///
+    /// # Safety
+    ///
+    /// It is valid while this object lives. What the object is for is left to the object: the caller neither ends the handle
+    /// nor changes its state.
+    #[must_use]
+    pub const unsafe fn as_raw(&self) -> NonNull<ibv_qp> {
+        self.raw.get()
+    }
+
+    /// With `ibv_wr_*` if they are wanted (`extended`) and its driver has them, or if it is of DC.
+    pub(super) fn new(
+        pd: NonNull<ibv_pd>,
+        init: &QpInit<'_, Ibverbs>,
+        device: &DeviceAttr,
+        extended: bool,
+    ) -> Result<Self, VerbError> {
+        if init.transport == Transport::Dci {
+            if device.dc.is_none() {
+                return Err(contract::NoDct::REFUSED);
+            }
+            let Initiator { raw, extended, dc, granted } =
+                Initiator::new(pd, init, send_operations(init.transport, device))?;
+            return Ok(Self {
+                dc: Some(dc),
+                receives: false,
+                ..Self::made(raw, Some(extended), init.transport, &granted)
+            });
+        }
+        let receives = init.srq.is_none();
+        // SAFETY: S3: all zero is a value of this structure of numbers and pointers.
+        let mut raw: ibv_qp_init_attr_ex = unsafe { mem::zeroed() };
+        raw.send_cq = init.send_cq.raw();
+        raw.recv_cq = init.recv_cq.raw();
+        raw.srq = init.srq.map_or(ptr::null_mut(), Srq::raw);
+        raw.cap = convert::caps_to(init.caps);
+        raw.qp_type = convert::qp_type(init.transport);
+        raw.pd = pd.as_ptr();
+        if extended {
+            let mut wanted = raw;
+            wanted.comp_mask =
+                (ibv_qp_init_attr_mask::IBV_QP_INIT_ATTR_PD | ibv_qp_init_attr_mask::IBV_QP_INIT_ATTR_SEND_OPS_FLAGS).0;
+            wanted.send_ops_flags = u64::from(send_operations(init.transport, device).0);
+            // SAFETY: S3: the protection domain and the queues are alive, the attributes ours.
+            let qp = unsafe { ibv_create_qp_ex(pd.as_ref().context, &raw mut wanted) };
+            if let Ok(qp) = sys::handle("ibv_create_qp_ex", qp) {
+                // SAFETY: S3: just made.
+                let extended = NonNull::new(unsafe { ibv_qp_to_qp_ex(qp.as_ptr()) });
+                return Ok(Self { receives, ..Self::made(qp, extended, init.transport, &wanted.cap) });
+            }
+        }
+        // The structure starts as `ibv_qp_init_attr` does, and goes on where that ends.
+        // SAFETY: S3: the protection domain and the queues are alive, the attributes ours.
+        let qp = unsafe { ibv_create_qp(pd.as_ptr(), (&raw mut raw).cast()) };
+        let qp = sys::handle("ibv_create_qp", qp)?;
+        Ok(Self { receives, ..Self::made(qp, None, init.transport, &raw.cap) })
+    }
+
+    fn made(
+        raw: NonNull<ibv_qp>,
+        extended: Option<NonNull<ibv_qp_ex>>,
+        transport: Transport,
+        granted: &ibv_qp_cap,
+    ) -> Self {
+        let state = AtomicU8::new(QpState::Reset as u8);
+        let in_place = if transport == Transport::Rc { QpState::Rts as u8 } else { u8::MAX };
+        // SAFETY: S3: just made, and ours.
+        let raw = unsafe { Owned::new(raw) };
+        Self { raw, extended, dc: None, receives: true, transport, caps: convert::caps_from(granted), state, in_place }
+    }
+
+    fn raw(&self) -> *mut ibv_qp {
+        self.raw.get().as_ptr()
+    }
+
+    /// Refuses work in the states before `first`.
+    #[inline]
+    fn check(&self, verb: &'static str, first: u8) -> Result<(), PostError> {
+        if self.state.load(Ordering::Acquire) >= first {
+            return Ok(());
+        }
+        Err(PostError { posted: 0, error: VerbError::new(verb, VerbError::EINVAL) })
+    }
+}
+
+/// What `ibv_wr_*` must be able to do on a queue pair of `transport`.
+fn send_operations(transport: Transport, device: &DeviceAttr) -> ibv_qp_create_send_ops_flags {
+    use ibv_qp_create_send_ops_flags as op;
+    let send = op::IBV_QP_EX_WITH_SEND | op::IBV_QP_EX_WITH_SEND_WITH_IMM;
+    let write = op::IBV_QP_EX_WITH_RDMA_WRITE | op::IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM;
+    match transport {
+        Transport::Ud => send,
+        Transport::Uc => send | write,
+        Transport::Rc | Transport::Dci => {
+            let mut all = send | write | op::IBV_QP_EX_WITH_RDMA_READ;
+            if transport == Transport::Rc {
+                all |= op::IBV_QP_EX_WITH_SEND_WITH_INV;
+            }
+            if device.atomic != AtomicCapability::None {
+                all = all | op::IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP | op::IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD;
+            }
+            if device.max_mw > 0 && transport == Transport::Rc {
+                all =
+                    all | op::IBV_QP_EX_WITH_SEND_WITH_INV | op::IBV_QP_EX_WITH_LOCAL_INV | op::IBV_QP_EX_WITH_BIND_MW;
+            }
+            all
+        }
+    }
+}
+
+impl contract::Qp for Qp {
+    fn qpn(&self) -> Qpn {
+        // SAFETY: S3: the queue pair is alive.
+        Qpn(unsafe { self.raw.get().as_ref().qp_num })
+    }
+
+    fn caps(&self) -> QpCaps {
+        self.caps
+    }
+
+    fn modify(&self, attr: &QpAttr) -> Result<(), VerbError> {
+        if !convert::fits(attr) {
+            return Err(VerbError::new("ibv_modify_qp", VerbError::EINVAL));
+        }
+        let mut raw = convert::qp_attr_to(attr);
+        // Back to a state that takes no work: refused from now on. Forward: only once the device has agreed.
+        let before = self.state.load(Ordering::Acquire);
+        if let Some(lower) = attr.state.map(|state| state as u8).filter(|&state| state < before) {
+            self.state.store(lower, Ordering::Release);
+        }
+        // SAFETY: S3: the queue pair is alive, the attributes ours.
+        let result = unsafe { ibv_modify_qp(self.raw(), &raw mut raw, attr.mask().bits() as i32) };
+        let result = sys::status("ibv_modify_qp", result);
+        self.state.store(
+            match (&result, attr.state) {
+                (Ok(()), Some(state)) => state as u8,
+                _ => before,
+            },
+            Ordering::Release,
+        );
+        result
+    }
+
+    fn query(&self) -> Result<(QpState, QpAttr), VerbError> {
+        // SAFETY: S3: all zero is a value of these structures of numbers and pointers.
+        let (mut raw, mut init) = unsafe { (mem::zeroed::<ibv_qp_attr>(), mem::zeroed::<ibv_qp_init_attr>()) };
+        // Every attribute that `ibv_query_qp(3)` knows.
+        let mask = (1 << 21) - 1;
+        // SAFETY: S3: the queue pair is alive, both structures ours.
+        sys::status("ibv_query_qp", unsafe { ibv_query_qp(self.raw(), &raw mut raw, mask, &raw mut init) })?;
+        Ok(convert::qp_attr_from(&raw, self.transport))
+    }
+
+    #[inline(always)]
+    unsafe fn post_send_one(&self, wr: SendWr<'_>) -> Result<(), VerbError> {
+        if self.state.load(Ordering::Acquire) >= self.in_place && ibv_post::is_plain(&wr) {
+            return match self.extended {
+                // SAFETY: S1: the memory of the request is kept by the caller; S3: the queue pair is alive.
+                Some(qp) => unsafe { ibv_post::extended_in_place(qp.as_ptr(), &wr) },
+                // SAFETY: S1, S3: as above.
+                None => unsafe { ibv_post::send_in_place(self.raw(), &wr) },
+            };
+        }
+        // SAFETY: S1: as above.
+        unsafe { self.post_send(&[wr]) }.map_err(|refused| refused.error)
+    }
+
+    #[inline(never)]
+    unsafe fn post_sends<'a>(&self, list: impl Iterator<Item = impl Borrow<SendWr<'a>>>) -> Result<(), PostError> {
+        self.check("ibv_post_send", QpState::Rts as u8)?;
+        match self.extended {
+            // SAFETY: S1: the memory of the list is kept by the caller; S3: the queue pair is alive.
+            Some(qp) => unsafe { ibv_post::extended(qp.as_ptr(), self.dc, self.transport, list) },
+            None => ibv_post::sends(self.transport, list, |first, refused| {
+                // SAFETY: S1: the memory of the list is kept by the caller; S3: the queue pair is alive, the chain ours.
+                sys::status("ibv_post_send", unsafe { ibv_post_send(self.raw(), first, refused) })
+            }),
+        }
+    }
+
+    #[inline]
+    unsafe fn post_recv(&self, list: &[RecvWr<'_>]) -> Result<(), PostError> {
+        // Of one that has none, drivers say this, or that its queue is full.
+        let first = if self.receives { QpState::Init as u8 } else { u8::MAX };
+        self.check("ibv_post_recv", first)?;
+        ibv_post::receives(list, |first, refused| {
+            // SAFETY: S1: the memory of the list is kept by the caller; S3: the queue pair is alive, the chain ours.
+            sys::status("ibv_post_recv", unsafe { ibv_post_recv(self.raw(), first, refused) })
+        })
+    }
+
+    fn destroy(&mut self) -> Result<(), VerbError> {
+        self.raw.end()
+    }
+}

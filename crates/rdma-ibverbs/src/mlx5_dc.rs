@@ -1,0 +1,210 @@
+//! Dynamically connected transport, which libmlx5 has and libibverbs does not: what a device can do of it, initiators,
+//! targets.
+
+#![allow(unsafe_code)]
+
+use std::mem;
+use std::ptr::{self, NonNull};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use parking_lot::Mutex;
+use rdma_sys::*;
+
+use super::owned::Owned;
+use super::{Ibverbs, convert, sys};
+use rdma_provider::VerbError;
+use rdma_provider::contract::{self, Context as _, DctInit, Pd as _, QpInit};
+use rdma_provider::types::{DcAttr, DcKey, DciStreams, DeviceAttr, QpAttr, QpCaps, QpState, Qpn, SrqCaps, Transport};
+
+use super::ibv_context::Context;
+
+/// What such a device would answer.
+const NONE: VerbError = VerbError::new("mlx5dv_create_qp", VerbError::EOPNOTSUPP);
+
+/// What `context` can do of DC: nothing without feature `mlx5`, without libmlx5, or if it is no device of that.
+pub(super) fn attributes(context: &Context, raw: NonNull<ibv_context>, device: &DeviceAttr) -> Option<DcAttr> {
+    if !cfg!(feature = "mlx5") {
+        return None;
+    }
+    use mlx5dv_context_comp_mask as field;
+    // SAFETY: S3: all zero is a value of this structure of numbers and pointers.
+    let mut found: mlx5dv_context = unsafe { mem::zeroed() };
+    found.comp_mask = (field::MLX5DV_CONTEXT_MASK_DCI_STREAMS | field::MLX5DV_CONTEXT_MASK_MAX_DC_RD_ATOM).0.into();
+    // SAFETY: S3: the context is open, the result ours; of another driver's device the library says so.
+    let asked = sys::status("mlx5dv_query_device", unsafe { mlx5dv_query_device(raw.as_ptr(), &raw mut found) });
+    if let Err(error) = asked {
+        tracing::debug!(%error, "no DC");
+        return None;
+    }
+    // Older libraries leave fields alone that they do not know, and take their bits out of the mask.
+    let has = |bit: field| found.comp_mask & u64::from(bit.0) != 0;
+    // Zero is said by a library that could not ask the firmware, too: then what holds for connections stands in.
+    let limit = |value: u64, otherwise: u8| match u8::try_from(value) {
+        _ if !has(field::MLX5DV_CONTEXT_MASK_MAX_DC_RD_ATOM) => otherwise,
+        Ok(0) => otherwise,
+        Ok(value) => value,
+        Err(_) => u8::MAX,
+    };
+    let streams = DciStreams {
+        max_log_concurrent: found.dci_streams_caps.max_log_num_concurent,
+        max_log_errored: found.dci_streams_caps.max_log_num_errored,
+    };
+    let any = has(field::MLX5DV_CONTEXT_MASK_DCI_STREAMS) && streams.max_log_concurrent > 0;
+    let mut attr = DcAttr::new(
+        limit(found.max_dc_rd_atom, device.max_qp_rd_atom),
+        limit(found.max_dc_init_rd_atom, device.max_qp_init_rd_atom),
+    );
+    attr.streams = any.then_some(streams);
+    // No field says whether there is DC at all, so both kinds are made and thrown away.
+    match try_both(context, attr) {
+        Ok(()) => Some(attr),
+        Err(error) => {
+            tracing::debug!(%error, "no DC, though it is a device of libmlx5");
+            None
+        }
+    }
+}
+
+fn try_both(context: &Context, attr: DcAttr) -> Result<(), VerbError> {
+    let (pd, cq) = (context.create_pd()?.with_dc(attr), context.create_cq(2, None, 0, 0)?);
+    let srq = pd.create_srq(SrqCaps { max_wr: 1, max_sge: 1 })?;
+    let caps = QpCaps { max_send_wr: 1, max_recv_wr: 0, max_send_sge: 1, max_recv_sge: 0, max_inline: 0 };
+    pd.create_qp(&QpInit { transport: Transport::Dci, send_cq: &cq, recv_cq: &cq, srq: None, caps })?;
+    pd.create_dct(&DctInit { srq: &srq, recv_cq: &cq, key: DcKey(0) })?;
+    Ok(())
+}
+
+/// Makes a DC queue pair of what `attr` says.
+fn create(
+    pd: NonNull<ibv_pd>,
+    attr: &mut ibv_qp_init_attr_ex,
+    dc: mlx5dv_dc_init_attr,
+) -> Result<NonNull<ibv_qp>, VerbError> {
+    attr.qp_type = convert::qp_type(Transport::Dci);
+    attr.pd = pd.as_ptr();
+    attr.comp_mask |= ibv_qp_init_attr_mask::IBV_QP_INIT_ATTR_PD.0;
+    // SAFETY: S3: all zero is a value of this structure of numbers.
+    let mut special: mlx5dv_qp_init_attr = unsafe { mem::zeroed() };
+    special.comp_mask = mlx5dv_qp_init_attr_mask::MLX5DV_QP_INIT_ATTR_MASK_DC.0.into();
+    special.dc_init_attr = dc;
+    // SAFETY: S3: the protection domain and the queues are alive, the attributes ours.
+    let raw = unsafe { mlx5dv_create_qp(pd.as_ref().context, &raw mut *attr, &raw mut special) };
+    sys::handle("mlx5dv_create_qp", raw)
+}
+
+/// What kind of DC queue pair, and the key of a target.
+fn kind(dc_type: mlx5dv_dc_type, key: u64) -> mlx5dv_dc_init_attr {
+    // SAFETY: S3: all zero is a value of this structure of numbers.
+    let mut kind: mlx5dv_dc_init_attr = unsafe { mem::zeroed() };
+    kind.dc_type = dc_type;
+    kind.__bindgen_anon_1.bindgen_union_field = key;
+    kind
+}
+
+/// A queue pair that initiates, for `ibv_wr_*` and, with its target, `mlx5dv_wr_set_dc_addr`.
+pub(super) struct Initiator {
+    pub(super) raw: NonNull<ibv_qp>,
+    pub(super) extended: NonNull<ibv_qp_ex>,
+    pub(super) dc: NonNull<mlx5dv_qp_ex>,
+    pub(super) granted: ibv_qp_cap,
+}
+
+impl Initiator {
+    /// Its work is described by `operations`.
+    pub(super) fn new(
+        pd: NonNull<ibv_pd>,
+        init: &QpInit<'_, Ibverbs>,
+        operations: ibv_qp_create_send_ops_flags,
+    ) -> Result<Self, VerbError> {
+        // SAFETY: S3: all zero is a value of this structure of numbers and pointers.
+        let mut attr: ibv_qp_init_attr_ex = unsafe { mem::zeroed() };
+        attr.send_cq = init.send_cq.raw();
+        attr.recv_cq = init.recv_cq.raw();
+        attr.cap = convert::caps_to(init.caps);
+        attr.comp_mask = ibv_qp_init_attr_mask::IBV_QP_INIT_ATTR_SEND_OPS_FLAGS.0;
+        attr.send_ops_flags = operations.0.into();
+        let raw = create(pd, &mut attr, kind(MLX5DV_DCTYPE_DCI, 0))?;
+        // SAFETY: S3: just made, with extended operations.
+        let extended = unsafe { ibv_qp_to_qp_ex(raw.as_ptr()) };
+        // SAFETY: S3: as above; null is not passed on.
+        let dc =
+            NonNull::new(extended).and_then(|qp| NonNull::new(unsafe { mlx5dv_qp_ex_from_ibv_qp_ex(qp.as_ptr()) }));
+        match (NonNull::new(extended), dc) {
+            (Some(extended), Some(dc)) => Ok(Self { raw, extended, dc, granted: attr.cap }),
+            _ => {
+                // SAFETY: S3: just made, and not used again.
+                sys::freed("ibv_destroy_qp", unsafe { ibv_destroy_qp(raw.as_ptr()) });
+                Err(NONE)
+            }
+        }
+    }
+}
+
+/// A DC target, which the library keeps in an `ibv_qp`.
+#[derive(Debug)]
+pub struct Dct {
+    raw: Owned<ibv_qp>,
+    /// 0 before RTR.
+    number: AtomicU32,
+    /// The kernel tells nothing of a target before RTR, and nothing new afterwards.
+    known: Mutex<(QpState, QpAttr)>,
+}
+
+impl Dct {
+    pub(super) fn new(pd: NonNull<ibv_pd>, init: &DctInit<'_, Ibverbs>) -> Result<Self, VerbError> {
+        // SAFETY: S3: all zero is a value of this structure of numbers and pointers.
+        let mut attr: ibv_qp_init_attr_ex = unsafe { mem::zeroed() };
+        // It sends nothing, but the kernel looks the queue up.
+        attr.send_cq = init.recv_cq.raw();
+        attr.recv_cq = init.recv_cq.raw();
+        attr.srq = init.srq.raw();
+        let raw = create(pd, &mut attr, kind(MLX5DV_DCTYPE_DCT, init.key.0))?;
+        // SAFETY: S3: just made, and ours.
+        let raw = unsafe { Owned::new(raw) };
+        let known = QpAttr { state: Some(QpState::Reset), ..QpAttr::default() };
+        Ok(Self { raw, number: AtomicU32::new(0), known: Mutex::new((QpState::Reset, known)) })
+    }
+}
+
+impl contract::Dct for Dct {
+    fn number(&self) -> Option<Qpn> {
+        match self.number.load(Ordering::Acquire) {
+            0 => None,
+            number => Some(Qpn(number)),
+        }
+    }
+
+    fn modify(&self, attr: &QpAttr) -> Result<(), VerbError> {
+        let mut known = self.known.lock();
+        let mut raw = convert::qp_attr_to(attr);
+        let qp = self.raw.get();
+        // SAFETY: S3: the target is alive, the attributes ours.
+        let result = unsafe { ibv_modify_qp(qp.as_ptr(), &raw mut raw, attr.mask().bits() as i32) };
+        sys::status("ibv_modify_qp", result)?;
+        let before = known.1;
+        known.0 = attr.state.unwrap_or(known.0);
+        known.1 = QpAttr {
+            state: Some(known.0),
+            access: attr.access.or(before.access),
+            pkey_index: attr.pkey_index.or(before.pkey_index),
+            port: attr.port.or(before.port),
+            address: attr.address.or(before.address),
+            path_mtu: attr.path_mtu.or(before.path_mtu),
+            min_rnr_timer: attr.min_rnr_timer.or(before.min_rnr_timer),
+            ..before
+        };
+        if known.0 == QpState::Rtr {
+            // SAFETY: S3: the target is alive, and its number is written by the call above, under our lock.
+            self.number.store(unsafe { ptr::read(&raw const (*qp.as_ptr()).qp_num) }, Ordering::Release);
+        }
+        Ok(())
+    }
+
+    fn query(&self) -> Result<(QpState, QpAttr), VerbError> {
+        Ok(*self.known.lock())
+    }
+
+    fn destroy(&mut self) -> Result<(), VerbError> {
+        self.raw.end()
+    }
+}

@@ -1,0 +1,212 @@
+//! Where a queue pair's packets go.
+
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use super::PortNum;
+
+/// Global identifier of a port: 128 bits, on RoCE v2 an IP address (IPv4 in its mapped form).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
+pub struct Gid(pub [u8; 16]);
+
+impl Gid {
+    /// The address that this identifier stands for on RoCE v2.
+    #[must_use]
+    pub fn to_ip(self) -> IpAddr {
+        let v6 = Ipv6Addr::from(self.0);
+        v6.to_ipv4_mapped().map_or(IpAddr::V6(v6), IpAddr::V4)
+    }
+
+    /// True for the empty slot of a GID table.
+    #[must_use]
+    pub fn is_zero(self) -> bool {
+        self.0 == [0; 16]
+    }
+}
+
+impl From<IpAddr> for Gid {
+    fn from(ip: IpAddr) -> Self {
+        match ip {
+            IpAddr::V4(v4) => v4.into(),
+            IpAddr::V6(v6) => Self(v6.octets()),
+        }
+    }
+}
+
+impl From<Ipv4Addr> for Gid {
+    fn from(ip: Ipv4Addr) -> Self {
+        Self(ip.to_ipv6_mapped().octets())
+    }
+}
+
+impl fmt::Debug for Gid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Gid({self})")
+    }
+}
+
+impl fmt::Display for Gid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        Ipv6Addr::from(self.0).fmt(f)
+    }
+}
+
+/// What a GID stands for and which packets it sends: `gid_type` of `struct ibv_gid_entry`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum GidKind {
+    /// InfiniBand: subnet prefix and GUID of the port.
+    InfiniBand,
+    /// RoCE v1: frames of Ethernet that no router passes on.
+    RoceV1,
+    /// RoCE v2: UDP packets to port 4791, sent from the IP address that the GID stands for.
+    RoceV2,
+}
+
+impl fmt::Display for GidKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::InfiniBand => "InfiniBand",
+            Self::RoceV1 => "RoCE v1",
+            Self::RoceV2 => "RoCE v2",
+        })
+    }
+}
+
+/// One entry of a port's GID table, `ibv_query_gid_ex(3)`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct GidEntry {
+    /// Position in the table: what an [`AddressVector`] names as `sgid_index`. Tables may be longer than 256; entries
+    /// beyond have no number there, so nothing can be sent from them and they are left out.
+    pub index: u8,
+    /// The identifier.
+    pub gid: Gid,
+    /// Which packets are sent from it.
+    pub kind: GidKind,
+    /// Index of the network interface it belongs to, as `if_nametoindex(3)` gives it: `ndev_ifindex` of
+    /// `struct ibv_gid_entry`. `None` on InfiniBand, or if that is not known.
+    pub interface: Option<u32>,
+}
+
+impl GidEntry {
+    /// An entry of a GID table, of no known interface.
+    #[must_use]
+    pub const fn new(index: u8, gid: Gid, kind: GidKind) -> Self {
+        Self { index, gid, kind, interface: None }
+    }
+
+    /// The same entry, of the network interface with this index; 0 is none, as in `struct ibv_gid_entry`.
+    #[must_use]
+    pub const fn on_interface(self, index: u32) -> Self {
+        Self { interface: if index == 0 { None } else { Some(index) }, ..self }
+    }
+
+    /// True if packets sent from it are RoCE v2 (UDP).
+    #[must_use]
+    pub const fn is_roce_v2(&self) -> bool {
+        matches!(self.kind, GidKind::RoceV2)
+    }
+}
+
+/// Path MTU: payload bytes of a full packet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Mtu {
+    /// 256 bytes.
+    Mtu256 = 1,
+    /// 512 bytes.
+    Mtu512 = 2,
+    /// 1024 bytes.
+    Mtu1024 = 3,
+    /// 2048 bytes.
+    Mtu2048 = 4,
+    /// 4096 bytes.
+    Mtu4096 = 5,
+}
+
+impl Mtu {
+    /// Every MTU, ascending.
+    pub const ALL: [Self; 5] = [Self::Mtu256, Self::Mtu512, Self::Mtu1024, Self::Mtu2048, Self::Mtu4096];
+
+    /// Payload bytes of a full packet.
+    #[must_use]
+    pub const fn bytes(self) -> usize {
+        128 << self as usize
+    }
+
+    /// From the code of `enum ibv_mtu` (1 to 5).
+    #[must_use]
+    pub fn from_code(code: u8) -> Option<Self> {
+        Self::ALL.get(usize::from(code).checked_sub(1)?).copied()
+    }
+}
+
+/// What a port is attached to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum LinkLayer {
+    /// InfiniBand: addressed by LID, and by GID across subnets.
+    InfiniBand,
+    /// Ethernet (RoCE): addressed by GID only.
+    Ethernet,
+    /// A code this crate does not know.
+    Other(u8),
+}
+
+/// Route to a peer: `struct ibv_ah_attr`, see `ibv_create_ah(3)`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct AddressVector {
+    /// Port that sends.
+    pub port: PortNum,
+    /// The peer's GID; always used on RoCE.
+    pub dgid: Gid,
+    /// Which of our GIDs to send from.
+    pub sgid_index: u8,
+    /// The peer's LID (InfiniBand); 0 on RoCE.
+    pub dlid: u16,
+    /// Service level, 0 to 15.
+    pub service_level: u8,
+    /// Time to live of RoCE packets.
+    pub hop_limit: u8,
+    /// DSCP and ECN byte.
+    pub traffic_class: u8,
+    /// IPv6 flow label, 20 bits.
+    pub flow_label: u32,
+}
+
+impl AddressVector {
+    /// A route to `dgid` from entry `sgid_index` of `port`'s GID table, all else at its default.
+    #[must_use]
+    pub const fn new(port: PortNum, sgid_index: u8, dgid: Gid) -> Self {
+        Self {
+            port,
+            dgid,
+            sgid_index,
+            dlid: 0,
+            service_level: 0,
+            // What rdma_cm and IP use; 1 would stop at the first router.
+            hop_limit: 64,
+            traffic_class: 0,
+            flow_label: 0,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mtu_codes_and_bytes_agree() {
+        for (code, bytes) in [(1, 256), (2, 512), (3, 1024), (4, 2048), (5, 4096)] {
+            assert_eq!(Mtu::from_code(code).map(Mtu::bytes), Some(bytes));
+        }
+        assert_eq!(Mtu::from_code(0), None);
+        assert_eq!(Mtu::from_code(6), None);
+    }
+
+    #[test]
+    fn gid_of_ipv4_is_mapped() {
+        let ip: IpAddr = "10.9.0.1".parse().unwrap();
+        assert_eq!(Gid::from(ip).to_string(), "::ffff:10.9.0.1");
+        assert_eq!(Gid::from(ip).to_ip(), ip);
+    }
+}

@@ -1,0 +1,28 @@
+//! `[0]` Values of the verbs interface: what is asked of a device and what it answers.
+//!
+//! No I/O, no device and no `unsafe` here. Every type prints (`Debug`), and codes that a device may
+//! invent are kept as values instead of being refused.
+
+#![forbid(unsafe_code)]
+
+mod access;
+mod addr;
+mod caps;
+mod cm;
+mod event;
+mod id;
+mod qp;
+mod transition;
+mod wc;
+mod wr;
+
+pub use access::Access;
+pub use addr::{AddressVector, Gid, GidEntry, GidKind, LinkLayer, Mtu};
+pub use caps::{AtomicCapability, DcAttr, DciStreams, DeviceAttr, PortAttr, PortState, QpCaps, SrqCaps};
+pub use cm::RejectReason;
+pub use event::AsyncEvent;
+pub use id::{DcKey, Imm, Lkey, PortNum, Psn, Qkey, Qpn, Rkey, WrId};
+pub use qp::{AckTimeout, QpAttr, QpAttrMask, QpState, RnrTimer, Transport};
+pub use transition::{Transition, TransitionError, check_dct_transition, check_transition, dct_transition, transition};
+pub use wc::{WcFlags, WcOpcode, WcStatus, WorkCompletion};
+pub use wr::{Data, DctTarget, RecvWr, RemoteAddr, SendFlags, SendOp, SendTarget, SendWr, Sge, UdTarget, WindowBind};

@@ -1,0 +1,246 @@
+//! State machine of a queue pair, as data.
+//!
+//! ```text
+//!            ┌──────────────────────── any state but RESET ──────────────────┐
+//!            ▼                                                               ▼
+//!   RESET ──▶ INIT ──▶ RTR ──▶ RTS ◀──▶ SQD                                 ERR
+//!     ▲                         ▲                                            │
+//!     │                         └── SQE (UC, UD: entered by the device)      │
+//!     └──────────────────────── any state ───────────────────────────────────┘
+//! ```
+//!
+//! Which attributes a transition needs and which it allows is a table per transport, after
+//! `ibv_modify_qp(3)` and the check all Linux drivers share. Whatever else is given is refused and
+//! changes nothing.
+
+use super::{QpAttrMask as M, QpState, Transport};
+
+/// What one transition asks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Transition {
+    /// State left.
+    pub from: QpState,
+    /// State entered.
+    pub to: QpState,
+    /// Attributes that must be given, besides the state itself.
+    pub required: M,
+    /// Attributes that may be given.
+    pub optional: M,
+}
+
+/// Why a transition is refused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum TransitionError {
+    /// No such transition for this transport.
+    Illegal {
+        /// State left.
+        from: QpState,
+        /// State asked for.
+        to: QpState,
+    },
+    /// Wrong set of attributes.
+    Attributes {
+        /// State left.
+        from: QpState,
+        /// State asked for.
+        to: QpState,
+        /// Required, not given.
+        missing: M,
+        /// Given, not allowed.
+        superfluous: M,
+    },
+    /// `current_state` was given and is not the state of the queue pair.
+    NotInState {
+        /// State the caller gave.
+        claimed: QpState,
+        /// State the queue pair is in.
+        actual: QpState,
+    },
+}
+
+/// The row for a transition, or `None` if the transport has no such transition.
+#[must_use]
+pub fn transition(transport: Transport, from: QpState, to: QpState) -> Option<Transition> {
+    use QpState::{Err, Init, Reset, Rtr, Rts, Sqd, Sqe};
+    use Transport::{Dci, Rc, Uc, Ud};
+
+    let none = M::empty();
+    let path = M::PKEY_INDEX.union(M::PORT);
+    let rights = match transport {
+        Rc | Uc => M::ACCESS_FLAGS,
+        Ud => M::QKEY,
+        // Nobody reaches anything through it.
+        Dci => none,
+    };
+    let connect = M::AV.union(M::PATH_MTU).union(M::DEST_QPN).union(M::RQ_PSN);
+    // What RTS takes besides its required attributes, also on the way back from SQD and SQE.
+    let running = match transport {
+        Rc => M::CUR_STATE.union(M::ALT_PATH).union(rights).union(M::MIN_RNR_TIMER).union(M::PATH_MIG_STATE),
+        Uc => M::CUR_STATE.union(M::ALT_PATH).union(rights).union(M::PATH_MIG_STATE),
+        Ud => M::CUR_STATE.union(rights),
+        // What mlx5 takes, which knows no SQD of it either.
+        Dci => M::MIN_RNR_TIMER,
+    };
+
+    let (required, optional) = match (from, to) {
+        (_, Reset) => (none, none),
+        (Reset, Err) => return None,
+        (_, Err) => (none, none),
+        (Reset, Init) => (path.union(rights), none),
+        (Init, Init) => (none, path.union(rights)),
+        (Init, Rtr) => match transport {
+            Rc => (
+                connect.union(M::MAX_DEST_RD_ATOMIC).union(M::MIN_RNR_TIMER),
+                M::ALT_PATH.union(rights).union(M::PKEY_INDEX),
+            ),
+            Uc => (connect, M::ALT_PATH.union(rights).union(M::PKEY_INDEX)),
+            Ud => (none, M::PKEY_INDEX.union(rights)),
+            Dci => (M::PATH_MTU, M::AV.union(M::PKEY_INDEX)),
+        },
+        (Rtr, Rts) => match transport {
+            Rc | Dci => (
+                M::SQ_PSN.union(M::TIMEOUT).union(M::RETRY_CNT).union(M::RNR_RETRY).union(M::MAX_QP_RD_ATOMIC),
+                running,
+            ),
+            Uc | Ud => (M::SQ_PSN, running),
+        },
+        (Rts, Rts) => (none, running),
+        (Rts | Sqd, Sqd) | (Sqd, Rts) if transport == Dci => return None,
+        (Rts, Sqd) => (none, M::EN_SQD_ASYNC_NOTIFY),
+        (Sqd, Rts) => (none, running),
+        (Sqd, Sqd) => match transport {
+            Rc => (
+                none,
+                M::PORT
+                    .union(M::AV)
+                    .union(M::TIMEOUT)
+                    .union(M::RETRY_CNT)
+                    .union(M::RNR_RETRY)
+                    .union(M::MAX_QP_RD_ATOMIC)
+                    .union(M::MAX_DEST_RD_ATOMIC)
+                    .union(M::ALT_PATH)
+                    .union(rights)
+                    .union(M::PKEY_INDEX)
+                    .union(M::MIN_RNR_TIMER)
+                    .union(M::PATH_MIG_STATE),
+            ),
+            Uc => (none, M::AV.union(M::ALT_PATH).union(rights).union(M::PKEY_INDEX).union(M::PATH_MIG_STATE)),
+            Ud | Dci => (none, M::PKEY_INDEX.union(rights)),
+        },
+        // What is reliable fails as a whole: it has no SQE.
+        (Sqe, Rts) if !matches!(transport, Rc | Dci) => (none, M::CUR_STATE.union(rights)),
+        _ => return None,
+    };
+    Some(Transition { from, to, required, optional })
+}
+
+/// Checks `given` (as in [`QpAttr::mask`](super::QpAttr::mask)) against the table.
+///
+/// # Errors
+///
+/// [`TransitionError`] with the states and, for a wrong set of attributes, both differences.
+pub fn check_transition(transport: Transport, from: QpState, to: QpState, given: M) -> Result<(), TransitionError> {
+    check(transition(transport, from, to), from, to, given)
+}
+
+/// The row for a transition of a DC target, or `None` if there is no such transition: it is made, receives from RTR on, and
+/// goes no further.
+#[must_use]
+pub fn dct_transition(from: QpState, to: QpState) -> Option<Transition> {
+    let required = match (from, to) {
+        (QpState::Reset, QpState::Init) => M::PKEY_INDEX.union(M::PORT).union(M::ACCESS_FLAGS),
+        (QpState::Init, QpState::Rtr) => M::AV.union(M::PATH_MTU).union(M::MIN_RNR_TIMER),
+        _ => return None,
+    };
+    Some(Transition { from, to, required, optional: M::empty() })
+}
+
+/// As [`check_transition`], of a DC target.
+///
+/// # Errors
+///
+/// As [`check_transition`].
+pub fn check_dct_transition(from: QpState, to: QpState, given: M) -> Result<(), TransitionError> {
+    check(dct_transition(from, to), from, to, given)
+}
+
+fn check(row: Option<Transition>, from: QpState, to: QpState, given: M) -> Result<(), TransitionError> {
+    let row = row.ok_or(TransitionError::Illegal { from, to })?;
+    let missing = row.required.difference(given);
+    let superfluous = given.difference(row.required.union(row.optional).union(M::STATE));
+    if missing.is_empty() && superfluous.is_empty() {
+        Ok(())
+    } else {
+        Err(TransitionError::Attributes { from, to, missing, superfluous })
+    }
+}
+
+impl std::fmt::Display for TransitionError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Illegal { from, to } => write!(f, "no transition from {from:?} to {to:?}"),
+            Self::Attributes { from, to, missing, superfluous } => {
+                write!(f, "transition {from:?} to {to:?}: missing {missing:?}, not allowed {superfluous:?}")
+            }
+            Self::NotInState { claimed, actual } => {
+                write!(f, "queue pair is in {actual:?}, not in {claimed:?} as claimed")
+            }
+        }
+    }
+}
+
+impl std::error::Error for TransitionError {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_state_but_reset_can_be_sent_to_error() {
+        for transport in [Transport::Rc, Transport::Uc, Transport::Ud, Transport::Dci] {
+            for from in QpState::ALL {
+                assert!(transition(transport, from, QpState::Reset).is_some());
+                assert_eq!(transition(transport, from, QpState::Err).is_some(), from != QpState::Reset);
+            }
+        }
+    }
+
+    #[test]
+    fn target_goes_to_rtr_and_no_further() {
+        for from in QpState::ALL {
+            for to in QpState::ALL {
+                let there = matches!((from, to), (QpState::Reset, QpState::Init) | (QpState::Init, QpState::Rtr));
+                assert_eq!(dct_transition(from, to).is_some(), there, "{from:?} to {to:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn initiator_takes_no_rights_and_is_not_drained() {
+        let all = |from, to| transition(Transport::Dci, from, to).map(|row| row.required | row.optional);
+        for (from, to) in [(QpState::Reset, QpState::Init), (QpState::Init, QpState::Rtr), (QpState::Rtr, QpState::Rts)]
+        {
+            let attributes = all(from, to).unwrap();
+            assert!(!attributes.intersects(M::ACCESS_FLAGS | M::QKEY | M::DEST_QPN | M::RQ_PSN), "{attributes:?}");
+        }
+        for state in QpState::ALL {
+            let left = if matches!(state, QpState::Reset | QpState::Err) { None } else { all(QpState::Sqd, state) };
+            assert_eq!((all(state, QpState::Sqd), left), (None, None), "{state:?}");
+        }
+    }
+
+    #[test]
+    fn a_missing_and_a_superfluous_attribute_are_both_named() {
+        let error = check_transition(Transport::Rc, QpState::Reset, QpState::Init, M::PORT | M::AV).unwrap_err();
+        assert_eq!(
+            error,
+            TransitionError::Attributes {
+                from: QpState::Reset,
+                to: QpState::Init,
+                missing: M::PKEY_INDEX | M::ACCESS_FLAGS,
+                superfluous: M::AV,
+            }
+        );
+    }
+}

@@ -1,0 +1,408 @@
+//! Event channel and ids: what the contract asks of them, by the device's [`Manager`].
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::os::fd::BorrowedFd;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+use rdma_provider::VerbError;
+use rdma_provider::cm_contract::{self, Admit, CmAnswer, CmEvent, CmEventKind, CmParams, CmRoute};
+use rdma_provider::types::{Access, Gid, Mtu, Psn, QpAttr, QpState, Qpn};
+
+use super::super::Soft;
+use super::super::device::completion_channel::{Mailbox, os_error};
+use super::super::device::{DeviceInner, PORT};
+use super::machine::Destination;
+use super::manager::Manager;
+use super::message::CommId;
+use super::ports::normal;
+
+/// Event channel, see [`cm_contract::CmChannel`].
+#[derive(Debug)]
+pub struct CmChannel(Arc<ChannelInner>);
+
+#[derive(Debug)]
+pub(super) struct ChannelInner {
+    device: Arc<DeviceInner>,
+    pub(super) events: Mailbox<CmEvent<Soft>>,
+}
+
+impl CmChannel {
+    pub(crate) fn new(device: &Arc<DeviceInner>) -> Result<Self, VerbError> {
+        const VERB: &str = "rdma_create_event_channel";
+        device.alive(VERB)?;
+        let events = Mailbox::new().map_err(|error| os_error(VERB, &error))?;
+        Ok(Self(Arc::new(ChannelInner { device: Arc::clone(device), events })))
+    }
+}
+
+impl cm_contract::CmChannel<Soft> for CmChannel {
+    fn fd(&self) -> BorrowedFd<'_> {
+        self.0.events.fd()
+    }
+
+    fn may_block(&self) -> bool {
+        false
+    }
+
+    fn port_space(&self) -> usize {
+        Arc::as_ptr(&self.0.device.network).addr()
+    }
+
+    fn take_event(&self) -> Result<Option<CmEvent<Soft>>, VerbError> {
+        Ok(self.0.events.pop())
+    }
+
+    fn create_id(&self) -> Result<CmId, VerbError> {
+        self.0.device.alive("rdma_create_id")?;
+        let key = Manager::with(&self.0.device, |state, _| state.new_key(&self.0));
+        Ok(CmId::new(&self.0.device, &self.0, key, Known::default()))
+    }
+}
+
+/// Listener or connection, see [`cm_contract::CmId`].
+#[derive(Debug)]
+pub struct CmId {
+    device: Arc<DeviceInner>,
+    /// Weak, for events in the channel own ids.
+    channel: Weak<ChannelInner>,
+    key: u64,
+    known: Mutex<Known>,
+}
+
+#[derive(Debug, Default)]
+struct Known {
+    role: Role,
+    local: Option<SocketAddr>,
+    peer: Option<SocketAddr>,
+    destination: Option<Gid>,
+    /// Of the route to it.
+    mtu: Option<Mtu>,
+    /// Port and number of what it has bound to.
+    claim: Option<(u16, u64)>,
+    /// Number that the peer was told for a queue pair that is still to be made.
+    reserved: Option<Qpn>,
+    /// The program went so far that it may say goodbye.
+    agreed: bool,
+}
+
+#[derive(Debug, Default, Clone, Copy)]
+enum Role {
+    #[default]
+    New,
+    Resolved,
+    Routed,
+    Listener,
+    Connection(CommId),
+}
+
+const fn invalid(verb: &'static str) -> VerbError {
+    VerbError::new(verb, VerbError::EINVAL)
+}
+
+impl CmId {
+    fn new(device: &Arc<DeviceInner>, channel: &Arc<ChannelInner>, key: u64, known: Known) -> Self {
+        Self { device: Arc::clone(device), channel: Arc::downgrade(channel), key, known: Mutex::new(known) }
+    }
+
+    pub(super) fn of_request(
+        device: &Arc<DeviceInner>,
+        channel: &Arc<ChannelInner>,
+        key: u64,
+        connection: CommId,
+        (local, peer): (SocketAddr, SocketAddr),
+        (destination, mtu): (Gid, Mtu),
+        reserved: Option<Qpn>,
+    ) -> Self {
+        let known = Known {
+            role: Role::Connection(connection),
+            local: Some(local),
+            peer: Some(peer),
+            destination: Some(destination),
+            mtu: Some(mtu),
+            reserved,
+            // The peer takes the connection for established.
+            agreed: reserved.is_some(),
+            ..Known::default()
+        };
+        Self::new(device, channel, key, known)
+    }
+
+    fn raise(&self, kind: CmEventKind<Soft>) {
+        if let Some(channel) = self.channel.upgrade() {
+            channel.events.push(CmEvent { key: self.key, kind });
+        }
+    }
+
+    /// The connection that it is.
+    fn connection(&self, verb: &'static str) -> Result<CommId, VerbError> {
+        self.device.alive(verb)?;
+        match self.known.lock().role {
+            Role::Connection(connection) => Ok(connection),
+            _ => Err(invalid(verb)),
+        }
+    }
+
+    fn claim(&self, known: &mut Known, address: SocketAddr) -> Result<(), VerbError> {
+        let ip = address.ip();
+        if !ip.is_unspecified() && !self.is_shared(ip) && Gid::from(ip) != self.device.gid {
+            return Err(VerbError::new("rdma_bind_addr", VerbError::EADDRNOTAVAIL));
+        }
+        let claim = self.device.network.ports.lock().claim(address, self.device.gid)?;
+        known.local = Some(SocketAddr::new(ip, claim.0));
+        known.claim = Some(claim);
+        Ok(())
+    }
+
+    /// True for the addresses that all devices of a network within a process share: nothing else would reach the others by
+    /// an address that each machine has. Over UDP an address is one device's.
+    fn is_shared(&self, ip: IpAddr) -> bool {
+        !self.device.network.is_udp() && is_loopback(ip)
+    }
+
+    /// The device that `address` leads to, and the path MTU; or the reason, as in `errno(3)`, for which there is none.
+    fn locate(&self, address: SocketAddr) -> Result<(Gid, Mtu), i32> {
+        /// `EHOSTUNREACH` of `errno(3)`.
+        const UNREACHABLE: i32 = 113;
+        let (network, own) = (&self.device.network, self.device.gid);
+        let gid = if self.is_shared(address.ip()) {
+            // That of the whole network: whoever listens there. Our own device says that nobody does.
+            network.ports.lock().listener(address).unwrap_or(own)
+        } else {
+            Gid::from(address.ip())
+        };
+        // Over UDP whether somebody is there nobody knows before they answer.
+        if !network.is_udp() && gid != own && network.device(gid).is_none() {
+            return Err(UNREACHABLE);
+        }
+        Ok((gid, self.device.path_mtu(gid).map_err(|error| error.errno)?))
+    }
+}
+
+impl cm_contract::CmId for CmId {
+    fn key(&self) -> u64 {
+        self.key
+    }
+
+    fn bind(&self, address: SocketAddr) -> Result<(), VerbError> {
+        const VERB: &str = "rdma_bind_addr";
+        self.device.alive(VERB)?;
+        let mut known = self.known.lock();
+        if known.claim.is_some() || !matches!(known.role, Role::New) {
+            return Err(invalid(VERB));
+        }
+        self.claim(&mut known, normal(address))
+    }
+
+    fn listen(&self, backlog: u32) -> Result<(), VerbError> {
+        const VERB: &str = "rdma_listen";
+        self.device.alive(VERB)?;
+        let mut known = self.known.lock();
+        let (Some(local), Some((port, claim)), Role::New) = (known.local, known.claim, known.role) else {
+            return Err(invalid(VERB));
+        };
+        known.role = Role::Listener;
+        Manager::with(&self.device, |state, _| state.machine.listen(self.key, local, backlog));
+        self.device.network.ports.lock().listen(port, claim);
+        Ok(())
+    }
+
+    fn answer(&self, admit: Arc<dyn Admit>) -> bool {
+        Manager::with(&self.device, |state, _| state.machine.answer(self.key, admit))
+    }
+
+    fn answer_late(&self, answer: &CmAnswer) -> bool {
+        let mut known = self.known.lock();
+        let Role::Connection(connection) = known.role else { return false };
+        let taken = Manager::with(&self.device, |state, now| {
+            state.answer_late(now, connection, self.key, answer, || self.device.reserve_number().ok())
+        });
+        if taken {
+            known.role = Role::New;
+        }
+        taken
+    }
+
+    fn reserved(&self) -> Option<Qpn> {
+        self.known.lock().reserved
+    }
+
+    fn resolve_addr(&self, source: Option<SocketAddr>, destination: SocketAddr, _: Duration) -> Result<(), VerbError> {
+        const VERB: &str = "rdma_resolve_addr";
+        /// `EAFNOSUPPORT` of `errno(3)`.
+        const OTHER_FAMILY: i32 = 97;
+        self.device.alive(VERB)?;
+        let mut known = self.known.lock();
+        let bound = known.claim.is_some();
+        if !matches!(known.role, Role::New) || (bound && source.is_some()) {
+            return Err(invalid(VERB));
+        }
+        let (own, udp) = (self.device.gid.to_ip(), self.device.network.is_udp());
+        let destination = normal(destination);
+        let destination = match destination.ip() {
+            // This host: over UDP, this device.
+            ip if ip.is_unspecified() && udp => SocketAddr::new(own, destination.port()),
+            IpAddr::V4(Ipv4Addr::UNSPECIFIED) => SocketAddr::new(Ipv4Addr::LOCALHOST.into(), destination.port()),
+            IpAddr::V6(Ipv6Addr::UNSPECIFIED) => SocketAddr::new(Ipv6Addr::LOCALHOST.into(), destination.port()),
+            _ => destination,
+        };
+        let nearest = if self.is_shared(destination.ip()) { destination.ip() } else { own };
+        let wish = source.map(normal).or(known.local);
+        let source = wish.unwrap_or(SocketAddr::new(nearest, 0));
+        let from = if source.ip().is_unspecified() { nearest } else { source.ip() };
+        if from.is_ipv4() != destination.is_ipv4() {
+            if wish.is_none() && udp {
+                // The device has one address. Another of the host's addresses may do.
+                drop(known);
+                self.raise(CmEventKind::AddressError(OTHER_FAMILY));
+                return Ok(());
+            }
+            return Err(invalid(VERB));
+        }
+        if bound {
+            known.local = Some(SocketAddr::new(from, source.port()));
+        } else {
+            self.claim(&mut known, SocketAddr::new(from, source.port()))?;
+        }
+        known.peer = Some(destination);
+        let (gid, mtu) = match self.locate(destination) {
+            Ok(found) => found,
+            Err(errno) => {
+                drop(known);
+                self.raise(CmEventKind::AddressError(errno));
+                return Ok(());
+            }
+        };
+        known.destination = Some(gid);
+        known.mtu = Some(mtu);
+        known.role = Role::Resolved;
+        drop(known);
+        self.raise(CmEventKind::AddressResolved);
+        Ok(())
+    }
+
+    fn resolve_route(&self, _: Duration) -> Result<(), VerbError> {
+        const VERB: &str = "rdma_resolve_route";
+        self.device.alive(VERB)?;
+        let mut known = self.known.lock();
+        if !matches!(known.role, Role::Resolved) {
+            return Err(invalid(VERB));
+        }
+        known.role = Role::Routed;
+        drop(known);
+        self.raise(CmEventKind::RouteResolved);
+        Ok(())
+    }
+
+    fn connect(&self, params: &CmParams<'_>) -> Result<(), VerbError> {
+        const VERB: &str = "rdma_connect";
+        self.device.alive(VERB)?;
+        let mut known = self.known.lock();
+        let (Role::Routed, Some(gid), Some(mtu), Some(local), Some(peer)) =
+            (known.role, known.destination, known.mtu, known.local, known.peer)
+        else {
+            return Err(invalid(VERB));
+        };
+        let psn = Psn::new(self.device.network.random()? as u32);
+        let connection = Manager::with(&self.device, |state, now| {
+            let to = Destination { gid, local, peer, mtu };
+            let connection = state.machine.connect(now, to, params, psn)?;
+            state.add(connection, self.key);
+            Ok(connection)
+        })?;
+        known.role = Role::Connection(connection);
+        Ok(())
+    }
+
+    fn accept(&self, params: &CmParams<'_>) -> Result<(), VerbError> {
+        let connection = self.connection("rdma_accept")?;
+        if let Some(qp) = self.device.queue_pair(params.qpn) {
+            // Before the answer leaves, so before anything comes of it.
+            qp.receiver.lock().unconfirmed = Some(connection);
+        }
+        Manager::with(&self.device, |state, now| state.machine.accept(now, connection, params))?;
+        self.known.lock().agreed = true;
+        Ok(())
+    }
+
+    fn reject(&self, private_data: &[u8]) -> Result<(), VerbError> {
+        let connection = self.connection("rdma_reject")?;
+        Manager::with(&self.device, |state, now| state.machine.reject(now, connection, private_data))
+    }
+
+    fn establish(&self) -> Result<(), VerbError> {
+        let connection = self.connection("rdma_establish")?;
+        Manager::with(&self.device, |state, _| state.machine.establish(connection))?;
+        self.known.lock().agreed = true;
+        Ok(())
+    }
+
+    fn disconnect(&self) -> Result<(), VerbError> {
+        let connection = self.connection("rdma_disconnect")?;
+        let agreed = self.known.lock().agreed;
+        Manager::with(&self.device, |state, now| {
+            if agreed && state.machine.connection(connection).is_none() {
+                return Ok(());
+            }
+            state.machine.disconnect(now, connection)
+        })
+    }
+
+    fn qp_attr(&self, state: QpState) -> Result<QpAttr, VerbError> {
+        const VERB: &str = "rdma_init_qp_attr";
+        self.device.alive(VERB)?;
+        if state == QpState::Init {
+            self.route().ok_or(invalid(VERB))?;
+            return Ok(QpAttr {
+                pkey_index: Some(0),
+                port: Some(PORT),
+                access: Some(Access::REMOTE_ALL),
+                ..QpAttr::to_state(QpState::Init)
+            });
+        }
+        let connection = self.connection(VERB)?;
+        let attr = Manager::with(&self.device, |all, _| all.machine.connection(connection)?.qp_attr(state));
+        attr.ok_or(invalid(VERB))
+    }
+
+    fn local_addr(&self) -> Option<SocketAddr> {
+        self.known.lock().local
+    }
+
+    fn peer_addr(&self) -> Option<SocketAddr> {
+        self.known.lock().peer
+    }
+
+    fn route(&self) -> Option<CmRoute> {
+        let known = self.known.lock();
+        Some(CmRoute {
+            device: self.device.attr().name.clone(),
+            port: PORT,
+            source: self.device.gid,
+            destination: known.destination?,
+            mtu: known.mtu,
+        })
+    }
+}
+
+impl Drop for CmId {
+    fn drop(&mut self) {
+        let (key, role, claim) = {
+            let known = self.known.get_mut();
+            (self.key, known.role, known.claim)
+        };
+        if let Some((port, claim)) = claim {
+            self.device.network.ports.lock().release(port, claim);
+        }
+        Manager::with(&self.device, |state, now| match role {
+            Role::Connection(connection) => state.release(now, connection, key),
+            Role::Listener | Role::New | Role::Resolved | Role::Routed => state.forget(key),
+        });
+    }
+}
+
+fn is_loopback(ip: IpAddr) -> bool {
+    ip == IpAddr::V4(Ipv4Addr::LOCALHOST) || ip == IpAddr::V6(Ipv6Addr::LOCALHOST)
+}

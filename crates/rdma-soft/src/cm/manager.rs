@@ -1,0 +1,282 @@
+//! A device's manager: the machine under a lock, with what its messages and events are for.
+//!
+//! Messages travel as datagrams between queue pairs 1, and are lost, repeated and delayed as all packets are. Locks: the manager of one device, then one of ports, link, scheduler, mailbox. Nothing that owns an id is dropped
+//! under the lock, as the drop takes it.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, Weak};
+
+use parking_lot::Mutex;
+
+use rdma_provider::cm_contract::{CmAnswer, CmEvent, CmEventKind};
+use rdma_provider::types::{Gid, Mtu, Psn, Qpn, RnrTimer, Transport};
+
+use super::super::Soft;
+use super::super::device::DeviceInner;
+use super::super::device::scheduler::Job;
+use super::super::roce::packet::{Aeth, Body, Packet, Syndrome};
+use super::channel::{ChannelInner, CmId};
+use super::machine::{Event, Machine, Numbers, Output};
+use super::mad::MadError;
+use super::message::{CommId, Mad, Message};
+
+/// `ETIMEDOUT` of `errno(3)`.
+const ETIMEDOUT: i32 = 110;
+
+/// How long a peer waits that sends before our queue pair is ready, 0.64 ms: making one takes less, if the program is about to.
+const NOT_READY: RnrTimer = RnrTimer::from_code(12);
+
+/// Numbers of a device.
+struct Drawn<'a>(&'a Arc<DeviceInner>);
+
+impl Numbers for Drawn<'_> {
+    fn psn(&mut self) -> Option<Psn> {
+        self.0.network.random().ok().map(|random| Psn::new(random as u32))
+    }
+
+    fn id(&mut self) -> Option<CommId> {
+        self.0.network.random().ok().map(|random| random as u32)
+    }
+
+    fn reserve(&mut self) -> Option<Qpn> {
+        self.0.reserve_number().ok()
+    }
+}
+
+/// See the module.
+pub(crate) struct Manager(Mutex<State>);
+
+#[derive(Debug)]
+pub(super) struct State {
+    pub(super) machine: Machine,
+    /// Keys of the ids that there are, and where their events go: weak, for events in a channel own ids, which would
+    /// keep it alive.
+    owners: HashMap<u64, Weak<ChannelInner>>,
+    /// Those that are connections.
+    connections: HashMap<CommId, u64>,
+    last_key: u64,
+    /// When a job for the machine's deadline comes, if one does.
+    scheduled: Option<u64>,
+}
+
+impl Manager {
+    pub(crate) fn new(gid: Gid, guid: u64, mtu: Mtu, seed: u64) -> Self {
+        Self(Mutex::new(State {
+            machine: Machine::new(gid, guid, mtu, seed),
+            owners: HashMap::new(),
+            connections: HashMap::new(),
+            last_key: 0,
+            scheduled: None,
+        }))
+    }
+
+    /// Calls `f` with the state and the time, and does what follows from it.
+    pub(super) fn with<R>(device: &Arc<DeviceInner>, f: impl FnOnce(&mut State, u64) -> R) -> R {
+        let (result, _held) = {
+            let mut state = device.cm.0.lock();
+            let now = device.network.scheduler.now();
+            let result = f(&mut state, now);
+            (result, state.flush(device, now))
+        };
+        result
+    }
+
+    /// A deadline has come.
+    pub(crate) fn on_timer(device: &Arc<DeviceInner>) {
+        Self::with(device, |state, now| {
+            // Another job may come earlier by now; this one was the earliest then.
+            if state.scheduled.is_some_and(|at| at <= now) {
+                state.scheduled = None;
+            }
+            state.machine.on_timer(now);
+        });
+    }
+
+    /// A management datagram has arrived from `from`. Whatever it is, it is answered with one at most.
+    pub(crate) fn on_datagram(device: &Arc<DeviceInner>, from: Gid, bytes: &[u8]) {
+        let mad = Mad::decode(bytes);
+        tracing::trace!(%from, ?mad, "message arrived");
+        match mad {
+            // Programs are told the address that a request says, so it must be its sender's; within the process devices have
+            // several.
+            Ok(Mad { message: Message::Req(req), .. })
+                if device.network.is_udp() && Gid::from(req.source.ip()) != from =>
+            {
+                tracing::debug!(device = device.attr().name, %from, source = %req.source, "another's address: dropped");
+            }
+            Ok(mad) => Self::with(device, |state, now| state.machine.on_message(now, from, mad, Drawn(device))),
+            Err(MadError::Request { transaction, remote_id, reason }) => {
+                Self::with(device, |state, now| state.machine.refuse_unseen(now, from, transaction, remote_id, reason));
+            }
+            Err(error) => tracing::debug!(device = device.attr().name, %from, ?error, "no message: dropped"),
+        }
+    }
+
+    /// A packet of the connection has arrived at the queue pair `qpn`.
+    pub(crate) fn on_traffic(device: &Arc<DeviceInner>, connection: CommId, qpn: Qpn) {
+        Self::with(device, |state, _| state.machine.on_traffic(connection, qpn));
+    }
+
+    /// A packet has arrived at a queue pair that is not ready. If its number is one that a peer was told, and the packet is the
+    /// first of that peer, what asks the peer to wait.
+    pub(crate) fn on_early(device: &Arc<DeviceInner>, from: Gid, packet: &Packet) -> Option<Packet> {
+        let asks = packet.transport == Transport::Rc && !packet.body.is_response();
+        if !asks || !device.is_reserved(packet.dest) {
+            return None;
+        }
+        let dest = Self::with(device, |state, _| state.machine.on_early(from, packet.dest, packet.psn))?;
+        let aeth = Aeth { syndrome: Syndrome::RnrNak(NOT_READY.code()), msn: 0 };
+        let body = Body::Acknowledge(aeth);
+        Some(Packet { transport: Transport::Rc, dest, psn: packet.psn, solicited: false, ack_request: false, body })
+    }
+
+    /// The connection for whose queue pair this number is reserved.
+    pub(crate) fn reserved_for(device: &Arc<DeviceInner>, number: Qpn) -> Option<CommId> {
+        device.cm.0.lock().machine.reserved.get(&number).copied()
+    }
+
+    /// The device is lost: every id is told, and nothing more happens.
+    pub(crate) fn kill(device: &Arc<DeviceInner>) {
+        let _held: Vec<_> = {
+            let mut state = device.cm.0.lock();
+            state.machine = Machine::new(device.gid, device.attr().guid, state.machine.mtu, 0);
+            state.connections.clear();
+            let mut owners: Vec<_> = state.owners.drain().collect();
+            // In a fixed order, for reproducible simulations.
+            owners.sort_unstable_by_key(|&(key, _)| key);
+            let alive = owners.into_iter().filter_map(|(key, channel)| Some((key, channel.upgrade()?)));
+            let told = alive.map(|(key, channel)| {
+                channel.events.push(CmEvent { key, kind: CmEventKind::DeviceRemoval });
+                channel
+            });
+            told.collect()
+        };
+    }
+
+    /// Connections that it knows, also those that are not confirmed yet.
+    #[cfg(any(test, feature = "forged"))]
+    pub(super) fn connections(&self) -> usize {
+        self.0.lock().machine.sizes()[0]
+    }
+
+    /// Sizes of all tables; for tests of what is left behind.
+    #[cfg(test)]
+    pub(super) fn sizes(&self) -> [usize; 6] {
+        let state = self.0.lock();
+        let [connections, requests, queue_pairs, timers] = state.machine.sizes();
+        [connections, requests, queue_pairs, timers, state.owners.len(), state.connections.len()]
+    }
+}
+
+impl State {
+    /// Key of a new id with events in `channel`.
+    pub(super) fn new_key(&mut self, channel: &Arc<ChannelInner>) -> u64 {
+        self.last_key += 1;
+        self.owners.insert(self.last_key, Arc::downgrade(channel));
+        self.last_key
+    }
+
+    /// The id `key` is this connection.
+    pub(super) fn add(&mut self, connection: CommId, key: u64) {
+        self.connections.insert(connection, key);
+    }
+
+    /// The id of a connection is gone.
+    pub(super) fn release(&mut self, now: u64, connection: CommId, key: u64) {
+        self.owners.remove(&key);
+        // Not of a later connection with the same number.
+        if self.connections.get(&connection) == Some(&key) {
+            self.connections.remove(&connection);
+            self.machine.release(now, connection);
+        }
+    }
+
+    /// The id `key` gives its request back, to be answered without the program; false if it cannot be.
+    pub(super) fn answer_late(
+        &mut self,
+        now: u64,
+        connection: CommId,
+        key: u64,
+        answer: &CmAnswer,
+        number: impl FnOnce() -> Option<Qpn>,
+    ) -> bool {
+        if self.connections.get(&connection) != Some(&key) || !self.machine.waits(connection) {
+            return false;
+        }
+        self.connections.remove(&connection);
+        self.owners.remove(&key);
+        if !self.machine.answer_unseen(now, connection, answer, number) {
+            // As if the request was lost.
+            self.machine.forget(connection);
+        }
+        true
+    }
+
+    /// The id of a listener, or of nothing yet, is gone.
+    pub(super) fn forget(&mut self, key: u64) {
+        self.owners.remove(&key);
+        self.machine.stop_listening(key);
+    }
+
+    fn owner(&self, key: u64) -> Option<Arc<ChannelInner>> {
+        self.owners.get(&key)?.upgrade()
+    }
+
+    /// Sends messages, gives events out, asks for a call at the deadline. What comes back may be the last share of a
+    /// channel, and is to be dropped without the lock.
+    fn flush(&mut self, device: &Arc<DeviceInner>, now: u64) -> Vec<Arc<ChannelInner>> {
+        let mut held = Vec::new();
+        while let Some(output) = self.machine.next_output() {
+            match output {
+                Output::Release(number) => device.release_number(number),
+                Output::Send { to, mad } => device.network.transmit_management(device, to, &mad.encode()),
+                Output::Event { connection, event } => {
+                    let Some(&key) = self.connections.get(&connection) else { continue };
+                    let Some(channel) = self.owner(key) else { continue };
+                    channel.events.push(CmEvent { key, kind: kind(event) });
+                    held.push(channel);
+                }
+                Output::Request { listener, connection, peer } => {
+                    let known = self.machine.connection(connection);
+                    let known = known.map(|known| (known.addresses, (known.peer, known.mtu)));
+                    let (Some((addresses, path)), Some(channel)) = (known, self.owner(listener)) else {
+                        self.machine.release(now, connection);
+                        continue;
+                    };
+                    let key = self.new_key(&channel);
+                    self.add(connection, key);
+                    let reserved = self.machine.connection(connection).filter(|known| known.reserved);
+                    let reserved = reserved.map(|known| known.local_qpn);
+                    let id = CmId::of_request(device, &channel, key, connection, addresses, path, reserved);
+                    channel.events.push(CmEvent { key: listener, kind: CmEventKind::ConnectRequest { id, peer } });
+                    held.push(channel);
+                }
+            }
+        }
+        if let Some(at) = self.machine.deadline()
+            && self.scheduled.is_none_or(|scheduled| at < scheduled)
+        {
+            self.scheduled = Some(at);
+            device.network.scheduler.schedule(at, Job::ConnectionTimer(Arc::downgrade(device)));
+        }
+        held
+    }
+}
+
+fn kind(event: Event) -> CmEventKind<Soft> {
+    match event {
+        Event::Response(peer) => CmEventKind::ConnectResponse(peer),
+        Event::Established => CmEventKind::Established,
+        Event::Rejected(reason, private_data) => CmEventKind::Rejected { reason, private_data },
+        Event::Unreachable => CmEventKind::Unreachable(ETIMEDOUT),
+        Event::Disconnected => CmEventKind::Disconnected,
+        Event::TimewaitExit => CmEventKind::TimewaitExit,
+    }
+}
+
+impl fmt::Debug for Manager {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Manager").finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,143 @@
+//! Which addresses are taken: one space of ports for a network, as the kernel has one for a network namespace.
+
+use std::collections::HashMap;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+
+use rdma_provider::VerbError;
+use rdma_provider::types::Gid;
+
+/// Ports that are given to who asks for any; those of Linux.
+const EPHEMERAL: std::ops::RangeInclusive<u16> = 32768..=60999;
+
+#[derive(Debug)]
+struct Bound {
+    claim: u64,
+    ip: IpAddr,
+    device: Gid,
+    listens: bool,
+}
+
+/// See the module.
+#[derive(Debug, Default)]
+pub(crate) struct Ports {
+    bound: HashMap<u16, Vec<Bound>>,
+    claims: u64,
+    next: u16,
+}
+
+impl Ports {
+    /// Takes `address` for a device; the port, and a number by which it is given back.
+    pub(super) fn claim(&mut self, address: SocketAddr, device: Gid) -> Result<(u16, u64), VerbError> {
+        const VERB: &str = "rdma_bind_addr";
+        let port = match address.port() {
+            0 => self.any_free().ok_or(VerbError::new(VERB, VerbError::EADDRINUSE))?,
+            port => port,
+        };
+        let ip = address.ip();
+        let taken = self.bound.get(&port).is_some_and(|all| all.iter().any(|one| overlap(one.ip, ip)));
+        if taken {
+            return Err(VerbError::new(VERB, VerbError::EADDRINUSE));
+        }
+        self.claims += 1;
+        self.bound.entry(port).or_default().push(Bound { claim: self.claims, ip, device, listens: false });
+        Ok((port, self.claims))
+    }
+
+    pub(super) fn listen(&mut self, port: u16, claim: u64) {
+        let bound = self.bound.get_mut(&port).and_then(|all| all.iter_mut().find(|one| one.claim == claim));
+        if let Some(bound) = bound {
+            bound.listens = true;
+        }
+    }
+
+    pub(super) fn release(&mut self, port: u16, claim: u64) {
+        if let Some(all) = self.bound.get_mut(&port) {
+            all.retain(|one| one.claim != claim);
+            if all.is_empty() {
+                self.bound.remove(&port);
+            }
+        }
+    }
+
+    /// The device that listens at `address`.
+    pub(super) fn listener(&self, address: SocketAddr) -> Option<Gid> {
+        let all = self.bound.get(&address.port())?;
+        all.iter().find(|one| one.listens && covers(one.ip, address.ip())).map(|one| one.device)
+    }
+
+    fn any_free(&mut self) -> Option<u16> {
+        for _ in EPHEMERAL {
+            self.next = if EPHEMERAL.contains(&self.next) { self.next + 1 } else { *EPHEMERAL.start() };
+            if EPHEMERAL.contains(&self.next) && !self.bound.contains_key(&self.next) {
+                return Some(self.next);
+            }
+        }
+        None
+    }
+
+    #[cfg(test)]
+    pub(super) fn taken(&self) -> usize {
+        self.bound.values().map(Vec::len).sum()
+    }
+}
+
+/// True if what is sent to `ip` is for who bound to `bound`.
+pub(super) fn covers(bound: IpAddr, ip: IpAddr) -> bool {
+    match bound {
+        IpAddr::V4(Ipv4Addr::UNSPECIFIED) => ip.is_ipv4(),
+        IpAddr::V6(Ipv6Addr::UNSPECIFIED) => true,
+        _ => bound == ip,
+    }
+}
+
+fn overlap(a: IpAddr, b: IpAddr) -> bool {
+    covers(a, b) || covers(b, a)
+}
+
+/// The address with an IPv4 one in its own form.
+pub(super) fn normal(address: SocketAddr) -> SocketAddr {
+    SocketAddr::new(address.ip().to_canonical(), address.port())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(address: &str) -> SocketAddr {
+        address.parse().unwrap()
+    }
+
+    #[test]
+    fn what_overlaps_is_taken_and_comes_back() {
+        let (a, b) = (Gid([1; 16]), Gid([2; 16]));
+        let mut ports = Ports::default();
+        let (port, claim) = ports.claim(at("127.0.0.1:7"), a).unwrap();
+        for taken in ["127.0.0.1:7", "0.0.0.0:7", "[::]:7"] {
+            assert_eq!(ports.claim(at(taken), b).unwrap_err().errno, VerbError::EADDRINUSE, "{taken}");
+        }
+        let other = ports.claim(at("127.0.0.2:7"), b).unwrap();
+        assert_eq!(ports.listener(at("127.0.0.2:7")), None, "bound is not listening");
+        ports.listen(other.0, other.1);
+        assert_eq!(ports.listener(at("127.0.0.2:7")), Some(b));
+        ports.release(port, claim);
+        ports.release(other.0, other.1);
+        assert_eq!((ports.taken(), ports.listener(at("127.0.0.2:7"))), (0, None));
+        let all = ports.claim(at("[::]:7"), a).unwrap();
+        ports.listen(all.0, all.1);
+        assert_eq!(ports.listener(at("10.0.0.1:7")), Some(a), "the address of IPv6 takes both families");
+        assert!(ports.claim(at("10.0.0.1:7"), b).is_err());
+    }
+
+    #[test]
+    fn port_zero_takes_free_ones_until_there_is_none() {
+        let mut ports = Ports::default();
+        let any = || at("127.0.0.1:0");
+        let first = ports.claim(any(), Gid::default()).unwrap().0;
+        assert!(EPHEMERAL.contains(&first));
+        for _ in 1..EPHEMERAL.len() {
+            ports.claim(any(), Gid::default()).unwrap();
+        }
+        assert_eq!(ports.taken(), EPHEMERAL.len());
+        assert_eq!(ports.claim(any(), Gid::default()).unwrap_err().errno, VerbError::EADDRINUSE);
+    }
+}

@@ -1,0 +1,246 @@
+//! The target as an object: its number, its queues, its state.
+
+use std::fmt;
+use std::sync::{Arc, OnceLock};
+
+use parking_lot::Mutex;
+
+use rdma_provider::VerbError;
+use rdma_provider::contract::{self, DctInit};
+use rdma_provider::types::{
+    Access, AsyncEvent, Gid, Mtu, Qkey, QpAttr, QpState, Qpn, RnrTimer, Transport, WorkCompletion, check_dct_transition,
+};
+
+use crate::Soft;
+use crate::device::completion_queue::{CqInner, Frees, Polled};
+use crate::device::deferred::Deferred;
+use crate::device::shared_receive_queue::SrqInner;
+use crate::device::{ContextInner, DeviceInner, PORT};
+use crate::roce::responder::{ReceiveConfig, ReceiveWqe, Receiver};
+
+use super::sessions::MAX_SESSIONS;
+use super::target::{Surroundings, Target, TargetCounters};
+
+pub(crate) struct DctInner {
+    context: Arc<ContextInner>,
+    srq: Arc<SrqInner>,
+    cq: Arc<CqInner>,
+    /// Since it is in RTR.
+    place: OnceLock<Place>,
+    pub(super) state: Mutex<State>,
+}
+
+/// Where it is found.
+#[derive(Debug, Clone, Copy)]
+struct Place {
+    number: Qpn,
+    /// In its completion queue.
+    owner: u32,
+}
+
+#[derive(Debug)]
+pub(super) struct State {
+    pub(super) machine: Target,
+    attr: QpAttr,
+    /// The scheduler goes on with its replies.
+    pub(super) replying: bool,
+}
+
+impl fmt::Debug for DctInner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Dct").field("number", &self.number()).finish_non_exhaustive()
+    }
+}
+
+/// What surrounds the machine of a target.
+pub(super) struct TargetSide<'a> {
+    pub(super) dct: &'a DctInner,
+    pub(super) deferred: &'a Deferred,
+}
+
+impl Receiver for TargetSide<'_> {
+    fn take_shared(&mut self, into: &mut ReceiveWqe) -> bool {
+        self.dct.srq.take(into)
+    }
+
+    fn complete(&mut self, _position: u32, completion: &WorkCompletion, solicited: bool) {
+        let Some(place) = self.dct.place.get() else { return };
+        if self.dct.cq.push(place.owner, Frees::Shared, completion, solicited).is_err() {
+            self.deferred.overrun(&self.dct.cq);
+        }
+    }
+
+    /// What goes wrong in a session is its initiator's error, which is told.
+    fn event(&mut self, event: AsyncEvent) {
+        tracing::debug!(dct = ?self.dct, ?event, "a session has ended");
+    }
+
+    fn failed(&mut self) {}
+}
+
+impl Surroundings for TargetSide<'_> {
+    fn give_back(&mut self, receive: &mut ReceiveWqe) {
+        self.dct.srq.give_back(receive);
+    }
+
+    fn now(&mut self) -> u64 {
+        self.dct.device().network.scheduler.now()
+    }
+
+    fn random(&mut self) -> Option<u64> {
+        self.dct.device().network.random().ok()
+    }
+}
+
+/// Makes a target in RESET.
+pub(crate) fn create(context: &Arc<ContextInner>, pd: u32, init: &DctInit<'_, Soft>) -> Result<Dct, VerbError> {
+    let device = context.device();
+    let foreign = [init.recv_cq.0.context(), init.srq.0.context()];
+    if foreign.into_iter().any(|other| !Arc::ptr_eq(other.device(), device)) {
+        return Err(VerbError::new("mlx5dv_create_qp", VerbError::EINVAL));
+    }
+    let config = ReceiveConfig {
+        transport: Transport::Rc,
+        qpn: Qpn(0),
+        gid: device.gid,
+        pd,
+        shared: true,
+        receive_pd: init.srq.0.pd(),
+        access: Access::empty(),
+        mtu: Mtu::Mtu4096,
+        peer: Qpn(0),
+        peer_gid: Gid::default(),
+        qkey: Qkey(0),
+        min_rnr_timer: RnrTimer::from_code(0),
+        max_dest_rd_atomic: device.attr().dc.map_or(0, |dc| dc.max_rd_atomic),
+    };
+    let machine = Target::new(config, init.key, MAX_SESSIONS);
+    Ok(Dct(Arc::new(DctInner {
+        context: Arc::clone(context),
+        srq: Arc::clone(&init.srq.0),
+        cq: Arc::clone(&init.recv_cq.0),
+        place: OnceLock::new(),
+        state: Mutex::new(State { machine, attr: QpAttr::default(), replying: false }),
+    })))
+}
+
+impl DctInner {
+    #[inline]
+    pub(super) fn device(&self) -> &Arc<DeviceInner> {
+        self.context.device()
+    }
+
+    pub(crate) fn number(&self) -> Option<Qpn> {
+        self.place.get().map(|place| place.number)
+    }
+
+    /// Takes it to ERR: it serves nobody any more.
+    pub(crate) fn fail(&self, event: Option<AsyncEvent>, deferred: &Deferred) {
+        self.state.lock().machine.set_state(QpState::Err, &mut TargetSide { dct: self, deferred });
+        if let Some(event) = event {
+            self.context.event(event);
+        }
+    }
+
+    fn modify(self: &Arc<Self>, attr: &QpAttr, deferred: &Deferred) -> Result<(), VerbError> {
+        let invalid = VerbError::new("ibv_modify_qp", VerbError::EINVAL);
+        let mut guard = self.state.lock();
+        let state = &mut *guard;
+        let from = state.machine.state();
+        let to = attr.state.unwrap_or(from);
+        if let Err(error) = check_dct_transition(from, to, attr.mask()) {
+            tracing::debug!(dct = ?self, %error, "modification refused");
+            return Err(invalid);
+        }
+        let valid = attr.port.is_none_or(|port| port == PORT)
+            && attr.pkey_index.is_none_or(|index| index == 0)
+            && attr.address.is_none_or(|address| address.port == PORT && address.sgid_index == 0);
+        if !valid {
+            return Err(invalid);
+        }
+        if to == QpState::Rtr {
+            let number = self.device().add_target(self)?;
+            let owner = self.cq.attach(number, &Arc::new(Polled::default()), Some(&self.srq));
+            // It was not in RTR before, from where no way leads back.
+            let _ = self.place.set(Place { number, owner });
+            state.machine.config.qpn = number;
+        }
+        let config = &mut state.machine.config;
+        config.access = attr.access.unwrap_or(config.access);
+        config.mtu = attr.path_mtu.unwrap_or(config.mtu);
+        config.min_rnr_timer = attr.min_rnr_timer.unwrap_or(config.min_rnr_timer);
+        merge(&mut state.attr, attr);
+        tracing::debug!(dct = ?self, ?from, ?to, "target changes state");
+        state.machine.set_state(to, &mut TargetSide { dct: self, deferred });
+        Ok(())
+    }
+}
+
+/// Takes over what is given.
+fn merge(into: &mut QpAttr, given: &QpAttr) {
+    into.access = given.access.or(into.access);
+    into.pkey_index = given.pkey_index.or(into.pkey_index);
+    into.port = given.port.or(into.port);
+    into.address = given.address.or(into.address);
+    into.path_mtu = given.path_mtu.or(into.path_mtu);
+    into.min_rnr_timer = given.min_rnr_timer.or(into.min_rnr_timer);
+}
+
+/// Target of dynamic connections, see [`contract::Dct`].
+///
+/// - A wrong key is `REM_ACCESS_ERR` at the initiator, an MTU larger than the target's `REM_INV_REQ_ERR`, and a number that
+///   nobody has `RETRY_EXC_ERR`.
+/// - An initiator whose session has been given up meanwhile gets `REM_OP_ERR`.
+/// - Of a target that is destroyed, or fails with its completion queue, a message half received gives its receive back to the
+///   shared queue.
+#[derive(Debug)]
+pub struct Dct(Arc<DctInner>);
+
+impl Dct {
+    /// What it has received so far.
+    pub fn counters(&self) -> TargetCounters {
+        self.0.state.lock().machine.counters()
+    }
+}
+
+impl contract::Dct for Dct {
+    fn number(&self) -> Option<Qpn> {
+        self.0.number()
+    }
+
+    fn modify(&self, attr: &QpAttr) -> Result<(), VerbError> {
+        self.0.device().alive("ibv_modify_qp")?;
+        let deferred = Deferred::new();
+        let result = self.0.modify(attr, &deferred);
+        deferred.run();
+        result
+    }
+
+    fn query(&self) -> Result<(QpState, QpAttr), VerbError> {
+        let state = self.0.state.lock();
+        let now = state.machine.state();
+        Ok((now, QpAttr { state: Some(now), ..state.attr }))
+    }
+
+    fn quiesce(&self) {
+        let deferred = Deferred::new();
+        self.0.fail(None, &deferred);
+        deferred.run();
+    }
+
+    fn destroy(&mut self) -> Result<(), VerbError> {
+        // Its drop does it.
+        self.0.device().ends("ibv_destroy_qp")
+    }
+}
+
+impl Drop for Dct {
+    fn drop(&mut self) {
+        contract::Dct::quiesce(self);
+        let dct = &self.0;
+        if let Some(place) = dct.place.get() {
+            dct.device().remove_target(place.number);
+            dct.cq.detach(place.owner);
+        }
+    }
+}

@@ -1,0 +1,235 @@
+//! Moves packets between initiators and targets: directly, or encoded onto the network.
+
+use std::sync::Arc;
+
+use rdma_provider::types::Gid;
+
+use crate::device::deferred::Deferred;
+use crate::device::dma::{Gather, Payload};
+use crate::device::pump::{Budget, payload_of};
+use crate::device::queue_pair::{QpInner, SendSide, Sender};
+use crate::device::scheduler::Job;
+use crate::net::udp::Outbox;
+use crate::roce::packet::Packet;
+use crate::roce::requester::{Destination, Requester};
+
+use super::dct::{DctInner, State, TargetSide};
+use super::header::Header;
+use super::sessions::SessionKey;
+use super::target::Outcome;
+
+impl QpInner {
+    /// Direct. True if there is more to do.
+    pub(crate) fn pump_initiator(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) -> bool {
+        let here = self.device();
+        let mut out = SendSide { qp: self, deferred };
+        let mut budget = Budget::slice();
+        let mut gather = Gather::new();
+        let mut answered = true;
+        loop {
+            // Also those that the slice before this had no time for.
+            if answered
+                && let Some(target) = sender.target.upgrade()
+                && self.take_replies(&mut sender.machine, &target, &mut budget, deferred)
+            {
+                return true;
+            }
+            if budget.is_spent() {
+                return sender.machine.has_work();
+            }
+            let Some(outgoing) = sender.machine.next_packet(&here.keys, &mut gather, &mut out) else { return false };
+            let Some(header) = sender.machine.header() else { return false };
+            tracing::trace!(qpn = %self.qpn(), packet = ?outgoing.packet, ?header, "request");
+            let target = self.find_target(sender, outgoing.to);
+            let payload = payload_of(&sender.machine, &outgoing, &gather);
+            budget.spend(payload.len());
+            let outcome = match target {
+                Some(target) => target.execute((&outgoing.packet, &header), self, &payload, deferred),
+                None => Outcome::Nothing,
+            };
+            gather.clear();
+            answered = matches!(outcome, Outcome::Session(_));
+            if let Outcome::Answer((packet, header)) = outcome {
+                let payload = Payload::Bytes(&[]);
+                sender.machine.on_answer((&packet, &header), outgoing.to.gid, &payload, &here.keys, &mut out);
+            }
+        }
+    }
+
+    /// Takes what the session has to answer; true if the slice is spent.
+    fn take_replies(
+        self: &Arc<Self>,
+        machine: &mut Requester,
+        target: &DctInner,
+        budget: &mut Budget,
+        deferred: &Deferred,
+    ) -> bool {
+        let Some(header) = machine.header() else { return false };
+        let (here, there) = (self.device(), target.device());
+        if !here.is_linked() || !there.is_linked() {
+            return false;
+        }
+        let key = SessionKey::new(here.gid, self.qpn(), header.session.incarnation);
+        let mut out = SendSide { qp: self, deferred };
+        let mut target_out = TargetSide { dct: target, deferred };
+        let mut gather = Gather::new();
+        let mut state = target.state.lock();
+        while let Some((packet, header)) = state.machine.next_reply(&key, &there.keys, &mut gather, &mut target_out) {
+            tracing::trace!(qpn = %self.qpn(), ?packet, ?header, "reply");
+            let payload = Payload::Segments(&gather);
+            machine.on_answer((&packet, &header), there.gid, &payload, &here.keys, &mut out);
+            if !gather.is_empty() {
+                budget.spend(payload.len());
+                gather.clear();
+                if budget.is_spent() {
+                    return true;
+                }
+            }
+        }
+        false
+    }
+
+    /// The target now at `to`.
+    fn find_target(&self, sender: &mut Sender, to: Destination) -> Option<Arc<DctInner>> {
+        sender.follow(to);
+        sender.target.upgrade().or_else(|| {
+            let found = self.device().network.target(to.gid, to.qpn)?;
+            sender.target = Arc::downgrade(&found);
+            Some(found)
+        })
+    }
+
+    /// Encoded onto the network.
+    pub(crate) fn pump_initiator_queued(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) -> bool {
+        let here = self.device();
+        // Nothing is underway to the target before: what comes next is asked of the way to this one.
+        if let Some(to) = sender.machine.turns_to() {
+            sender.turn_to(self, to);
+        }
+        if !sender.may_go() {
+            return false;
+        }
+        let mut out = SendSide { qp: self, deferred };
+        let mut outbox = Outbox::new(here);
+        let mut budget = Budget::slice();
+        let mut gather = Gather::new();
+        while let Some(outgoing) = sender.machine.next_packet(&here.keys, &mut gather, &mut out) {
+            let Some(header) = sender.machine.header() else { return false };
+            let payload = payload_of(&sender.machine, &outgoing, &gather);
+            outbox.push_framed(&(outgoing.packet, header), outgoing.to.gid, &payload);
+            budget.spend(payload.len());
+            gather.clear();
+            if budget.is_spent() {
+                return sender.machine.has_work();
+            }
+        }
+        false
+    }
+
+    /// A target's answer arrived from the network.
+    pub(crate) fn on_answer(self: &Arc<Self>, framed: (&Packet, &Header), source: Gid, payload: &[u8]) {
+        let deferred = Deferred::new();
+        {
+            let mut sender = self.sender.lock();
+            let mut out = SendSide { qp: self, deferred: &deferred };
+            sender.machine.on_answer(framed, source, &Payload::Bytes(payload), &self.device().keys, &mut out);
+        }
+        deferred.run();
+    }
+
+    /// Tells the target that the session with it is over, if there is one.
+    pub(crate) fn close_session(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) {
+        let Some(header) = sender.machine.header() else { return };
+        let Some(outgoing) = sender.machine.close_session() else { return };
+        let framed = (outgoing.packet, header);
+        let nothing = Payload::Bytes(&[]);
+        if self.device().network.is_queued() {
+            Outbox::new(self.device()).push_framed(&framed, outgoing.to.gid, &nothing);
+        } else if let Some(target) = sender.target.upgrade() {
+            target.execute((&framed.0, &framed.1), self, &nothing, deferred);
+        }
+    }
+}
+
+impl DctInner {
+    /// A packet of an initiator within the process.
+    fn execute(
+        &self,
+        framed: (&Packet, &Header),
+        from: &QpInner,
+        payload: &Payload<'_, '_>,
+        deferred: &Deferred,
+    ) -> Outcome {
+        let (here, there) = (self.device(), from.device());
+        if !here.is_linked() || !there.is_linked() {
+            return Outcome::Nothing;
+        }
+        let mut out = TargetSide { dct: self, deferred };
+        self.state.lock().machine.on_request(framed, there.gid, payload, &here.keys, &mut out)
+    }
+
+    /// A packet arrived from the network. What it leads to is sent by [`answer`](Self::answer), which must follow.
+    pub(crate) fn on_packet(self: &Arc<Self>, framed: (&Packet, &Header), source: Gid, payload: &[u8]) {
+        let deferred = Deferred::new();
+        {
+            let mut state = self.state.lock();
+            let mut out = TargetSide { dct: self, deferred: &deferred };
+            let payload = Payload::Bytes(payload);
+            match state.machine.on_request(framed, source, &payload, &self.device().keys, &mut out) {
+                Outcome::Nothing => {}
+                Outcome::Answer(answer) => {
+                    Outbox::new(self.device()).push_framed(&answer, source, &Payload::Bytes(&[]));
+                }
+                Outcome::Session(key) => state.machine.put_due(key),
+            }
+        }
+        deferred.run();
+    }
+
+    /// Sends what packets led to.
+    pub(crate) fn answer(self: &Arc<Self>) {
+        let deferred = Deferred::new();
+        {
+            let mut state = self.state.lock();
+            if !state.replying {
+                self.reply(&mut state, &deferred);
+            }
+        }
+        deferred.run();
+    }
+
+    /// The scheduler: more replies.
+    pub(crate) fn on_reply_turn(self: &Arc<Self>) {
+        let deferred = Deferred::new();
+        {
+            let mut state = self.state.lock();
+            state.replying = false;
+            self.reply(&mut state, &deferred);
+        }
+        deferred.run();
+    }
+
+    /// Sends replies, up to a slice, of one session after the other.
+    fn reply(self: &Arc<Self>, state: &mut State, deferred: &Deferred) {
+        let device = self.device();
+        let mut out = TargetSide { dct: self, deferred };
+        let mut outbox = Outbox::new(device);
+        let mut budget = Budget::slice();
+        let mut gather = Gather::new();
+        while let Some(key) = state.machine.take_due() {
+            while let Some(framed) = state.machine.next_reply(&key, &device.keys, &mut gather, &mut out) {
+                let payload = Payload::Segments(&gather);
+                outbox.push_framed(&framed, key.gid, &payload);
+                budget.spend(payload.len());
+                gather.clear();
+                if budget.is_spent() {
+                    state.machine.put_due(key);
+                    state.replying = true;
+                    let scheduler = &device.network.scheduler;
+                    scheduler.schedule(scheduler.now(), Job::TargetReply(Arc::downgrade(self)));
+                    return;
+                }
+            }
+        }
+    }
+}

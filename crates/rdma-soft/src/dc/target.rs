@@ -1,0 +1,276 @@
+//! Target of dynamic connections: takes in sessions, and has each of them served by a responder of its own.
+//!
+//! A state machine without clock, thread or lock. Its owner hands in what initiators send
+//! ([`on_request`](Target::on_request)) and takes the replies of sessions that have some
+//! ([`next_reply`](Target::next_reply)).
+//!
+//! What goes wrong in a session is that session's: its responder fails, and the target goes on with the others.
+
+use std::collections::VecDeque;
+
+use rdma_provider::types::{DcKey, Gid, QpState, Qpn, Transport};
+
+use crate::device::dma::{Gather, Payload};
+use crate::device::keys::Keys;
+use crate::roce::packet::{Aeth, Body, Nak, Packet, Syndrome};
+use crate::roce::responder::{ReceiveConfig, ReceiveWqe, Receiver, Responder};
+
+use super::header::Header;
+use super::sessions::{Session, SessionKey, Sessions};
+
+/// What surrounds a target.
+pub(crate) trait Surroundings: Receiver {
+    /// Puts a receive back into the shared queue whose message will not end.
+    fn give_back(&mut self, receive: &mut ReceiveWqe);
+    /// The time, in nanoseconds.
+    fn now(&mut self) -> u64;
+    /// A number that initiators cannot predict.
+    fn random(&mut self) -> Option<u64>;
+}
+
+/// What a DC target has been through.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct TargetCounters {
+    /// Packets received.
+    pub packets: u64,
+    /// Sessions made.
+    pub sessions: u64,
+    /// Sessions that are there.
+    pub open: u64,
+    /// Sessions given up because they were silent and others wanted their place.
+    pub given_up: u64,
+    /// Sessions refused for want of room; their initiators come again.
+    pub full: u64,
+    /// Sessions refused for a wrong key, or an MTU larger than the target's.
+    pub refused: u64,
+    /// Packets of sessions that are not there.
+    pub gone: u64,
+    /// Packets dropped without an answer.
+    pub dropped: u64,
+}
+
+/// A packet, and what it has besides those of RC.
+pub(crate) type Framed = (Packet, Header);
+
+/// What came of a packet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Outcome {
+    Nothing,
+    /// To be sent to where the packet came from.
+    Answer(Framed),
+    /// This session may have replies.
+    Session(SessionKey),
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Target {
+    /// Of the responders, but for their peers.
+    pub(crate) config: ReceiveConfig,
+    key: DcKey,
+    state: QpState,
+    sessions: Sessions,
+    /// Sessions with replies that nobody is taking.
+    due: VecDeque<SessionKey>,
+    counters: TargetCounters,
+}
+
+impl Target {
+    /// A target in RESET, of at most `limit` sessions.
+    pub(crate) fn new(config: ReceiveConfig, key: DcKey, limit: usize) -> Self {
+        Self {
+            config,
+            key,
+            state: QpState::Reset,
+            sessions: Sessions::new(limit),
+            due: VecDeque::new(),
+            counters: TargetCounters::default(),
+        }
+    }
+
+    pub(crate) const fn state(&self) -> QpState {
+        self.state
+    }
+
+    pub(crate) fn counters(&self) -> TargetCounters {
+        TargetCounters { open: self.sessions.len() as u64, ..self.counters }
+    }
+
+    /// Changes the state. In any but RTR it has no sessions.
+    pub(crate) fn set_state(&mut self, state: QpState, out: &mut impl Surroundings) {
+        self.state = state;
+        if state != QpState::Rtr {
+            self.due.clear();
+            for session in self.sessions.drain() {
+                abandon(session, out);
+            }
+        }
+    }
+
+    /// A packet of an initiator.
+    pub(crate) fn on_request(
+        &mut self,
+        (packet, header): (&Packet, &Header),
+        source: Gid,
+        payload: &Payload<'_, '_>,
+        keys: &Keys,
+        out: &mut impl Surroundings,
+    ) -> Outcome {
+        self.counters.packets += 1;
+        let key = SessionKey { gid: source, source: header.source, incarnation: header.session.incarnation };
+        if self.state != QpState::Rtr {
+            self.counters.dropped += 1;
+            return Outcome::Nothing;
+        }
+        match packet.body {
+            Body::Open { key: claimed, mtu } => {
+                if claimed != self.key {
+                    // Anybody may try, as often as they like.
+                    tracing::debug!(dct = %self.config.qpn, %source, initiator = %header.source, "wrong access key");
+                    self.counters.refused += 1;
+                    return self.refuse(packet, header, Syndrome::Nak(Nak::RemoteAccess));
+                }
+                if mtu > self.config.mtu {
+                    self.counters.refused += 1;
+                    return self.refuse(packet, header, Syndrome::Nak(Nak::InvalidRequest));
+                }
+                let config = ReceiveConfig { mtu, peer: header.source, peer_gid: source, ..self.config };
+                return self.on_open(packet, header, key, config, out);
+            }
+            Body::Close => {
+                let is_this =
+                    |session: &mut Session| (session.number, session.cookie) == (header.session, header.cookie);
+                if self.sessions.get_mut(&key).is_some_and(is_this) {
+                    self.remove(&key, out);
+                } else {
+                    self.counters.dropped += 1;
+                }
+                return Outcome::Nothing;
+            }
+            _ => {}
+        }
+        match self.sessions.get_mut(&key) {
+            Some(session) if session.number == header.session && session.cookie == header.cookie => {
+                session.used = out.now();
+                let packet = Packet { transport: Transport::Rc, ..*packet };
+                session.responder.on_request(&packet, source, payload, keys, out);
+                if session.responder.has_replies() { Outcome::Session(key) } else { Outcome::Nothing }
+            }
+            // Its initiator has begun a later one and does not wait for an answer.
+            Some(session) if session.number.count > header.session.count => {
+                self.counters.dropped += 1;
+                Outcome::Nothing
+            }
+            _ => {
+                self.counters.gone += 1;
+                self.answer(packet, header, header.cookie, Body::Gone)
+            }
+        }
+    }
+
+    fn on_open(
+        &mut self,
+        packet: &Packet,
+        header: &Header,
+        key: SessionKey,
+        config: ReceiveConfig,
+        out: &mut impl Surroundings,
+    ) -> Outcome {
+        let now = out.now();
+        match self.sessions.get_mut(&key) {
+            Some(session) if session.number == header.session => {
+                session.used = now;
+                let cookie = session.cookie;
+                return self.answer(packet, header, cookie, Body::Accept);
+            }
+            Some(session) if session.number.count > header.session.count => {
+                self.counters.dropped += 1;
+                return Outcome::Nothing;
+            }
+            Some(_) => self.remove(&key, out),
+            None => {}
+        }
+        if self.sessions.is_full() {
+            let Some(silent) = self.sessions.silent(now) else {
+                self.counters.full += 1;
+                return self.refuse(packet, header, Syndrome::RnrNak(self.config.min_rnr_timer.code()));
+            };
+            self.counters.given_up += 1;
+            self.remove(&silent, out);
+        }
+        // The system has no random numbers: the initiator asks again.
+        let Some(random) = out.random() else { return Outcome::Nothing };
+        let cookie = random as u32;
+        let mut responder = Responder::new(config);
+        responder.start(packet.psn.add(1));
+        responder.set_state(QpState::Rts, out);
+        self.sessions.insert(key, Session { number: header.session, cookie, responder, used: now, due: false });
+        self.counters.sessions += 1;
+        self.answer(packet, header, cookie, Body::Accept)
+    }
+
+    fn remove(&mut self, key: &SessionKey, out: &mut impl Surroundings) {
+        if let Some(session) = self.sessions.remove(key) {
+            if session.due {
+                self.due.retain(|due| due != key);
+            }
+            abandon(session, out);
+        }
+    }
+
+    fn refuse(&self, packet: &Packet, header: &Header, syndrome: Syndrome) -> Outcome {
+        self.answer(packet, header, 0, Body::Acknowledge(Aeth { syndrome, msn: 0 }))
+    }
+
+    fn answer(&self, packet: &Packet, header: &Header, cookie: u32, body: Body) -> Outcome {
+        let answer = Packet::of_dc(header.source, packet.psn, body);
+        Outcome::Answer((answer, Header { source: self.config.qpn, session: header.session, cookie }))
+    }
+
+    /// The next reply of a session, its payload in `gather` (which is empty).
+    pub(crate) fn next_reply<'k>(
+        &mut self,
+        key: &SessionKey,
+        keys: &'k Keys,
+        gather: &mut Gather<'k>,
+        out: &mut impl Surroundings,
+    ) -> Option<Framed> {
+        let session = self.sessions.get_mut(key)?;
+        let reply = session.responder.next_reply(keys, gather, out)?;
+        let header = Header { source: self.config.qpn, session: session.number, cookie: session.cookie };
+        Some((reply, header))
+    }
+
+    /// The replies of a session are to be sent.
+    pub(crate) fn put_due(&mut self, key: SessionKey) {
+        if let Some(session) = self.sessions.get_mut(&key)
+            && !std::mem::replace(&mut session.due, true)
+        {
+            self.due.push_back(key);
+        }
+    }
+
+    /// A session whose replies are to be sent.
+    pub(crate) fn take_due(&mut self) -> Option<SessionKey> {
+        let key = self.due.pop_front()?;
+        if let Some(session) = self.sessions.get_mut(&key) {
+            session.due = false;
+        }
+        Some(key)
+    }
+}
+
+/// Ends a session. A receive that its last message has not filled is another message's.
+fn abandon(mut session: Session, out: &mut impl Surroundings) {
+    if let Some(receive) = session.responder.yield_receive() {
+        out.give_back(receive);
+    }
+}
+
+impl SessionKey {
+    /// Of an initiator's session.
+    pub(crate) const fn new(gid: Gid, source: Qpn, incarnation: u32) -> Self {
+        Self { gid, source, incarnation }
+    }
+}

@@ -1,0 +1,373 @@
+//! Completion queue: a ring with room for as many entries as asked, a one-shot arm, and overrun.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+
+use parking_lot::Mutex;
+
+use rdma_provider::VerbError;
+use rdma_provider::contract;
+use rdma_provider::types::{AsyncEvent, Qpn, WorkCompletion};
+
+use super::ContextInner;
+use super::completion_channel::{Channel, Subscriber};
+use super::ring::Ring;
+use super::shared_receive_queue::SrqInner;
+
+/// Which event was asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Arm {
+    Off,
+    Solicited,
+    Next,
+}
+
+/// What is left of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Health {
+    Good,
+    /// The device is lost: what is there can be taken, and nothing comes after it.
+    Lost,
+    Overrun,
+}
+
+/// How far completions of a queue pair have been polled: what frees the slots of its queues.
+#[derive(Debug, Default)]
+pub(crate) struct Polled {
+    /// Position after the newest polled send completion.
+    pub(crate) send: AtomicU32,
+    /// The same for receives.
+    pub(crate) recv: AtomicU32,
+}
+
+/// Which slot a completion frees when it is polled.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Frees {
+    /// All send slots before this position.
+    Send(u32),
+    /// All receive slots before this position.
+    Recv(u32),
+    /// One slot of the shared receive queue.
+    Shared,
+}
+
+#[derive(Clone, Copy)]
+struct Entry {
+    completion: WorkCompletion,
+    /// Index into [`State::attached`].
+    owner: u32,
+    frees: Frees,
+}
+
+impl Default for Entry {
+    fn default() -> Self {
+        Self { completion: WorkCompletion::default(), owner: 0, frees: Frees::Shared }
+    }
+}
+
+/// A queue pair that completes here.
+struct Attached {
+    qpn: Qpn,
+    polled: Arc<Polled>,
+    srq: Option<Arc<SrqInner>>,
+}
+
+struct State {
+    entries: Ring<Entry>,
+    arm: Arm,
+    health: Health,
+    attached: Vec<Option<Attached>>,
+    /// Indexes of `attached` that are free.
+    vacant: Vec<u32>,
+    counters: CqCounters,
+}
+
+/// What a completion queue has seen.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct CqCounters {
+    /// Completions that entered it.
+    pub completions: u64,
+    /// Events it raised on its channel.
+    pub events: u64,
+    /// Completions lost because it was full.
+    pub lost: u64,
+}
+
+impl State {
+    /// Entries that polling looks for. A queue that has ended never looks empty, so that polling it finds the error.
+    fn left(&self) -> usize {
+        self.entries.len().max(usize::from(self.health != Health::Good))
+    }
+
+    /// Takes the oldest completions.
+    #[inline(always)]
+    fn take(&mut self, out: &mut [WorkCompletion]) -> usize {
+        let mut count = 0;
+        for target in out {
+            let Some(entry) = self.entries.front() else { break };
+            if let Some(Some(owner)) = self.attached.get(entry.owner as usize) {
+                match entry.frees {
+                    // Release: the poster that sees the slot free also sees the work as done.
+                    Frees::Send(position) => owner.polled.send.store(position, Ordering::Release),
+                    Frees::Recv(position) => owner.polled.recv.store(position, Ordering::Release),
+                    Frees::Shared => {
+                        if let Some(srq) = &owner.srq {
+                            srq.release();
+                        }
+                    }
+                }
+            }
+            *target = entry.completion;
+            self.entries.pop();
+            count += 1;
+        }
+        count
+    }
+}
+
+pub(crate) struct CqInner {
+    id: u64,
+    capacity: u32,
+    context: Arc<ContextInner>,
+    channel: Option<(Channel, Arc<Subscriber>)>,
+    /// Entries in the ring, so that polling an empty queue takes no lock.
+    waiting: AtomicUsize,
+    state: Mutex<State>,
+}
+
+impl fmt::Debug for CqInner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CompletionQueue")
+            .field("id", &self.id)
+            .field("capacity", &self.capacity)
+            .field("waiting", &self.waiting)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A completion did not fit; the queue and its queue pairs are unusable.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Overrun;
+
+impl CqInner {
+    /// Appends a completion. `solicited`: it may fire an arm that waits for those only.
+    #[inline(always)]
+    pub(crate) fn push(
+        &self,
+        owner: u32,
+        frees: Frees,
+        completion: &WorkCompletion,
+        solicited: bool,
+    ) -> Result<(), Overrun> {
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        if state.health == Health::Overrun || state.entries.len() >= self.capacity as usize {
+            state.counters.lost += 1;
+            let first = std::mem::replace(&mut state.health, Health::Overrun) != Health::Overrun;
+            return if first { Err(Overrun) } else { Ok(()) };
+        }
+        let entry = state.entries.push_slot();
+        entry.completion = *completion;
+        entry.owner = owner;
+        entry.frees = frees;
+        state.counters.completions += 1;
+        // Release pairs with the acquire in `poll`; the lock orders the rest.
+        self.waiting.store(state.entries.len(), Ordering::Release);
+        if state.arm != Arm::Off {
+            self.fire(state, solicited || !completion.status.is_success());
+        }
+        Ok(())
+    }
+
+    #[cold]
+    fn fire(&self, state: &mut State, solicited: bool) {
+        if state.arm == Arm::Next || solicited && state.arm != Arm::Off {
+            state.arm = Arm::Off;
+            if let Some((channel, subscriber)) = &self.channel {
+                state.counters.events += 1;
+                channel.0.push(Arc::clone(subscriber));
+            }
+        }
+    }
+
+    /// Reserves the place of a queue pair; its index is the `owner` of completions.
+    pub(crate) fn attach(&self, qpn: Qpn, polled: &Arc<Polled>, srq: Option<&Arc<SrqInner>>) -> u32 {
+        let attached = Attached { qpn, polled: Arc::clone(polled), srq: srq.cloned() };
+        let mut state = self.state.lock();
+        if let Some(index) = state.vacant.pop() {
+            state.attached[index as usize] = Some(attached);
+            index
+        } else {
+            state.attached.push(Some(attached));
+            state.attached.len() as u32 - 1
+        }
+    }
+
+    /// Removes the completions of a queue pair, as mlx5 does when it is destroyed or reset.
+    pub(crate) fn purge(&self, owner: u32) {
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        let shared = state.attached.get(owner as usize).and_then(Option::as_ref).and_then(|it| it.srq.as_ref());
+        state.entries.retain(|entry| {
+            let keep = entry.owner != owner;
+            if let (false, Frees::Shared, Some(srq)) = (keep, entry.frees, shared) {
+                srq.release();
+            }
+            keep
+        });
+        self.waiting.store(state.left(), Ordering::Release);
+    }
+
+    /// The device is lost, and all queue pairs have been flushed: once empty it gives an error, and whoever waits for it
+    /// is told to look.
+    pub(crate) fn lose(&self) {
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        if state.health == Health::Good {
+            state.health = Health::Lost;
+        }
+        self.waiting.store(state.left(), Ordering::Release);
+        self.fire(state, true);
+    }
+
+    /// Ends what [`attach`](Self::attach) began.
+    pub(crate) fn detach(&self, owner: u32) {
+        self.purge(owner);
+        let mut state = self.state.lock();
+        if state.attached.get_mut(owner as usize).and_then(Option::take).is_some() {
+            state.vacant.push(owner);
+        }
+    }
+
+    /// Queue pairs that complete here, in the order of their numbers.
+    pub(crate) fn queue_pairs(&self) -> Vec<Qpn> {
+        let mut all: Vec<_> = self.state.lock().attached.iter().flatten().map(|it| it.qpn).collect();
+        all.sort_unstable();
+        all.dedup();
+        all
+    }
+
+    pub(crate) fn context(&self) -> &Arc<ContextInner> {
+        &self.context
+    }
+
+    pub(crate) fn error_event(&self) -> AsyncEvent {
+        AsyncEvent::CqError { cq: self.id }
+    }
+}
+
+/// Completion queue, see [`contract::Cq`].
+///
+/// Destroying or resetting a queue pair removes its completions from the queue.
+#[derive(Debug)]
+pub struct Cq(pub(crate) Arc<CqInner>);
+
+impl Cq {
+    pub(crate) fn new(
+        id: u64,
+        capacity: u32,
+        context: Arc<ContextInner>,
+        channel: Option<&Channel>,
+        cookie: u64,
+    ) -> Self {
+        let channel = channel
+            .map(|channel| (channel.clone(), Arc::new(Subscriber { cookie, unacknowledged: AtomicU32::new(0) })));
+        Self(Arc::new(CqInner {
+            id,
+            capacity,
+            context,
+            channel,
+            waiting: AtomicUsize::new(0),
+            state: Mutex::new(State {
+                entries: Ring::new(),
+                arm: Arm::Off,
+                health: Health::Good,
+                attached: Vec::new(),
+                vacant: Vec::new(),
+                counters: CqCounters::default(),
+            }),
+        }))
+    }
+
+    #[cold]
+    fn poll_ended(&self, state: &mut State, out: &mut [WorkCompletion]) -> Result<usize, VerbError> {
+        if state.health == Health::Overrun || state.entries.is_empty() {
+            return Err(VerbError::new("ibv_poll_cq", VerbError::EIO));
+        }
+        let count = state.take(out);
+        self.0.waiting.store(state.left(), Ordering::Release);
+        Ok(count)
+    }
+
+    /// What has happened so far.
+    pub fn counters(&self) -> CqCounters {
+        self.0.state.lock().counters
+    }
+}
+
+impl contract::Cq for Cq {
+    fn id(&self) -> u64 {
+        self.0.id
+    }
+
+    fn capacity(&self) -> u32 {
+        self.0.capacity
+    }
+
+    fn poll(&self, out: &mut [WorkCompletion]) -> Result<usize, VerbError> {
+        if self.0.waiting.load(Ordering::Acquire) == 0 {
+            return Ok(0);
+        }
+        let mut state = self.0.state.lock();
+        let state = &mut *state;
+        if state.health != Health::Good {
+            return self.poll_ended(state, out);
+        }
+        let count = state.take(out);
+        self.0.waiting.store(state.entries.len(), Ordering::Release);
+        Ok(count)
+    }
+
+    fn arm(&self, solicited_only: bool) -> Result<(), VerbError> {
+        let wanted = if solicited_only { Arm::Solicited } else { Arm::Next };
+        let mut state = self.0.state.lock();
+        // An arm for any completion is not weakened by one for solicited completions.
+        state.arm = state.arm.max(wanted);
+        Ok(())
+    }
+
+    fn moderate(&self, _completions: u16, _period: u16) -> Result<(), VerbError> {
+        // Nothing here interrupts anybody.
+        Err(VerbError::new("ibv_modify_cq", VerbError::EOPNOTSUPP))
+    }
+
+    fn ack(&self, events: u32) {
+        let Some((_, subscriber)) = &self.0.channel else {
+            tracing::error!(cq = self.0.id, events, "acknowledged events of a completion queue without channel");
+            return;
+        };
+        let before = subscriber.unacknowledged.fetch_sub(events, Ordering::Relaxed);
+        if before < events {
+            subscriber.unacknowledged.fetch_add(events - before, Ordering::Relaxed);
+            tracing::error!(cq = self.0.id, events, given = before, "acknowledged more events than were given");
+        }
+    }
+}
+
+impl Drop for Cq {
+    fn drop(&mut self) {
+        if let Some((channel, subscriber)) = &self.0.channel {
+            channel.0.retain(|event| !Arc::ptr_eq(event, subscriber));
+            // libibverbs would block here for ever; nothing of ours depends on it.
+            let missing = subscriber.unacknowledged.load(Ordering::Relaxed);
+            if missing > 0 {
+                tracing::error!(cq = self.0.id, missing, "completion queue destroyed with unacknowledged events");
+            }
+        }
+        let users = self.0.queue_pairs();
+        if !users.is_empty() {
+            tracing::error!(cq = self.0.id, ?users, "completion queue destroyed before its queue pairs");
+        }
+    }
+}

@@ -1,0 +1,286 @@
+//! Copies to and from registered memory: the only place where the device dereferences a pointer.
+//!
+//! A [`Segment`] is a checked piece of a registration together with a use of it (see
+//! [`keys`](super::keys)): while the segment lives, the registration cannot be dropped. Hence the
+//! functions here are safe, and what makes them so is said once, at [`Segment`].
+//!
+//! Memory that a peer may reach is accessed with relaxed atomics only (S2): the processor reads and
+//! writes it concurrently, also through atomics. Stores ascend and the last one releases, so whoever
+//! polls the last byte with acquire sees all of them.
+
+#![allow(unsafe_code)]
+
+use std::alloc::{Layout, alloc_zeroed, handle_alloc_error};
+use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+
+use smallvec::SmallVec;
+
+use super::keys::Use;
+use crate::roce::packet::AtomicOp;
+use rdma_provider::shared_memory as shared;
+
+/// Piece of registered memory that stays registered while this lives.
+///
+/// Invariant: `pointer..pointer + len` lies within the registration that `_use` holds, itself or through a
+/// window, and was valid for reads and writes when it was registered. `Pd::register` has the promise of its
+/// caller that the memory stays allocated until the registration was dropped; dropping waits for every `Use`,
+/// of a window that is bound to it too.
+#[derive(Debug)]
+pub(crate) struct Segment<'k> {
+    pointer: *mut u8,
+    len: usize,
+    /// Others reach the registration at the same time: only atomics may touch it.
+    shared: bool,
+    _use: Use<'k>,
+}
+
+impl Segment<'_> {
+    /// Bytes.
+    pub(crate) const fn len(&self) -> usize {
+        self.len
+    }
+
+    #[cfg(test)]
+    pub(crate) const fn is_shared(&self) -> bool {
+        self.shared
+    }
+}
+
+/// Memory that the device may be shown.
+///
+/// Whoever makes one has promised what `Pd::register` asks for; the rest of the device can only cut
+/// pieces out of it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Memory {
+    base: *mut u8,
+    len: usize,
+    start: u64,
+}
+
+impl Memory {
+    /// Memory that work and peers call `start` and onwards.
+    ///
+    /// # Safety
+    ///
+    /// `base..base + len` stays valid until the registration made of it has been removed from its
+    /// [`Keys`](super::keys::Keys) (S1).
+    pub(crate) const unsafe fn new(base: *mut u8, len: usize, start: u64) -> Self {
+        Self { base, len, start }
+    }
+}
+
+/// Place of a [`Memory`] in the table of registrations.
+#[derive(Debug, Default)]
+pub(crate) struct Region {
+    base: AtomicPtr<u8>,
+    len: AtomicUsize,
+    /// What work calls the first byte: its address, if it is not of a dma-buf.
+    start: AtomicU64,
+}
+
+impl Region {
+    /// Changes the memory. The table does this while no [`Use`] of the region exists and publishes it
+    /// with a release store.
+    pub(crate) fn assign(&self, memory: Memory) {
+        self.base.store(memory.base, Ordering::Relaxed);
+        self.len.store(memory.len, Ordering::Relaxed);
+        self.start.store(memory.start, Ordering::Relaxed);
+    }
+
+    /// Changes the memory to that of a segment that work calls `start`. As [`assign`](Self::assign); besides, nobody finds a use of this region
+    /// any more before the registration behind the segment ends: it ends its windows.
+    pub(crate) fn assign_window(&self, of: &Segment<'_>, start: u64) {
+        self.assign(Memory { base: of.pointer, len: of.len, start });
+    }
+
+    /// `addr..addr + len`, if that is within the region.
+    #[inline]
+    pub(crate) fn piece<'k>(&self, addr: u64, len: usize, shared: bool, hold: Use<'k>) -> Option<Segment<'k>> {
+        let start = self.start.load(Ordering::Relaxed);
+        let size = self.len.load(Ordering::Relaxed);
+        let offset = usize::try_from(addr.checked_sub(start)?).ok()?;
+        if offset > size || len > size - offset {
+            return None;
+        }
+        // SAFETY: `offset` is within the memory of a live registration, just checked (S1).
+        let pointer = unsafe { self.base.load(Ordering::Relaxed).add(offset) };
+        Some(Segment { pointer, len, shared, _use: hold })
+    }
+}
+
+/// Pieces of memory that one packet reads or writes. As many as a work request has without allocation.
+pub(crate) type Gather<'k> = SmallVec<[Segment<'k>; 16]>;
+
+/// What a packet carries: memory of the sender, or bytes that travelled.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Payload<'a, 'k> {
+    Segments(&'a [Segment<'k>]),
+    Bytes(&'a [u8]),
+}
+
+impl Payload<'_, '_> {
+    /// Bytes.
+    pub(crate) fn len(&self) -> usize {
+        match self {
+            Self::Segments([one]) => one.len,
+            Self::Segments(segments) => segments.iter().map(Segment::len).sum(),
+            Self::Bytes(bytes) => bytes.len(),
+        }
+    }
+
+    /// Copies all into `to`, which is at least as long.
+    #[inline(always)]
+    pub(crate) fn copy_to(&self, to: &[Segment<'_>]) {
+        match (self, to) {
+            (Self::Segments([from]), [to]) => {
+                let len = from.len.min(to.len);
+                // SAFETY: S1: both ranges are live registrations (invariant of Segment), `len` is within both.
+                unsafe { copy(from.pointer, from.shared, to.pointer, to.shared, len) }
+            }
+            _ => self.scatter_to(to),
+        }
+    }
+
+    fn scatter_to(&self, to: &[Segment<'_>]) {
+        let mut cursor = Cursor::new(to);
+        match self {
+            Self::Segments(from) => {
+                for piece in *from {
+                    cursor.write(piece.pointer, piece.len, piece.shared);
+                }
+            }
+            Self::Bytes(bytes) => cursor.write(bytes.as_ptr(), bytes.len(), false),
+        }
+    }
+
+    /// Appends all to `out`.
+    pub(crate) fn append_to(&self, out: &mut Vec<u8>) {
+        match self {
+            Self::Bytes(bytes) => out.extend_from_slice(bytes),
+            Self::Segments(segments) => {
+                for piece in *segments {
+                    let at = out.len();
+                    out.resize(at + piece.len, 0);
+                    // SAFETY: S1: source as in the invariant of Segment; target was just made `piece.len` long.
+                    unsafe { copy(piece.pointer, piece.shared, out[at..].as_mut_ptr(), false, piece.len) }
+                }
+            }
+        }
+    }
+}
+
+/// Where the next byte goes in a list of segments.
+struct Cursor<'a, 'k> {
+    to: &'a [Segment<'k>],
+    offset: usize,
+}
+
+impl<'a, 'k> Cursor<'a, 'k> {
+    const fn new(to: &'a [Segment<'k>]) -> Self {
+        Self { to, offset: 0 }
+    }
+
+    /// `from..from + len` is readable; callers pass a segment or a slice.
+    fn write(&mut self, mut from: *const u8, mut len: usize, shared: bool) {
+        while let [first, rest @ ..] = self.to {
+            let step = len.min(first.len - self.offset);
+            // SAFETY: S2: `from` has `len` bytes left and `first` has `step` bytes from `offset`; both stay
+            // registered or borrowed during the call.
+            unsafe {
+                copy(from, shared, first.pointer.add(self.offset), first.shared, step);
+                from = from.add(step);
+            }
+            len -= step;
+            self.offset += step;
+            if len == 0 {
+                return;
+            }
+            self.to = rest;
+            self.offset = 0;
+        }
+        debug_assert_eq!(len, 0, "target as long as the payload");
+    }
+}
+
+/// Runs `op` on the 8 bytes of `target`; the original value. `None` if they are not 8 aligned bytes.
+pub(crate) fn atomic(target: &Segment<'_>, op: AtomicOp) -> Option<u64> {
+    let pointer = target.pointer.cast::<u64>();
+    if target.len != 8 || !pointer.is_aligned() {
+        return None;
+    }
+    // SAFETY: 8 aligned bytes of a live registration. It is remotely accessible (the rights were
+    // checked), so nobody touches it but with atomics (S2).
+    let word = unsafe { AtomicU64::from_ptr(pointer) };
+    Some(match op {
+        AtomicOp::CompareSwap { compare, swap } => {
+            word.compare_exchange(compare, swap, Ordering::AcqRel, Ordering::Acquire).unwrap_or_else(|now| now)
+        }
+        AtomicOp::FetchAdd { add } => word.fetch_add(add, Ordering::AcqRel),
+    })
+}
+
+/// Copies `len` bytes, upwards. Ranges of local memory may overlap.
+///
+/// # Safety
+///
+/// `from` is valid for reads and `to` for writes of `len` bytes. What is marked shared is accessed by
+/// nobody but with atomics; what is not is accessed by nobody at all (S1).
+#[inline]
+unsafe fn copy(from: *const u8, from_shared: bool, to: *mut u8, to_shared: bool, len: usize) {
+    // SAFETY: S2: passed on from the caller.
+    unsafe {
+        match (from_shared, to_shared) {
+            (false, false) => std::ptr::copy(from, to, len),
+            (false, true) => shared::store(from, to, len),
+            (true, false) => shared::load(from, to, len),
+            (true, true) => shared::exchange(from, to, len),
+        }
+    }
+}
+
+/// Words of zeros. The kernel gives the pages of a large table as they are written.
+pub(crate) fn zeroed<const N: usize>() -> Box<[AtomicU32; N]> {
+    let layout = Layout::new::<[AtomicU32; N]>();
+    assert_ne!(layout.size(), 0);
+    // SAFETY: S1: the layout has a size.
+    let table = unsafe { alloc_zeroed(layout) };
+    if table.is_null() {
+        handle_alloc_error(layout);
+    }
+    // SAFETY: S1: made just now by the global allocator with the layout of the type, of which all zeros is a value.
+    unsafe { Box::from_raw(table.cast()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_alignment_and_length_is_copied_exactly() {
+        for (from_shared, to_shared) in [(false, false), (false, true), (true, false), (true, true)] {
+            // Miri takes a second for some ten copies.
+            let (step, lengths) = if cfg!(miri) { (5, vec![0, 1, 8, 13]) } else { (1, (0..40).collect()) };
+            for from_offset in (0..9).step_by(step) {
+                for to_offset in (0..9).step_by(step) {
+                    for &len in &lengths {
+                        let source: Vec<u8> = (1..=64).collect();
+                        let mut from = source.clone();
+                        let mut to = vec![0_u8; 64];
+                        // SAFETY: both offsets plus `len` are below 64; the vectors are ours alone.
+                        unsafe {
+                            copy(
+                                from.as_mut_ptr().add(from_offset),
+                                from_shared,
+                                to.as_mut_ptr().add(to_offset),
+                                to_shared,
+                                len,
+                            );
+                        }
+                        assert_eq!(to[to_offset..to_offset + len], source[from_offset..from_offset + len]);
+                        assert!(to[..to_offset].iter().chain(&to[to_offset + len..]).all(|&byte| byte == 0));
+                    }
+                }
+            }
+        }
+    }
+}

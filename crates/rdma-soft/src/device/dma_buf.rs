@@ -1,0 +1,43 @@
+//! Memory that a descriptor names: looked at, then mapped.
+//!
+//! The device of a machine learns of a dma-buf's pages from whoever exported it; this one reaches them through a mapping.
+//! That is right for memory of the machine. For memory that must be synchronized with the processor around each access
+//! (`DMA_BUF_IOCTL_SYNC`) it would not be; exporters of such seldom let it be mapped.
+
+#![forbid(unsafe_code)]
+
+use std::os::fd::BorrowedFd;
+
+use memmap2::{MmapOptions, MmapRaw};
+use rustix::fs::{SealFlags, fcntl_get_seals, fstat, fstatfs};
+
+use rdma_provider::VerbError;
+use rdma_provider::contract::DmaBufRange;
+
+/// `f_type` of a dma-buf, `linux/magic.h`.
+const DMA_BUF_MAGIC: u64 = 0x444d_4142;
+
+/// What registrations count in; a machine with larger pages takes less.
+const PAGE: u64 = 4096;
+
+/// Maps `range` of a dma-buf, or of a `memfd_create(2)` that cannot shrink (`F_SEAL_SHRINK`, which `/dev/udmabuf` asks for
+/// too: what is mapped beyond the end of a file kills who touches it). Else an `errno(3)`.
+pub(crate) fn map(fd: BorrowedFd<'_>, range: DmaBufRange) -> Result<MmapRaw, i32> {
+    let os = |error: rustix::io::Errno| error.raw_os_error();
+    let stays = match fcntl_get_seals(fd) {
+        Ok(seals) => seals.contains(SealFlags::SHRINK),
+        // Nothing that can be sealed.
+        Err(_) => fstatfs(fd).map_err(os)?.f_type as u64 == DMA_BUF_MAGIC,
+    };
+    let size = u64::try_from(fstat(fd).map_err(os)?.st_size).unwrap_or(0);
+    let end = range.offset.checked_add(range.len as u64);
+    let named = range.iova.checked_add(range.len as u64).is_some() && range.iova % PAGE == range.offset % PAGE;
+    if !stays || !named || range.len == 0 || end.is_none_or(|end| end > size) {
+        return Err(VerbError::EINVAL);
+    }
+    MmapOptions::new()
+        .offset(range.offset)
+        .len(range.len)
+        .map_raw(&fd)
+        .map_err(|error| error.raw_os_error().unwrap_or(VerbError::EINVAL))
+}

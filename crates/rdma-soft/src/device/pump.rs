@@ -1,0 +1,446 @@
+//! Moves packets between the machines of queue pairs.
+//!
+//! [`pump`](QpInner::pump) is called with the requester half locked and sends what there is to send:
+//! directly into the peer's responder half, which answers at once, or encoded onto the network. One
+//! call moves a bounded slice; the scheduler goes on with the rest, in turns with all others, so that
+//! no post blocks its thread for the length of a large message.
+
+use std::sync::Arc;
+
+use rdma_provider::types::{Access, Data, Gid, Transport};
+
+use super::deferred::Deferred;
+use super::dma::{Gather, Payload};
+use super::queue_pair::{QpInner, ReceiveSide, ReceiverHalf, SendSide, Sender};
+use super::scheduler::Job;
+use crate::cm::Manager;
+use crate::net::network::NetworkInner;
+use crate::net::udp::{Outbox, Pace};
+use crate::roce::packet::Packet;
+use crate::roce::requester::{Destination, Outgoing, Requester, Source};
+
+/// What one slice may move.
+///
+/// 256 KiB take about 20 µs at memory speed and 64 small packets about as long: well below what a task
+/// may hold an executor's thread.
+pub(crate) struct Budget {
+    packets: u32,
+    bytes: usize,
+}
+
+impl Budget {
+    pub(crate) const fn slice() -> Self {
+        Self { packets: 64, bytes: 256 << 10 }
+    }
+
+    pub(crate) const fn spend(&mut self, bytes: usize) {
+        self.packets = self.packets.saturating_sub(1);
+        self.bytes = self.bytes.saturating_sub(bytes);
+    }
+
+    pub(crate) const fn is_spent(&self) -> bool {
+        self.packets == 0 || self.bytes == 0
+    }
+}
+
+/// Which half of a queue pair.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Half {
+    Sender,
+    Receiver,
+}
+
+impl QpInner {
+    /// Sends what there is to send, up to a slice, and sees to what comes of it.
+    #[inline]
+    pub(crate) fn pump(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) {
+        if !sender.continuing && sender.machine.has_work() {
+            let network = &self.device().network;
+            let more = if network.is_queued() {
+                let more = if self.transport() == Transport::Dci {
+                    self.pump_initiator_queued(sender, deferred)
+                } else {
+                    self.pump_queued(sender, deferred)
+                };
+                // Perhaps nothing was sent: work that is local, or waits.
+                sender.rest();
+                more
+            } else {
+                match self.transport() {
+                    Transport::Rc | Transport::Uc => self.pump_connected(sender, deferred),
+                    Transport::Ud => self.pump_datagrams(sender, deferred),
+                    Transport::Dci => self.pump_initiator(sender, deferred),
+                }
+            };
+            if more {
+                sender.continuing = true;
+                let now = network.scheduler.now();
+                let at = self.pace().map_or(now, |pace| pace.resumes(sender.passed_over).max(now));
+                network.scheduler.schedule(at, Job::Continue(Arc::downgrade(self)));
+            }
+        }
+        self.settle(sender, deferred);
+    }
+
+    /// Direct, connected. True if there is more to do.
+    #[inline]
+    fn pump_connected(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) -> bool {
+        self.find_peer(sender);
+        let Sender { machine, peer, peer_at, .. } = sender;
+        let Some(peer) = peer else { return self.pump_lost(machine, *peer_at, deferred) };
+        let mut receiver = peer.receiver.lock();
+        let here = self.device();
+        let there = peer.device();
+        if peer.is_destroyed() || !here.is_linked() || !there.is_linked() {
+            drop(receiver);
+            return self.pump_lost(machine, *peer_at, deferred);
+        }
+        let responder = &mut receiver.machine;
+        let mut out = SendSide { qp: self, deferred };
+        let mut peer_out = ReceiveSide { qp: peer, deferred };
+        let mut budget = Budget::slice();
+        let pd = machine.config.pd;
+        if responder.config.peer == self.qpn() {
+            while let Some((psn, whole)) = machine.quiet_head() {
+                let length = whole.length;
+                let reads_back = whole.op.reads_back();
+                let segment;
+                let payload = match whole.data {
+                    Data::Inline(bytes) => Payload::Bytes(bytes),
+                    Data::Sges([sge]) => {
+                        let need = if reads_back { Access::LOCAL_WRITE } else { Access::empty() };
+                        let Ok(found) = here.keys.resolve(sge.lkey.0, pd, sge.addr, length, need) else { break };
+                        segment = found;
+                        Payload::Segments(std::slice::from_ref(&segment))
+                    }
+                    Data::Sges(_) | Data::Window(_) => break,
+                };
+                let done = match &payload {
+                    Payload::Segments([into]) if reads_back => {
+                        responder.on_whole_read(psn, &here.gid, whole.op, into, &there.keys).map(|()| true)
+                    }
+                    _ if reads_back => break,
+                    _ => responder.on_whole(psn, &here.gid, &whole, &payload, &there.keys, &mut peer_out),
+                };
+                let Some(acknowledged) = done else { break };
+                tracing::trace!(qpn = %self.qpn(), ?psn, length, acknowledged, "message");
+                machine.quiet_sent(acknowledged, &mut out);
+                budget.spend(length);
+                if !machine.has_work() {
+                    return false;
+                }
+                if !acknowledged || budget.is_spent() {
+                    break;
+                }
+            }
+        }
+        drop(receiver);
+        self.exchange_packets(machine, peer, budget, deferred)
+    }
+
+    /// Direct, connected, packet by packet.
+    #[cold]
+    fn exchange_packets(
+        self: &Arc<Self>,
+        machine: &mut Requester,
+        peer: &Arc<Self>,
+        mut budget: Budget,
+        deferred: &Deferred,
+    ) -> bool {
+        let mut receiver = peer.receiver.lock();
+        let ReceiverHalf { machine: responder, unconfirmed, .. } = &mut *receiver;
+        let here = self.device();
+        let there = peer.device();
+        // A connection has two ends that name each other; if not, answers reach somebody else.
+        let answers = responder.config.peer == self.qpn();
+        let unreliable = self.transport() != Transport::Rc;
+        let mut out = SendSide { qp: self, deferred };
+        let mut peer_out = ReceiveSide { qp: peer, deferred };
+        let mut gather = Gather::new();
+        let mut reply_gather = Gather::new();
+        loop {
+            while let Some(reply) = responder.next_reply(&there.keys, &mut reply_gather, &mut peer_out) {
+                let payload = Payload::Segments(&reply_gather);
+                if answers {
+                    tracing::trace!(qpn = %self.qpn(), ?reply, "reply");
+                    machine.on_response(&reply, &payload, &here.keys, &mut out);
+                }
+                if !reply_gather.is_empty() {
+                    budget.spend(payload.len());
+                    reply_gather.clear();
+                    if budget.is_spent() {
+                        return true;
+                    }
+                }
+            }
+            if budget.is_spent() {
+                return machine.has_work();
+            }
+            let Some(outgoing) = machine.next_packet(&here.keys, &mut gather, &mut out) else { return false };
+            tracing::trace!(qpn = %self.qpn(), packet = ?outgoing.packet, "request");
+            let payload = payload_of(machine, &outgoing, &gather);
+            responder.on_request(&outgoing.packet, here.gid, &payload, &there.keys, &mut peer_out);
+            budget.spend(payload.len());
+            gather.clear();
+            if unconfirmed.is_some()
+                && !responder.is_receiving()
+                && let Some(reply) = Manager::on_early(there, here.gid, &outgoing.packet)
+            {
+                machine.on_response(&reply, &Payload::Bytes(&[]), &here.keys, &mut out);
+            }
+            if unreliable {
+                machine.on_sent(&mut out);
+            }
+        }
+    }
+
+    /// No queue pair is there: packets leave and are lost, unless the connection manager answers them for a queue pair that is
+    /// still to be made.
+    #[cold]
+    fn pump_lost(self: &Arc<Self>, machine: &mut Requester, at: Destination, deferred: &Deferred) -> bool {
+        let here = self.device();
+        let there = here.network.device(at.gid).filter(|there| here.is_linked() && there.is_linked());
+        let mut out = SendSide { qp: self, deferred };
+        let mut budget = Budget::slice();
+        let mut gather = Gather::new();
+        while let Some(lost) = machine.next_packet(&here.keys, &mut gather, &mut out) {
+            gather.clear();
+            machine.on_sent(&mut out);
+            if let Some(there) = &there
+                && let Some(reply) = Manager::on_early(there, here.gid, &lost.packet)
+            {
+                machine.on_response(&reply, &Payload::Bytes(&[]), &here.keys, &mut out);
+            }
+            budget.spend(0);
+            if budget.is_spent() {
+                return machine.has_work();
+            }
+        }
+        false
+    }
+
+    /// Direct, datagrams: each may go somewhere else.
+    fn pump_datagrams(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) -> bool {
+        let here = self.device();
+        let mut out = SendSide { qp: self, deferred };
+        let mut budget = Budget::slice();
+        let mut gather = Gather::new();
+        while let Some(outgoing) = sender.machine.next_packet(&here.keys, &mut gather, &mut out) {
+            if sender.peer_at.gid != outgoing.to.gid || sender.peer_at.qpn != outgoing.to.qpn {
+                sender.peer_at = outgoing.to;
+                sender.peer = None;
+            }
+            self.find_peer(sender);
+            let payload = payload_of(&sender.machine, &outgoing, &gather);
+            if let Some(peer) = &sender.peer {
+                let there = peer.device();
+                let mut receiver = peer.receiver.lock();
+                if !peer.is_destroyed() && here.is_linked() && there.is_linked() {
+                    let mut peer_out = ReceiveSide { qp: peer, deferred };
+                    receiver.machine.on_request(&outgoing.packet, here.gid, &payload, &there.keys, &mut peer_out);
+                }
+            }
+            budget.spend(payload.len());
+            gather.clear();
+            sender.machine.on_sent(&mut out);
+            if budget.is_spent() {
+                return sender.machine.has_work();
+            }
+        }
+        false
+    }
+
+    /// Makes sure that `sender.peer` is the queue pair now at its address, or none.
+    #[inline]
+    fn find_peer(&self, sender: &mut Sender) {
+        if sender.peer.as_ref().is_none_or(|peer| peer.is_destroyed()) {
+            sender.peer = self.resolve(sender.peer_at);
+        }
+    }
+
+    #[cold]
+    fn resolve(&self, at: Destination) -> Option<Arc<Self>> {
+        self.device().network.queue_pair(at.gid, at.qpn)
+    }
+
+    /// That of packets whose way nobody bounds by acknowledging them, over UDP.
+    fn pace(&self) -> Option<&Pace> {
+        match self.transport() {
+            Transport::Uc | Transport::Ud => self.device().endpoint().map(|endpoint| endpoint.pace()),
+            Transport::Rc | Transport::Dci => None,
+        }
+    }
+
+    /// Encoded onto the network.
+    fn pump_queued(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) -> bool {
+        let here = self.device();
+        if !sender.may_go() {
+            return false;
+        }
+        let pace = self.pace().map(|pace| (pace, here.network.scheduler.now()));
+        let mut out = SendSide { qp: self, deferred };
+        let mut outbox = Outbox::new(here);
+        let mut budget = Budget::slice();
+        let mut gather = Gather::new();
+        sender.passed_over = true;
+        while !pace.is_some_and(|(pace, now)| pace.is_spent(now)) {
+            sender.passed_over = false;
+            let Some(outgoing) = sender.machine.next_packet(&here.keys, &mut gather, &mut out) else { return false };
+            let payload = payload_of(&sender.machine, &outgoing, &gather);
+            let to = if self.transport() == Transport::Ud { outgoing.to.gid } else { sender.peer_at.gid };
+            outbox.push(&outgoing.packet, to, &payload);
+            budget.spend(payload.len());
+            if let Some((pace, now)) = pace {
+                pace.spend(now, payload.len());
+            }
+            gather.clear();
+            sender.machine.on_sent(&mut out);
+            if budget.is_spent() {
+                break;
+            }
+        }
+        sender.machine.has_work()
+    }
+
+    /// A packet arrived from the network. What it leads to is sent by [`answer`](Self::answer) of the half that is
+    /// returned, which must follow: at once, or after more packets for it.
+    pub(crate) fn on_packet(self: &Arc<Self>, packet: &Packet, source: Gid, payload: &[u8]) -> Half {
+        let deferred = Deferred::new();
+        let mut early = false;
+        let payload = Payload::Bytes(payload);
+        let keys = &self.device().keys;
+        let half = if packet.body.is_response() {
+            let mut sender = self.sender.lock();
+            if source == sender.peer_at.gid {
+                sender.machine.on_response(packet, &payload, keys, &mut SendSide { qp: self, deferred: &deferred });
+            }
+            Half::Sender
+        } else {
+            let mut receiver = self.receiver.lock();
+            if !self.is_destroyed() {
+                let mut out = ReceiveSide { qp: self, deferred: &deferred };
+                let dropped = receiver.machine.counters.dropped;
+                receiver.machine.on_request(packet, source, &payload, keys, &mut out);
+                if receiver.unconfirmed.is_some() {
+                    if receiver.machine.counters.dropped == dropped {
+                        if let Some(connection) = receiver.unconfirmed.take() {
+                            deferred.heard(self, connection);
+                        }
+                    } else {
+                        early = !receiver.machine.is_receiving();
+                    }
+                }
+            }
+            Half::Receiver
+        };
+        deferred.run();
+        if early {
+            NetworkInner::on_early(self.device(), source, packet);
+        }
+        half
+    }
+
+    /// Sends what packets led to, or what its turn on the way to the peer lets it send.
+    pub(crate) fn answer(self: &Arc<Self>, half: Half) {
+        let deferred = Deferred::new();
+        match half {
+            Half::Sender => {
+                let mut sender = self.sender.lock();
+                self.pump(&mut sender, &deferred);
+                sender.rest();
+            }
+            Half::Receiver => {
+                let mut receiver = self.receiver.lock();
+                if !self.is_destroyed() {
+                    self.reply(&mut receiver, &deferred);
+                }
+            }
+        }
+        deferred.run();
+    }
+
+    /// Sends replies, up to a slice.
+    pub(crate) fn reply(self: &Arc<Self>, receiver: &mut ReceiverHalf, deferred: &Deferred) {
+        if receiver.replying {
+            return;
+        }
+        let to = receiver.machine.config.peer_gid;
+        let mut out = ReceiveSide { qp: self, deferred };
+        let mut outbox = Outbox::new(self.device());
+        let mut budget = Budget::slice();
+        let mut gather = Gather::new();
+        while let Some(reply) = receiver.machine.next_reply(&self.device().keys, &mut gather, &mut out) {
+            let payload = Payload::Segments(&gather);
+            outbox.push(&reply, to, &payload);
+            budget.spend(payload.len());
+            gather.clear();
+            if budget.is_spent() && receiver.machine.has_replies() {
+                receiver.replying = true;
+                let scheduler = &self.device().network.scheduler;
+                scheduler.schedule(scheduler.now(), Job::Reply(Arc::downgrade(self)));
+                return;
+            }
+        }
+    }
+
+    /// The scheduler: more replies.
+    pub(crate) fn on_reply_turn(self: &Arc<Self>) {
+        let deferred = Deferred::new();
+        {
+            let mut receiver = self.receiver.lock();
+            receiver.replying = false;
+            self.reply(&mut receiver, &deferred);
+        }
+        deferred.run();
+    }
+
+    /// The scheduler: the next slice.
+    pub(crate) fn on_continue(self: &Arc<Self>) {
+        let deferred = Deferred::new();
+        {
+            let mut sender = self.sender.lock();
+            sender.continuing = false;
+            self.pump(&mut sender, &deferred);
+        }
+        deferred.run();
+    }
+
+    /// The scheduler: a deadline may have come.
+    pub(crate) fn on_timer(self: &Arc<Self>) {
+        let deferred = Deferred::new();
+        {
+            let mut sender = self.sender.lock();
+            let now = self.device().network.scheduler.now();
+            while sender.scheduled.last().is_some_and(|&at| at <= now) {
+                sender.scheduled.pop();
+            }
+            sender.machine.on_timer(now, &mut SendSide { qp: self, deferred: &deferred });
+            self.pump(&mut sender, &deferred);
+            sender.rest();
+        }
+        deferred.run();
+    }
+
+    #[cold]
+    pub(crate) fn schedule_timer(self: &Arc<Self>, sender: &mut Sender, deadline: u64) {
+        // One that comes too early is renewed, so only an earlier one is added. Those that are there are remembered: forgotten,
+        // each would be renewed as well, and there would be one more with each that is added.
+        if sender.scheduled.last().is_none_or(|&earliest| deadline < earliest) {
+            sender.scheduled.push(deadline);
+            self.device().network.scheduler.schedule(deadline, Job::Timer(Arc::downgrade(self)));
+        }
+    }
+}
+
+/// The payload of a packet just made.
+#[inline]
+pub(crate) fn payload_of<'a, 'k>(
+    machine: &'a Requester,
+    outgoing: &Outgoing,
+    gather: &'a Gather<'k>,
+) -> Payload<'a, 'k> {
+    match outgoing.source {
+        Source::Gathered => Payload::Segments(gather),
+        source => Payload::Bytes(machine.inline(source)),
+    }
+}

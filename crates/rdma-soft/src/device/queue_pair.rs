@@ -1,0 +1,516 @@
+//! Queue pair: the two halves, their locks, and the state they share.
+
+// Implements `unsafe fn`s of the contract; holds no unsafe block.
+#![allow(unsafe_code)]
+
+mod modify;
+mod path_share;
+
+use std::borrow::Borrow;
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+
+use parking_lot::Mutex;
+use smallvec::SmallVec;
+
+use rdma_provider::VerbError;
+use rdma_provider::contract::{self, PostError, QpInit};
+use rdma_provider::types::{
+    Access, AckTimeout, AsyncEvent, Data, Gid, Mtu, Qkey, QpAttr, QpCaps, QpState, Qpn, RecvWr, RnrTimer, SendOp,
+    SendTarget, SendWr, Transport, WorkCompletion,
+};
+
+use self::modify::state_of;
+use super::completion_queue::{CqInner, Frees, Polled};
+use super::deferred::Deferred;
+use super::shared_receive_queue::SrqInner;
+use super::{ContextInner, DeviceInner, PORT};
+use crate::Soft;
+use crate::cm::Manager;
+use crate::dc::DctInner;
+use crate::net::udp::Place;
+use crate::roce::requester::{Destination, Flow, Requester, SendCompletions, SendConfig, SendCounters};
+use crate::roce::responder::{ReceiveConfig, ReceiveCounters, ReceiveWqe, Receiver, Responder};
+
+pub(crate) struct QpInner {
+    qpn: Qpn,
+    transport: Transport,
+    caps: QpCaps,
+    context: Arc<ContextInner>,
+    send_cq: Arc<CqInner>,
+    send_owner: u32,
+    recv_cq: Arc<CqInner>,
+    recv_owner: u32,
+    srq: Option<Arc<SrqInner>>,
+    polled: Arc<Polled>,
+    /// Its handle is gone. Changes only under both locks.
+    destroyed: AtomicBool,
+    /// Times it was reset. Changes only under both locks.
+    generation: AtomicU64,
+    pub(crate) sender: Mutex<Sender>,
+    pub(crate) receiver: Mutex<ReceiverHalf>,
+}
+
+impl fmt::Debug for QpInner {
+    /// Without its peer, whose peer it is.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("QueuePair")
+            .field("qpn", &self.qpn)
+            .field("transport", &self.transport)
+            .field("caps", &self.caps)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Requester half, and what goes with it.
+#[derive(Debug)]
+pub(crate) struct Sender {
+    pub(crate) machine: Requester,
+    attr: QpAttr,
+    /// Queue pair that packets went to last, and its address. A strong reference: no counting per
+    /// packet; a destroyed one is found out and dropped.
+    pub(crate) peer: Option<Arc<QpInner>>,
+    /// Of an initiator of dynamic connections: the target there instead.
+    pub(crate) target: Weak<DctInner>,
+    pub(crate) peer_at: Destination,
+    /// When its timers come that are scheduled, the earliest last.
+    pub(crate) scheduled: SmallVec<[u64; 2]>,
+    /// The scheduler goes on with it: posting only queues.
+    pub(crate) continuing: bool,
+    /// It could send nothing when it was its turn: others had sent all that may be ahead.
+    pub(crate) passed_over: bool,
+    notify_drained: bool,
+    /// Failure was noticed and passed on to the other half.
+    failed: bool,
+    /// On the way to the peer, over UDP.
+    place: Option<Place>,
+}
+
+/// Responder half.
+#[derive(Debug)]
+pub(crate) struct ReceiverHalf {
+    pub(crate) machine: Responder,
+    /// The scheduler goes on with its replies.
+    pub(crate) replying: bool,
+    /// Number of a connection whose peer is to confirm it, if that has not been heard yet; or whose peer has confirmed and
+    /// may send before this queue pair takes requests.
+    pub(crate) unconfirmed: Option<u32>,
+}
+
+/// Where completions of sends go.
+pub(crate) struct SendSide<'a> {
+    pub(crate) qp: &'a QpInner,
+    pub(crate) deferred: &'a Deferred,
+}
+
+impl SendCompletions for SendSide<'_> {
+    #[inline(always)]
+    fn complete(&mut self, position: u32, completion: &WorkCompletion) {
+        let frees = Frees::Send(position.wrapping_add(1));
+        if self.qp.send_cq.push(self.qp.send_owner, frees, completion, false).is_err() {
+            self.deferred.overrun(&self.qp.send_cq);
+        }
+    }
+
+    fn now(&mut self) -> u64 {
+        self.qp.device().network.scheduler.now()
+    }
+
+    fn random(&mut self) -> Option<u64> {
+        self.qp.device().network.random().ok()
+    }
+}
+
+/// Where completions of receives go, and where receives come from.
+pub(crate) struct ReceiveSide<'a> {
+    pub(crate) qp: &'a Arc<QpInner>,
+    pub(crate) deferred: &'a Deferred,
+}
+
+impl Receiver for ReceiveSide<'_> {
+    fn take_shared(&mut self, into: &mut ReceiveWqe) -> bool {
+        self.qp.srq.as_ref().is_some_and(|srq| srq.take(into))
+    }
+
+    #[inline]
+    fn complete(&mut self, position: u32, completion: &WorkCompletion, solicited: bool) {
+        let frees = if self.qp.srq.is_some() { Frees::Shared } else { Frees::Recv(position.wrapping_add(1)) };
+        if self.qp.recv_cq.push(self.qp.recv_owner, frees, completion, solicited).is_err() {
+            self.deferred.overrun(&self.qp.recv_cq);
+        }
+    }
+
+    fn event(&mut self, event: AsyncEvent) {
+        self.qp.context.event(event);
+    }
+
+    fn failed(&mut self) {
+        self.deferred.fail(self.qp, None);
+    }
+}
+
+/// Makes a queue pair in RESET, under the number that the connection manager has reserved, if there is one.
+pub(crate) fn create(
+    context: &Arc<ContextInner>,
+    pd: u32,
+    init: &QpInit<'_, Soft>,
+    reserved: Option<Qpn>,
+) -> Result<Qp, VerbError> {
+    let refuse = || VerbError::new("ibv_create_qp", VerbError::EINVAL);
+    let device = context.device();
+    let limits = device.attr();
+    let mut caps = init.caps;
+    let initiator = init.transport == Transport::Dci;
+    if initiator && (caps.max_recv_wr > 0 || init.srq.is_some()) {
+        return Err(refuse());
+    }
+    if init.srq.is_some() {
+        caps.max_recv_wr = 0;
+        caps.max_recv_sge = 0;
+    }
+    let too_large = caps.max_send_wr > limits.max_qp_wr
+        || caps.max_recv_wr > limits.max_qp_wr
+        || caps.max_send_sge > limits.max_sge
+        || caps.max_recv_sge > limits.max_sge
+        || caps.max_inline > limits.max_inline;
+    let foreign = [Some(init.send_cq.0.context()), Some(init.recv_cq.0.context()), init.srq.map(|srq| srq.0.context())]
+        .into_iter()
+        .flatten()
+        .any(|other| !Arc::ptr_eq(other.device(), device));
+    if too_large || foreign {
+        return Err(refuse());
+    }
+    let srq = init.srq.map(|srq| Arc::clone(&srq.0));
+    let incarnation = if initiator { device.network.random()? as u32 } else { 0 };
+    let polled = Arc::new(Polled::default());
+    let unconfirmed = reserved.and_then(|number| Manager::reserved_for(device, number));
+    let inner = device.add_queue_pair(reserved, |qpn| {
+        let send_cq = Arc::clone(&init.send_cq.0);
+        let recv_cq = Arc::clone(&init.recv_cq.0);
+        let recv_owner = recv_cq.attach(qpn, &polled, srq.as_ref());
+        let send_owner = if Arc::ptr_eq(&send_cq, &recv_cq) { recv_owner } else { send_cq.attach(qpn, &polled, None) };
+        let send = SendConfig {
+            transport: if initiator { Transport::Rc } else { init.transport },
+            qpn,
+            pd,
+            dest: Qpn(0),
+            mtu: Mtu::Mtu4096,
+            timeout: AckTimeout::from_code(0),
+            retry_count: 0,
+            rnr_retry: 0,
+            max_rd_atomic: 0,
+            qkey: Qkey(0),
+            flow: Flow::MEMORY,
+        };
+        let receive = ReceiveConfig {
+            transport: init.transport,
+            qpn,
+            gid: device.gid,
+            pd,
+            shared: srq.is_some(),
+            receive_pd: srq.as_ref().map_or(pd, |srq| srq.pd()),
+            access: Access::empty(),
+            mtu: Mtu::Mtu4096,
+            peer: Qpn(0),
+            peer_gid: Gid::default(),
+            qkey: Qkey(0),
+            min_rnr_timer: RnrTimer::from_code(0),
+            max_dest_rd_atomic: 0,
+        };
+        Arc::new(QpInner {
+            qpn,
+            transport: init.transport,
+            caps,
+            context: Arc::clone(context),
+            send_cq,
+            send_owner,
+            recv_cq,
+            recv_owner,
+            srq: srq.clone(),
+            polled: Arc::clone(&polled),
+            destroyed: AtomicBool::new(false),
+            generation: AtomicU64::new(0),
+            sender: Mutex::new(Sender {
+                machine: if initiator { Requester::initiator(send, incarnation) } else { Requester::new(send) },
+                attr: QpAttr::default(),
+                peer: None,
+                target: Weak::new(),
+                peer_at: Destination::default(),
+                scheduled: SmallVec::new(),
+                continuing: false,
+                passed_over: false,
+                notify_drained: false,
+                failed: false,
+                place: None,
+            }),
+            receiver: Mutex::new(ReceiverHalf { machine: Responder::new(receive), replying: false, unconfirmed }),
+        })
+    })?;
+    Ok(Qp(inner))
+}
+
+impl QpInner {
+    pub(crate) const fn qpn(&self) -> Qpn {
+        self.qpn
+    }
+
+    pub(crate) const fn transport(&self) -> Transport {
+        self.transport
+    }
+
+    #[inline]
+    pub(crate) fn device(&self) -> &Arc<DeviceInner> {
+        self.context.device()
+    }
+
+    #[inline]
+    pub(crate) fn is_destroyed(&self) -> bool {
+        self.destroyed.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn generation(&self) -> u64 {
+        self.generation.load(Ordering::Relaxed)
+    }
+
+    /// Takes the queue pair to ERR and flushes both queues. Nothing happens in RESET, or if it has been
+    /// reset since `generation`.
+    pub(crate) fn fail(self: &Arc<Self>, generation: Option<u64>, event: Option<AsyncEvent>, deferred: &Deferred) {
+        {
+            let mut sender = self.sender.lock();
+            let mut receiver = self.receiver.lock();
+            if generation.is_some_and(|then| then != self.generation())
+                || self.is_destroyed()
+                || sender.machine.state() == QpState::Reset
+            {
+                return;
+            }
+            self.flush_both(&mut sender, &mut receiver, deferred);
+        }
+        if let Some(event) = event {
+            self.context.event(event);
+        }
+    }
+
+    fn flush_both(self: &Arc<Self>, sender: &mut Sender, receiver: &mut ReceiverHalf, deferred: &Deferred) {
+        sender.failed = true;
+        if let Some(place) = &sender.place {
+            place.leave();
+        }
+        if sender.machine.state() != QpState::Err {
+            tracing::debug!(qpn = %self.qpn, from = ?sender.machine.state(), "queue pair enters ERR");
+            sender.machine.set_state(QpState::Err, &mut SendSide { qp: self, deferred });
+        }
+        if receiver.machine.state() != QpState::Err {
+            receiver.machine.set_state(QpState::Err, &mut ReceiveSide { qp: self, deferred });
+        }
+    }
+
+    /// After anything that the requester did: its timer, its events, its failure.
+    #[inline]
+    pub(crate) fn settle(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) {
+        let scheduler = &self.device().network.scheduler;
+        // Whoever continues settles again.
+        if !sender.continuing
+            && let Some(deadline) = sender.machine.settle(|| scheduler.now())
+        {
+            self.schedule_timer(sender, deadline);
+        }
+        match sender.machine.state() {
+            QpState::Rts => {}
+            QpState::Err if !sender.failed => {
+                sender.failed = true;
+                deferred.fail(self, None);
+            }
+            QpState::Sqd if sender.machine.take_drained() && std::mem::take(&mut sender.notify_drained) => {
+                self.context.event(AsyncEvent::SendQueueDrained(self.qpn));
+            }
+            _ => {}
+        }
+    }
+
+    /// What it has sent and received so far.
+    pub(crate) fn counters(&self) -> (SendCounters, ReceiveCounters) {
+        let sent = self.sender.lock().machine.counters;
+        (sent, self.receiver.lock().machine.counters)
+    }
+
+    /// What is wrong with a send work request, if anything; its length if nothing.
+    #[inline(always)]
+    fn check_send(&self, wr: &SendWr<'_>) -> Option<u32> {
+        let length = match wr.data {
+            Data::Sges([one]) if self.caps.max_send_sge > 0 && !wr.op.is_local() => one.length,
+            _ => self.length(wr)?,
+        };
+        let allowed = match self.transport {
+            Transport::Rc => true,
+            Transport::Uc => !wr.op.reads_back() && !matches!(wr.op, SendOp::SendWithInvalidate(_)),
+            Transport::Ud => {
+                matches!(wr.op, SendOp::Send | SendOp::SendWithImm(_))
+                    && length as usize <= Mtu::Mtu4096.bytes()
+                    && matches!(wr.target, Some(SendTarget::Datagram(to)) if to.address.port == PORT && to.address.sgid_index == 0)
+            }
+            Transport::Dci => {
+                !wr.op.is_local()
+                    && !matches!(wr.op, SendOp::SendWithInvalidate(_))
+                    && matches!(wr.target, Some(SendTarget::Dc(to))
+                        if to.address.port == PORT && to.address.sgid_index == 0 && to.number <= Qpn::MAX)
+            }
+        };
+        allowed.then_some(length)
+    }
+
+    /// Length of a send work request, if its data are of a kind that its operation takes.
+    fn length(&self, wr: &SendWr<'_>) -> Option<u32> {
+        match (wr.data, wr.op) {
+            (Data::Window(_), SendOp::BindWindow) | (Data::Sges([]), SendOp::LocalInvalidate(_)) => Some(0),
+            (Data::Window(_), _) | (_, SendOp::BindWindow | SendOp::LocalInvalidate(_)) => None,
+            (Data::Sges(sges), _) => {
+                let total: u64 = sges.iter().map(|sge| u64::from(sge.length)).sum();
+                // Larger than any message: reported as such when its turn comes.
+                let length = u32::try_from(total).unwrap_or(u32::MAX);
+                (sges.len() <= self.caps.max_send_sge as usize).then_some(length)
+            }
+            (Data::Inline(bytes), op) => {
+                let fits = bytes.len() <= self.caps.max_inline as usize && !op.reads_back();
+                fits.then_some(bytes.len() as u32)
+            }
+        }
+    }
+}
+
+/// Queue pair, see [`contract::Qp`].
+///
+/// - Slots of both queues are free again when a completion at or after them has been polled, the
+///   strict form of mlx5: a program that never asks for a completion fills its send queue.
+/// - Destroying or resetting it removes its completions from their queue.
+/// - READ and atomics with `max_rd_atomic` 0 fail with `LOC_QP_OP_ERR`: they could never start.
+/// - A `SendWithInvalidate` that names no window bound by the receiving queue pair ends the receive with
+///   `REM_INV_REQ_ERR` and, as there is no NAK for it, the sender's retries run out.
+/// - Destroying it ends the access through all windows that it bound.
+#[derive(Debug)]
+pub struct Qp(pub(crate) Arc<QpInner>);
+
+impl Qp {
+    /// What it has sent and received so far.
+    pub fn counters(&self) -> (SendCounters, ReceiveCounters) {
+        self.0.counters()
+    }
+}
+
+impl contract::Qp for Qp {
+    fn destroy(&mut self) -> Result<(), VerbError> {
+        // Its drop does it.
+        self.0.device().ends("ibv_destroy_qp")
+    }
+
+    fn qpn(&self) -> Qpn {
+        self.0.qpn
+    }
+
+    fn caps(&self) -> QpCaps {
+        self.0.caps
+    }
+
+    fn modify(&self, attr: &QpAttr) -> Result<(), VerbError> {
+        let qp = &self.0;
+        qp.device().alive("ibv_modify_qp")?;
+        let deferred = Deferred::new();
+        let result = qp.modify(attr, &deferred);
+        deferred.run();
+        result
+    }
+
+    fn query(&self) -> Result<(QpState, QpAttr), VerbError> {
+        let sender = self.0.sender.lock();
+        let receiver = self.0.receiver.lock();
+        let state = state_of(&sender, &receiver);
+        Ok((state, QpAttr { state: Some(state), ..sender.attr }))
+    }
+
+    #[inline(never)]
+    unsafe fn post_sends<'a>(&self, list: impl Iterator<Item = impl Borrow<SendWr<'a>>>) -> Result<(), PostError> {
+        let qp = &self.0;
+        let deferred = Deferred::new();
+        let mut result = Ok(());
+        {
+            let mut sender = qp.sender.lock();
+            if matches!(sender.machine.state(), QpState::Reset | QpState::Init | QpState::Rtr) {
+                result = refuse("ibv_post_send", 0, VerbError::EINVAL);
+            } else {
+                for (posted, wr) in list.enumerate() {
+                    let wr = wr.borrow();
+                    let Some(length) = qp.check_send(wr) else {
+                        result = refuse("ibv_post_send", posted, VerbError::EINVAL);
+                        break;
+                    };
+                    let polled = qp.polled.send.load(Ordering::Acquire);
+                    let full = sender.machine.position().wrapping_sub(polled) >= qp.caps.max_send_wr;
+                    if full || qp.device().refuses() {
+                        result = refuse("ibv_post_send", posted, VerbError::ENOMEM);
+                        break;
+                    }
+                    sender.machine.post(wr, length, &mut SendSide { qp, deferred: &deferred });
+                }
+                qp.pump(&mut sender, &deferred);
+            }
+        }
+        deferred.run();
+        result
+    }
+
+    unsafe fn post_recv(&self, list: &[RecvWr<'_>]) -> Result<(), PostError> {
+        let qp = &self.0;
+        let deferred = Deferred::new();
+        let mut result = Ok(());
+        {
+            let mut receiver = qp.receiver.lock();
+            for (posted, wr) in list.iter().enumerate() {
+                let malformed = receiver.machine.state() == QpState::Reset
+                    || qp.srq.is_some()
+                    || wr.sges.len() > qp.caps.max_recv_sge as usize;
+                if malformed {
+                    result = refuse("ibv_post_recv", posted, VerbError::EINVAL);
+                    break;
+                }
+                let polled = qp.polled.recv.load(Ordering::Acquire);
+                if receiver.machine.position().wrapping_sub(polled) >= qp.caps.max_recv_wr {
+                    result = refuse("ibv_post_recv", posted, VerbError::ENOMEM);
+                    break;
+                }
+                receiver.machine.post(wr, &mut ReceiveSide { qp, deferred: &deferred });
+            }
+        }
+        deferred.run();
+        result
+    }
+}
+
+#[cold]
+const fn refuse(verb: &'static str, posted: usize, errno: i32) -> Result<(), PostError> {
+    Err(PostError { posted, error: VerbError::new(verb, errno) })
+}
+
+impl Drop for Qp {
+    fn drop(&mut self) {
+        let qp = &self.0;
+        qp.device().remove_queue_pair(qp.qpn);
+        let deferred = Deferred::new();
+        let peer = {
+            let mut sender = qp.sender.lock();
+            let mut receiver = qp.receiver.lock();
+            let peer = sender.peer.take();
+            qp.reset(&mut sender, &mut receiver, &deferred);
+            qp.destroyed.store(true, Ordering::Relaxed);
+            qp.device().keys.end_windows_of(qp.qpn);
+            qp.send_cq.detach(qp.send_owner);
+            if !Arc::ptr_eq(&qp.send_cq, &qp.recv_cq) {
+                qp.recv_cq.detach(qp.recv_owner);
+            }
+            peer
+        };
+        deferred.run();
+        // Perhaps the last reference to a queue pair of another device: not under our locks.
+        drop(peer);
+    }
+}

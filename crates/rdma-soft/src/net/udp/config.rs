@@ -1,0 +1,171 @@
+//! What a network over UDP is made of.
+
+use std::net::IpAddr;
+
+use crate::UdpError;
+
+/// Devices and rules of a [`Network`](crate::Network) that speaks RoCE v2 over UDP.
+///
+/// Each device is one address of this host, where it has a socket of its own. Without more, only loopback addresses are
+/// taken, for whoever reaches the socket can talk to its queue pairs: RoCE v2 encrypts nothing and knows no passwords.
+///
+/// ```
+/// use tokio_rdma::software::UdpConfig;
+///
+/// let config = UdpConfig::new().device("left", "127.0.0.2".parse()?).device("right", "127.0.0.3".parse()?);
+/// # Ok::<(), std::net::AddrParseError>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct UdpConfig {
+    devices: Vec<(String, IpAddr)>,
+    pub(super) port: u16,
+    exposed: bool,
+    peers: Vec<(IpAddr, u8)>,
+}
+
+impl UdpConfig {
+    /// The port of RoCE v2.
+    pub const PORT: u16 = 4791;
+
+    /// No device, [`PORT`](Self::PORT), loopback only, all peers.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self { devices: Vec::new(), port: Self::PORT, exposed: false, peers: Vec::new() }
+    }
+
+    /// Adds a device named by its address.
+    #[must_use]
+    pub fn address(self, address: IpAddr) -> Self {
+        self.device(&address.to_string(), address)
+    }
+
+    /// Adds the device `name` at `address`.
+    #[must_use]
+    pub fn device(mut self, name: &str, address: IpAddr) -> Self {
+        self.devices.push((name.to_owned(), address.to_canonical()));
+        self
+    }
+
+    /// Another port than [`PORT`](Self::PORT), the same for all who talk to each other. Kernels and NICs have no other.
+    #[must_use]
+    pub const fn port(mut self, port: u16) -> Self {
+        self.port = port;
+        self
+    }
+
+    /// Lets devices have addresses that other hosts reach.
+    #[must_use]
+    pub const fn expose(mut self) -> Self {
+        self.exposed = true;
+        self
+    }
+
+    /// Listens to peers whose address begins with the first `prefix` bits of `address`, and to no others than those of all
+    /// such calls. What others send is dropped before it is looked at.
+    #[must_use]
+    pub fn allow(mut self, address: IpAddr, prefix: u8) -> Self {
+        self.peers.push((address.to_canonical(), prefix));
+        self
+    }
+
+    /// Length of the prefix that is one address.
+    pub(crate) const fn whole(address: IpAddr) -> u8 {
+        bits(address)
+    }
+
+    /// Name and address of each device.
+    pub(crate) fn devices(&self) -> impl Iterator<Item = (&str, IpAddr)> {
+        self.devices.iter().map(|(name, address)| (name.as_str(), *address))
+    }
+
+    /// What is wrong with it, before anything is asked of the kernel.
+    pub(crate) fn check(&self) -> Result<(), UdpError> {
+        if self.devices.is_empty() {
+            return Err(UdpError::NoDevice);
+        }
+        if self.port == 0 {
+            return Err(UdpError::NoPort);
+        }
+        for (at, (name, address)) in self.devices.iter().enumerate() {
+            let address = *address;
+            if self.devices[..at].iter().any(|(other, taken)| other == name || *taken == address) {
+                return Err(UdpError::Repeated { name: name.clone(), address });
+            }
+            UdpError::check_host(address)?;
+            if !address.is_loopback() && !self.exposed {
+                return Err(UdpError::NotLoopback { address });
+            }
+        }
+        match self.peers.iter().find(|(address, prefix)| *prefix > bits(*address)) {
+            Some(&(address, prefix)) => Err(UdpError::Prefix { address, prefix, longest: bits(address) }),
+            None => Ok(()),
+        }
+    }
+
+    /// True if packets of `peer` are looked at.
+    pub(super) fn allows(&self, peer: IpAddr) -> bool {
+        self.peers.is_empty() || self.peers.iter().any(|&(address, prefix)| begins_with(peer, address, prefix))
+    }
+}
+
+impl Default for UdpConfig {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+const fn bits(address: IpAddr) -> u8 {
+    if address.is_ipv4() { 32 } else { 128 }
+}
+
+/// True if the first `prefix` bits are those of `of`.
+fn begins_with(address: IpAddr, of: IpAddr, prefix: u8) -> bool {
+    let number = |address: IpAddr| match address {
+        IpAddr::V4(v4) => u128::from(v4.to_bits()) << 96,
+        IpAddr::V6(v6) => v6.to_bits(),
+    };
+    let differing = number(address) ^ number(of);
+    address.is_ipv4() == of.is_ipv4() && differing.checked_shr(128 - u32::from(prefix)).unwrap_or(0) == 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ip(text: &str) -> IpAddr {
+        text.parse().unwrap()
+    }
+
+    #[test]
+    fn what_cannot_work_is_refused() {
+        let config = UdpConfig::new;
+        assert_eq!(config().check(), Err(UdpError::NoDevice));
+        assert_eq!(config().address(ip("::1")).check(), Ok(()));
+        assert_eq!(config().address(ip("::1")).port(0).check(), Err(UdpError::NoPort));
+        let outside = ip("192.0.2.1");
+        assert_eq!(config().address(outside).check(), Err(UdpError::NotLoopback { address: outside }));
+        assert_eq!(config().address(outside).expose().check(), Ok(()));
+        for address in ["0.0.0.0", "::", "224.0.0.1", "ff02::1", "255.255.255.255", "127.255.255.255"].map(ip) {
+            assert_eq!(config().address(address).expose().check(), Err(UdpError::NotOneHost { address }));
+        }
+        let twice = config().device("a", ip("127.0.0.2")).device("b", ip("::ffff:127.0.0.2"));
+        assert!(matches!(twice.check(), Err(UdpError::Repeated { .. })), "the same address in another form");
+        assert!(config().device("a", ip("127.0.0.2")).device("a", ip("127.0.0.3")).check().is_err());
+        let wide = config().address(ip("::1")).allow(ip("10.0.0.0"), 33);
+        assert_eq!(wide.check(), Err(UdpError::Prefix { address: ip("10.0.0.0"), prefix: 33, longest: 32 }));
+    }
+
+    #[test]
+    fn peers_are_those_of_the_prefixes() {
+        let all = UdpConfig::new();
+        assert!(all.allows(ip("192.0.2.1")) && all.allows(ip("fd00::1")));
+        let some = UdpConfig::new().allow(ip("10.1.0.0"), 16).allow(ip("fd00::1"), 128);
+        for (peer, allowed) in
+            [("10.1.255.1", true), ("10.2.0.1", false), ("fd00::1", true), ("fd00::2", false), ("a01::", false)]
+        {
+            assert_eq!(some.allows(ip(peer)), allowed, "{peer}");
+        }
+        let whole_family = UdpConfig::new().allow(ip("0.0.0.0"), 0);
+        assert!(whole_family.allows(ip("192.0.2.1")) && !whole_family.allows(ip("fd00::1")));
+    }
+}

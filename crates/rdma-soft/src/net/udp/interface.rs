@@ -1,0 +1,42 @@
+//! The network interface that has an address.
+
+use std::fs;
+use std::net::IpAddr;
+use std::path::Path;
+
+/// Name of the network interface that has `address`; `None` if packets to it leave this host, or are not delivered.
+#[must_use]
+pub fn interface_at(address: IpAddr) -> Option<String> {
+    if address.is_loopback() {
+        // Of 127.0.0.0/8 the interface has one address and takes all.
+        return Some("lo".to_owned());
+    }
+    let interfaces = if_addrs::get_if_addrs().unwrap_or_default();
+    // Of several the first: link-local addresses repeat.
+    let found = interfaces.into_iter().filter(|interface| interface.ip() == address).min_by_key(|found| found.index);
+    found.map(|interface| interface.name)
+}
+
+/// MTU of the interface that has `address`, in bytes of an IP packet.
+pub(crate) fn mtu_at(address: IpAddr) -> Option<usize> {
+    let directory = Path::new("/sys/class/net").join(interface_at(address)?);
+    fs::read_to_string(directory.join("mtu")).ok()?.trim().parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_of_this_host_have_an_interface_and_others_none() {
+        let mtu = |address: &str| mtu_at(address.parse().unwrap());
+        assert!(mtu("127.0.0.1").is_some_and(|mtu| mtu >= 1280));
+        assert_eq!(mtu("127.0.0.1"), mtu("127.3.2.1"));
+        // Reserved for documentation.
+        assert_eq!(mtu("198.51.100.1"), None);
+        let ours = if_addrs::get_if_addrs().unwrap().into_iter().find(|interface| interface.name != "lo");
+        if let Some(interface) = ours {
+            assert!(interface_at(interface.ip()).is_some(), "{interface:?}");
+        }
+    }
+}

@@ -1,0 +1,67 @@
+//! Packets of one turn of a queue pair: to the network of the process one by one, to that of UDP together.
+
+use std::sync::Arc;
+
+use crate::dc::{Framed, Header};
+use crate::device::DeviceInner;
+use crate::device::dma::Payload;
+use crate::roce::packet::Packet;
+use rdma_provider::types::{Gid, Transport};
+
+use super::batch::Batch;
+
+/// Sends what is in it when it is dropped, which must be before the lock is let go under which the packets were made: else
+/// those of another thread overtake them.
+pub(crate) struct Outbox<'a> {
+    device: &'a Arc<DeviceInner>,
+    batch: Option<Batch>,
+}
+
+impl<'a> Outbox<'a> {
+    pub(crate) const fn new(device: &'a Arc<DeviceInner>) -> Self {
+        Self { device, batch: None }
+    }
+
+    pub(crate) fn push(&mut self, packet: &Packet, to: Gid, payload: &Payload<'_, '_>) {
+        self.write(packet, to, payload.len(), |out| payload.append_to(out));
+    }
+
+    /// A packet of a dynamic connection, which its machines make as one of RC.
+    pub(crate) fn push_framed(&mut self, (packet, header): &Framed, to: Gid, payload: &Payload<'_, '_>) {
+        let packet = Packet { transport: Transport::Dci, ..*packet };
+        self.write(&packet, to, Header::LEN + payload.len(), |out| {
+            header.append_to(out);
+            payload.append_to(out);
+        });
+    }
+
+    #[inline]
+    fn write(&mut self, packet: &Packet, to: Gid, length: usize, payload: impl FnOnce(&mut Vec<u8>)) {
+        let device = self.device;
+        if !device.is_linked() {
+            return;
+        }
+        tracing::trace!(%to, ?packet, "packet leaves");
+        let write = |out: &mut Vec<u8>| packet.emit(length, out, payload);
+        let Some(endpoint) = device.endpoint().filter(|_| !device.network.is_faulty()) else {
+            let mut image = Vec::with_capacity(64 + length);
+            write(&mut image);
+            device.network.transmit((device.gid, to), image);
+            return;
+        };
+        let batch = self.batch.get_or_insert_with(|| endpoint.batch());
+        if !batch.has_room() {
+            endpoint.send(batch);
+        }
+        endpoint.push(batch, to, write);
+    }
+}
+
+impl Drop for Outbox<'_> {
+    fn drop(&mut self) {
+        if let (Some(mut batch), Some(endpoint)) = (self.batch.take(), self.device.endpoint()) {
+            endpoint.send(&mut batch);
+            endpoint.keep(batch);
+        }
+    }
+}

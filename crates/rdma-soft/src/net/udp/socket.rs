@@ -1,0 +1,432 @@
+//! The socket: many datagrams with each system call, with the options that the check of RoCE v2 needs.
+//!
+//! Linux only. It writes identification 0 and "do not fragment" into the IPv4 header of a socket that is not connected and
+//! discovers the path MTU, and the number of the segment where one call gave several at once (`udp(7)`, `UDP_SEGMENT`): both
+//! measured on 6.1 and 6.18. What arrives together is handed over together (`UDP_GRO`).
+
+// System calls that no safe wrapper of the house's dependencies has.
+#![allow(unsafe_code)]
+
+use std::io;
+use std::mem::{self, MaybeUninit};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6, UdpSocket};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::ptr;
+
+use libc::{c_int, c_void, sockaddr_in, sockaddr_in6, sockaddr_storage, socklen_t};
+
+use super::batch::{Batch, GROUPS, Group};
+
+/// Messages that one call receives.
+const MESSAGES: usize = 16;
+/// Longest message: several datagrams of one sender, together at most what IP can say.
+const ROOM: usize = 1 << 16;
+/// Receive buffer asked for; the kernel gives what `net.core.rmem_max` allows.
+const RECEIVE_BUFFER: c_int = 4 << 20;
+
+/// Space of one control message with an integer, aligned as its header needs.
+type Control = [u64; 4];
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Socket {
+    udp: UdpSocket,
+    local: SocketAddr,
+}
+
+impl Socket {
+    /// A socket bound to `address`, not connected.
+    pub(super) fn bind(address: SocketAddr) -> io::Result<Self> {
+        let udp = UdpSocket::bind(address)?;
+        // Nobody waits in a receiving call while others poll: Linux, asked whether a socket that blocks is readable, moves what
+        // has arrived to where such a call has already looked (`first_packet_length` of net/ipv4/udp.c), and that sleeps on
+        // beside it until the next packet. Seen on 6.1, as messages of UC that nobody took.
+        udp.set_nonblocking(true)?;
+        let local = udp.local_addr()?;
+        let socket = Self { udp, local };
+        if local.is_ipv4() {
+            socket.set(libc::IPPROTO_IP, libc::IP_MTU_DISCOVER, libc::IP_PMTUDISC_PROBE)?;
+        } else {
+            socket.set(libc::IPPROTO_IPV6, libc::IPV6_MTU_DISCOVER, libc::IPV6_PMTUDISC_PROBE)?;
+            // SoftRoCE sends no checksum; the check of RoCE v2 covers more.
+            socket.set(libc::SOL_UDP, libc::UDP_NO_CHECK6_RX, 1)?;
+        }
+        // Both only make it faster: an older kernel hands over single datagrams, a smaller buffer loses more of a burst.
+        for (level, option, value) in [
+            (libc::SOL_UDP, libc::UDP_GRO, 1),
+            (libc::SOL_SOCKET, libc::SO_RCVBUF, RECEIVE_BUFFER),
+            (libc::SOL_SOCKET, libc::SO_SNDBUF, RECEIVE_BUFFER),
+        ] {
+            if let Err(error) = socket.set(level, option, value) {
+                tracing::debug!(%local, level, option, %error, "socket option not set");
+            }
+        }
+        Ok(socket)
+    }
+
+    pub(super) const fn local(&self) -> SocketAddr {
+        self.local
+    }
+
+    /// MTU of the route to `peer`, bytes of an IP packet.
+    pub(super) fn route_mtu(&self, peer: SocketAddr) -> io::Result<usize> {
+        let probe = UdpSocket::bind(SocketAddr::new(self.local.ip(), 0))?;
+        probe.connect(peer)?;
+        let (level, option) =
+            if peer.is_ipv4() { (libc::IPPROTO_IP, libc::IP_MTU) } else { (libc::IPPROTO_IPV6, libc::IPV6_MTU) };
+        let (mut value, mut length): (c_int, _) = (0, mem::size_of::<c_int>() as socklen_t);
+        // SAFETY: S4: the kernel writes at most `length` bytes, which `value` has.
+        let result = unsafe {
+            libc::getsockopt(probe.as_raw_fd(), level, option, (&raw mut value).cast::<c_void>(), &raw mut length)
+        };
+        if result < 0 { Err(io::Error::last_os_error()) } else { Ok(usize::try_from(value).unwrap_or(0)) }
+    }
+
+    fn set(&self, level: c_int, option: c_int, value: c_int) -> io::Result<()> {
+        let length = mem::size_of::<c_int>() as socklen_t;
+        // SAFETY: S4: the kernel reads `length` bytes of `value`.
+        let result = unsafe {
+            libc::setsockopt(self.udp.as_raw_fd(), level, option, (&raw const value).cast::<c_void>(), length)
+        };
+        if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    }
+
+    /// Has the kernel give no more than it does with this `net.core.rmem_max`.
+    #[cfg(test)]
+    pub(super) fn limit_receive_buffer(&self, limit: c_int) -> io::Result<()> {
+        self.set(libc::SOL_SOCKET, libc::SO_RCVBUF, limit)
+    }
+
+    /// Takes the messages that are there; `wait`: after waiting for one. None after [`close`](Self::close).
+    pub(super) fn receive(&self, inbox: &mut Inbox, wait: bool) -> io::Result<()> {
+        inbox.count = 0;
+        if wait {
+            self.poll(-1)?;
+        }
+        let mut vectors: [libc::iovec; MESSAGES] = [libc::iovec { iov_base: ptr::null_mut(), iov_len: 0 }; MESSAGES];
+        // SAFETY: S4: all-zero is a header without anything; the fields are set below.
+        let mut headers: [libc::mmsghdr; MESSAGES] = unsafe { mem::zeroed() };
+        let rooms = inbox.bytes.chunks_exact_mut(ROOM);
+        let places = rooms.zip(inbox.names.iter_mut()).zip(&mut inbox.controls);
+        for ((vector, header), ((room, name), control)) in vectors.iter_mut().zip(&mut headers).zip(places) {
+            *vector = libc::iovec { iov_base: room.as_mut_ptr().cast(), iov_len: ROOM };
+            let message = &mut header.msg_hdr;
+            message.msg_iov = vector;
+            message.msg_iovlen = 1;
+            message.msg_name = name.as_mut_ptr().cast();
+            message.msg_namelen = mem::size_of::<sockaddr_storage>() as socklen_t;
+            message.msg_control = control.as_mut_ptr().cast();
+            message.msg_controllen = mem::size_of::<Control>() as _;
+        }
+        // SAFETY: S4: each header names memory of `inbox` and `vectors` with its length; both outlive the call and
+        // nothing else refers to them.
+        let count = unsafe {
+            let (headers, count) = (headers.as_mut_ptr(), MESSAGES as u32);
+            libc::recvmmsg(self.udp.as_raw_fd(), headers, count, libc::MSG_DONTWAIT as _, ptr::null_mut())
+        };
+        let Ok(count) = usize::try_from(count) else {
+            let error = io::Error::last_os_error();
+            return if error.kind() == io::ErrorKind::WouldBlock { Ok(()) } else { Err(error) };
+        };
+        for ((arrival, header), name) in inbox.arrivals.iter_mut().zip(&headers[..count]).zip(inbox.names.iter()) {
+            let message = &header.msg_hdr;
+            let length = header.msg_len as usize;
+            // SAFETY: S4: the kernel has written `msg_namelen` bytes of the address.
+            let source = unsafe { address_of(name, message.msg_namelen) };
+            let whole = message.msg_flags & libc::MSG_TRUNC == 0;
+            let source = source.filter(|_| whole && length <= ROOM);
+            let segment = segment_size(message).unwrap_or(length);
+            *arrival = Arrival { source, length, segment: segment.max(1) };
+        }
+        inbox.count = count;
+        Ok(())
+    }
+
+    /// True if something is there to be received, or never will be.
+    pub(super) fn is_readable(&self) -> bool {
+        self.poll(0).unwrap_or(false)
+    }
+
+    /// Waits for so many milliseconds, or without an end, until something can be received, or never will; true if so.
+    fn poll(&self, timeout: c_int) -> io::Result<bool> {
+        let mut wanted = libc::pollfd { fd: self.udp.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        // SAFETY: S4: the kernel reads and writes the one element that it is told of.
+        let ready = unsafe { libc::poll(&raw mut wanted, 1, timeout) };
+        if ready < 0 { Err(io::Error::last_os_error()) } else { Ok(ready > 0) }
+    }
+
+    /// Readable when something has arrived.
+    pub(super) fn fd(&self) -> BorrowedFd<'_> {
+        self.udp.as_fd()
+    }
+
+    /// Hands a batch to the kernel. What is refused is lost: the number of its packets, and why the first was.
+    pub(super) fn send(&self, batch: &Batch) -> Result<(), (u64, io::Error)> {
+        let groups = batch.groups();
+        let mut names = [const { MaybeUninit::<sockaddr_storage>::uninit() }; GROUPS];
+        let mut vectors: [libc::iovec; GROUPS] = [libc::iovec { iov_base: ptr::null_mut(), iov_len: 0 }; GROUPS];
+        let mut controls: [Control; GROUPS] = [[0; 4]; GROUPS];
+        // SAFETY: S4: all-zero is a header without anything; the fields are set below.
+        let mut headers: [libc::mmsghdr; GROUPS] = unsafe { mem::zeroed() };
+        let places = names.iter_mut().zip(&mut vectors).zip(&mut controls).zip(&mut headers);
+        for (group, (((name, vector), control), header)) in groups.iter().zip(places) {
+            let bytes = batch.bytes_of(group);
+            // The kernel only reads; the type of a vector does not know.
+            *vector = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
+            let message = &mut header.msg_hdr;
+            message.msg_iov = vector;
+            message.msg_iovlen = 1;
+            message.msg_namelen = write_address(group.to, name);
+            message.msg_name = name.as_mut_ptr().cast();
+            if group.count > 1 {
+                write_segment_size(group, message, control);
+            }
+        }
+        let (mut at, mut lost) = (0, None);
+        while at < groups.len() {
+            let rest = &mut headers[at..groups.len()];
+            // SAFETY: S4: each header names memory of `batch` and of the arrays above with its length; all outlive the
+            // call, which reads them.
+            let sent = unsafe {
+                let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
+                libc::sendmmsg(self.udp.as_raw_fd(), rest.as_mut_ptr(), rest.len() as u32, flags as _)
+            };
+            match usize::try_from(sent) {
+                Ok(sent) if sent > 0 => at += sent,
+                _ => {
+                    let error = io::Error::last_os_error();
+                    if error.kind() == io::ErrorKind::Interrupted {
+                        continue;
+                    }
+                    let count = u64::from(groups[at].count);
+                    let (before, first) = lost.take().unwrap_or((0, error));
+                    lost = Some((before + count, first));
+                    at += 1;
+                }
+            }
+        }
+        lost.map_or(Ok(()), Err)
+    }
+
+    /// Ends [`receive`](Self::receive), now and later.
+    pub(super) fn close(&self) {
+        // It wakes who waits to receive although it says that the socket is not connected (`shutdown(2)`).
+        // SAFETY: S4: no memory is passed.
+        unsafe { libc::shutdown(self.udp.as_raw_fd(), libc::SHUT_RD) };
+    }
+}
+
+/// Room for what is received.
+pub(super) struct Inbox {
+    bytes: Box<[u8]>,
+    names: Box<[MaybeUninit<sockaddr_storage>; MESSAGES]>,
+    controls: [Control; MESSAGES],
+    arrivals: [Arrival; MESSAGES],
+    count: usize,
+}
+
+/// A message: datagrams of one sender, all of one length but a shorter last one.
+#[derive(Debug, Clone, Copy)]
+struct Arrival {
+    /// `None` if it is not to be looked at.
+    source: Option<SocketAddr>,
+    length: usize,
+    segment: usize,
+}
+
+impl Inbox {
+    pub(super) fn new() -> Self {
+        Self {
+            bytes: vec![0; ROOM * MESSAGES].into_boxed_slice(),
+            names: Box::new([const { MaybeUninit::zeroed() }; MESSAGES]),
+            controls: [[0; 4]; MESSAGES],
+            arrivals: [Arrival { source: None, length: 0, segment: 1 }; MESSAGES],
+            count: 0,
+        }
+    }
+
+    /// True if there may be more than was taken.
+    pub(super) const fn is_full(&self) -> bool {
+        self.count == MESSAGES
+    }
+
+    pub(super) const fn is_empty(&self) -> bool {
+        self.count == 0
+    }
+
+    /// The datagrams received, with their sender.
+    pub(super) fn datagrams(&self) -> impl Iterator<Item = (SocketAddr, &[u8])> {
+        let rooms = self.bytes.chunks_exact(ROOM);
+        let messages = self.arrivals[..self.count].iter().zip(rooms);
+        let known = messages.filter_map(|(arrival, room)| Some((arrival.source?, arrival, room)));
+        known.flat_map(|(source, arrival, room)| {
+            room[..arrival.length].chunks(arrival.segment).map(move |datagram| (source, datagram))
+        })
+    }
+}
+
+/// The sender of a message.
+///
+/// # Safety
+///
+/// `name` holds an address of `length` bytes.
+unsafe fn address_of(name: &MaybeUninit<sockaddr_storage>, length: socklen_t) -> Option<SocketAddr> {
+    let length = length as usize;
+    // SAFETY: S4: any bytes are integers; which of the two layouts they have is looked at before, and that there are as
+    // many. The storage is made of zeros, so all of it is initialized, and aligned for both.
+    unsafe {
+        let family = name.as_ptr().cast::<libc::sa_family_t>().read();
+        match c_int::from(family) {
+            libc::AF_INET if length >= mem::size_of::<sockaddr_in>() => {
+                let v4 = name.as_ptr().cast::<sockaddr_in>().read();
+                let ip = Ipv4Addr::from(u32::from_be(v4.sin_addr.s_addr));
+                Some(SocketAddr::new(IpAddr::V4(ip), u16::from_be(v4.sin_port)))
+            }
+            libc::AF_INET6 if length >= mem::size_of::<sockaddr_in6>() => {
+                let v6 = name.as_ptr().cast::<sockaddr_in6>().read();
+                let ip = Ipv6Addr::from(v6.sin6_addr.s6_addr);
+                Some(SocketAddr::V6(SocketAddrV6::new(ip, u16::from_be(v6.sin6_port), 0, v6.sin6_scope_id)))
+            }
+            _ => None,
+        }
+    }
+}
+
+/// Writes an address; its length.
+fn write_address(address: SocketAddr, name: &mut MaybeUninit<sockaddr_storage>) -> socklen_t {
+    match address {
+        SocketAddr::V4(v4) => write_v4(v4, name),
+        SocketAddr::V6(v6) => write_v6(v6, name),
+    }
+}
+
+fn write_v4(address: SocketAddrV4, name: &mut MaybeUninit<sockaddr_storage>) -> socklen_t {
+    let v4 = sockaddr_in {
+        sin_family: libc::AF_INET as libc::sa_family_t,
+        sin_port: address.port().to_be(),
+        sin_addr: libc::in_addr { s_addr: u32::from(*address.ip()).to_be() },
+        sin_zero: [0; 8],
+    };
+    // SAFETY: S4: storage is as large as any address, and aligned for it.
+    unsafe { name.as_mut_ptr().cast::<sockaddr_in>().write(v4) };
+    mem::size_of::<sockaddr_in>() as socklen_t
+}
+
+fn write_v6(address: SocketAddrV6, name: &mut MaybeUninit<sockaddr_storage>) -> socklen_t {
+    let v6 = sockaddr_in6 {
+        sin6_family: libc::AF_INET6 as libc::sa_family_t,
+        sin6_port: address.port().to_be(),
+        sin6_flowinfo: 0,
+        sin6_addr: libc::in6_addr { s6_addr: address.ip().octets() },
+        sin6_scope_id: address.scope_id(),
+    };
+    // SAFETY: S4: storage is as large as any address, and aligned for it.
+    unsafe { name.as_mut_ptr().cast::<sockaddr_in6>().write(v6) };
+    mem::size_of::<sockaddr_in6>() as socklen_t
+}
+
+/// Asks the kernel to cut the message into datagrams.
+fn write_segment_size(group: &Group, message: &mut libc::msghdr, control: &mut Control) {
+    const SIZE: u32 = mem::size_of::<u16>() as u32;
+    message.msg_control = control.as_mut_ptr().cast();
+    // SAFETY: S4: `control` has room for a header and two bytes, which its 32 are more than; the first header is at its
+    // start, and the kernel's macros stay within the length set.
+    unsafe {
+        message.msg_controllen = libc::CMSG_SPACE(SIZE) as _;
+        let header = libc::CMSG_FIRSTHDR(message);
+        (*header).cmsg_level = libc::SOL_UDP;
+        (*header).cmsg_type = libc::UDP_SEGMENT;
+        (*header).cmsg_len = libc::CMSG_LEN(SIZE) as _;
+        libc::CMSG_DATA(header).cast::<u16>().write_unaligned(group.segment as u16);
+    }
+}
+
+/// Into how many bytes each the kernel has put several datagrams; `None` if it is one.
+fn segment_size(message: &libc::msghdr) -> Option<usize> {
+    // SAFETY: S4: the kernel has written `msg_controllen` bytes of control messages, and the macros stay within them; an
+    // integer is read only where one is announced.
+    unsafe {
+        let mut header = libc::CMSG_FIRSTHDR(message);
+        while !header.is_null() {
+            let gro = (*header).cmsg_level == libc::SOL_UDP && (*header).cmsg_type == libc::UDP_GRO;
+            if gro && (*header).cmsg_len as usize >= libc::CMSG_LEN(mem::size_of::<c_int>() as u32) as usize {
+                let size = libc::CMSG_DATA(header).cast::<c_int>().read_unaligned();
+                return usize::try_from(size).ok().filter(|&size| size > 0);
+            }
+            header = libc::CMSG_NXTHDR(message, header);
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+
+    use super::*;
+    use crate::roce::icrc::Header;
+
+    fn pair(ip: IpAddr) -> (Socket, Socket) {
+        let bind = || Socket::bind(SocketAddr::new(ip, 0)).unwrap();
+        (bind(), bind())
+    }
+
+    /// Sends datagrams of these lengths, at once, and receives them.
+    fn exchange(ip: IpAddr, lengths: &[usize]) {
+        let (from, to) = pair(ip);
+        let header = Header {
+            source: ip,
+            source_port: from.local().port(),
+            destination: ip,
+            destination_port: to.local().port(),
+        };
+        let mut batch = Batch::new();
+        for (at, &length) in lengths.iter().enumerate() {
+            assert!(batch.has_room());
+            batch.push(&header, to.local(), true, |out| out.extend(std::iter::repeat_n(at as u8, length)));
+        }
+        from.send(&batch).unwrap();
+        let mut inbox = Inbox::new();
+        let mut received = 0;
+        while received < lengths.len() {
+            to.receive(&mut inbox, true).unwrap();
+            for (source, datagram) in inbox.datagrams() {
+                assert_eq!(source, from.local());
+                let (covered, check) = datagram.split_last_chunk::<4>().unwrap();
+                assert_eq!(covered, vec![received as u8; lengths[received]]);
+                assert!(header.verify(covered, u32::from_le_bytes(*check)), "{received}: as the kernel sends it");
+                received += 1;
+            }
+        }
+    }
+
+    #[test]
+    fn datagrams_arrive_whole_and_in_order() {
+        for ip in [IpAddr::V4(Ipv4Addr::LOCALHOST), IpAddr::V6(Ipv6Addr::LOCALHOST)] {
+            exchange(ip, &[12]);
+            exchange(ip, &[16, 1040, 1036, 1036, 1036, 20, 12, 12, 12, 4110, 4110]);
+            exchange(ip, &[4112; 15]);
+            exchange(ip, &[4112; 24]);
+        }
+    }
+
+    #[test]
+    fn closing_ends_waiting() {
+        let socket = std::sync::Arc::new(Socket::bind("127.0.0.1:0".parse().unwrap()).unwrap());
+        let waiting = std::sync::Arc::clone(&socket);
+        let waiter = std::thread::spawn(move || {
+            let mut inbox = Inbox::new();
+            let result = waiting.receive(&mut inbox, true);
+            (result.is_ok(), inbox.datagrams().count())
+        });
+        std::thread::sleep(std::time::Duration::from_millis(20));
+        socket.close();
+        assert_eq!(waiter.join().unwrap().1, 0);
+    }
+
+    #[test]
+    fn route_of_loopback_takes_the_largest_packets() {
+        let socket = Socket::bind("127.0.0.1:0".parse().unwrap()).unwrap();
+        assert!(socket.route_mtu("127.0.0.2:4791".parse().unwrap()).unwrap() > 4096 + 80);
+    }
+}

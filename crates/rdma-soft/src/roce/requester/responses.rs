@@ -1,0 +1,218 @@
+//! Responses: what they acknowledge, what they bring, what they make the requester repeat.
+
+use rdma_provider::types::{Access, Psn, QpState, RnrTimer, SendOp, Transport, WcStatus};
+
+use crate::device::dma::{Gather, Payload};
+use crate::device::keys::Keys;
+use crate::roce::packet::{Body, Nak, Packet, Part, Syndrome};
+
+use super::wqe::left_in_request;
+use super::{Requester, SendCompletions, Wait};
+
+impl Requester {
+    /// A response of the peer.
+    #[inline]
+    pub(crate) fn on_response(
+        &mut self,
+        packet: &Packet,
+        payload: &Payload<'_, '_>,
+        keys: &Keys,
+        out: &mut impl SendCompletions,
+    ) {
+        if !matches!(self.state, QpState::Rts | QpState::Sqd) || self.config.transport != Transport::Rc {
+            return;
+        }
+        self.counters.responses += 1;
+        let psn = packet.psn;
+        // Older than anything outstanding, or about something never sent.
+        if psn.distance_from(self.unacked) < 0 || psn.distance_from(self.sent_end) >= 0 {
+            self.counters.stale += 1;
+            return;
+        }
+        match packet.body {
+            Body::Acknowledge(aeth) => match aeth.syndrome {
+                Syndrome::Ack(_) => {
+                    self.advance(psn.add(1), out);
+                }
+                Syndrome::RnrNak(timer) => {
+                    if self.advance(psn, out) {
+                        self.on_receiver_not_ready(RnrTimer::from_code(timer), out);
+                    }
+                }
+                Syndrome::Nak(Nak::Sequence) => {
+                    if self.advance(psn, out) && !self.at_unacked() {
+                        self.counters.sequence_naks += 1;
+                        self.retry(out);
+                    }
+                }
+                Syndrome::Nak(nak) => {
+                    if self.advance(psn, out) {
+                        self.fail(status_of(nak), out);
+                    }
+                }
+                Syndrome::Reserved(_) => self.counters.stale += 1,
+            },
+            Body::AtomicAcknowledge { original, .. } => self.on_atomic(psn, original, keys, out),
+            Body::ReadResponse { part, .. } => self.on_read_data(psn, part, payload, keys, out),
+            _ => self.counters.stale += 1,
+        }
+    }
+
+    /// Completes everything that ends before `to`; false if a READ or atomic without answer is in the way.
+    #[inline]
+    pub(super) fn advance(&mut self, to: Psn, out: &mut impl SendCompletions) -> bool {
+        while self.unacked != to {
+            let Some(head) = self.queue.front().filter(|head| head.started) else { return false };
+            if head.op.reads_back() {
+                // IBTA 9.7.5.1.1: acknowledging what follows says that its response was lost.
+                self.on_gap(out);
+                return false;
+            }
+            let end = head.end_psn();
+            self.on_progress();
+            if end.distance_from(to) > 0 {
+                self.unacked = to;
+            } else {
+                self.unacked = end;
+                self.complete_head(out);
+            }
+            self.catch_up();
+        }
+        true
+    }
+
+    pub(super) fn on_progress(&mut self) {
+        self.progressed = true;
+        self.silences = 0;
+        self.gap_seen = false;
+        self.reset_retries();
+    }
+
+    pub(super) fn on_atomic(&mut self, psn: Psn, original: u64, keys: &Keys, out: &mut impl SendCompletions) {
+        if !self.reach(psn, out) {
+            return;
+        }
+        let Some(head) = self.queue.front() else { return };
+        if !matches!(head.op, SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. }) {
+            self.fail(WcStatus::BAD_RESP_ERR, out);
+            return;
+        }
+        let mut target = Gather::new();
+        if keys.gather(head.sges(), self.config.pd, 0, 8, Access::LOCAL_WRITE, &mut target).is_err() {
+            drop(target);
+            self.fail(WcStatus::LOC_PROT_ERR, out);
+            return;
+        }
+        Payload::Bytes(&original.to_ne_bytes()).copy_to(&target);
+        drop(target);
+        self.answered(psn.add(1), true, out);
+    }
+
+    pub(super) fn on_read_data(
+        &mut self,
+        psn: Psn,
+        part: Part,
+        payload: &Payload<'_, '_>,
+        keys: &Keys,
+        out: &mut impl SendCompletions,
+    ) {
+        if !self.reach(psn, out) {
+            return;
+        }
+        let Some(head) = self.queue.front() else { return };
+        if !matches!(head.op, SendOp::Read(_)) {
+            self.fail(WcStatus::BAD_RESP_ERR, out);
+            return;
+        }
+        let mtu = self.config.mtu.bytes() as u32;
+        let number = psn.distance_from(head.first_psn) as u32;
+        let offset = number * mtu;
+        let expected = (head.length - offset).min(mtu) as usize;
+        let last = psn == head.last_psn();
+        // A repeated request begins with First or Only anywhere, so only the end is telling.
+        let ends = last || left_in_request(number, &self.config) == 1;
+        if payload.len() != expected || part.ends() != ends {
+            self.fail(WcStatus::BAD_RESP_ERR, out);
+            return;
+        }
+        if expected > 0 {
+            let mut target = Gather::new();
+            let covered =
+                keys.gather(head.sges(), self.config.pd, offset as usize, expected, Access::LOCAL_WRITE, &mut target);
+            if covered.is_err() {
+                drop(target);
+                self.fail(WcStatus::LOC_PROT_ERR, out);
+                return;
+            }
+            payload.copy_to(&target);
+        }
+        self.answered(psn.add(1), last, out);
+    }
+
+    /// Completes what precedes the response `psn`; true if that answers the oldest packet now.
+    pub(super) fn reach(&mut self, psn: Psn, out: &mut impl SendCompletions) -> bool {
+        loop {
+            let Some(head) = self.queue.front().filter(|head| head.started) else { return false };
+            if head.op.reads_back() || psn.distance_from(head.end_psn()) < 0 {
+                break;
+            }
+            let end = head.end_psn();
+            if !self.advance(end, out) {
+                return false;
+            }
+        }
+        if psn != self.unacked {
+            self.on_gap(out);
+            return false;
+        }
+        true
+    }
+
+    /// Data up to `end` have arrived.
+    pub(super) fn answered(&mut self, end: Psn, last: bool, out: &mut impl SendCompletions) {
+        self.on_progress();
+        self.unacked = end;
+        if last {
+            self.reads -= 1;
+            self.complete_head(out);
+        }
+        self.catch_up();
+    }
+
+    /// A response is missing: ask again, once until there is progress or a timeout.
+    pub(super) fn on_gap(&mut self, out: &mut impl SendCompletions) {
+        if !self.gap_seen && self.wait == Wait::None {
+            self.gap_seen = true;
+            self.counters.sequence_naks += 1;
+            self.retry(out);
+        }
+    }
+
+    pub(super) fn on_receiver_not_ready(&mut self, timer: RnrTimer, out: &mut impl SendCompletions) {
+        if self.wait != Wait::None {
+            return;
+        }
+        self.counters.rnr_naks += 1;
+        // 7 is without end (IBTA 9.7.5.2.8).
+        if self.config.rnr_retry != 7 {
+            if self.rnr_left == 0 {
+                self.fail(WcStatus::RNR_RETRY_EXC_ERR, out);
+                return;
+            }
+            self.rnr_left -= 1;
+        }
+        // A peer that says so is there: what is lost while it is waited for does not add up.
+        self.retries_left = self.config.retry_count;
+        self.wait = Wait::Rnr(timer);
+        self.deadline = None;
+    }
+}
+
+pub(super) const fn status_of(nak: Nak) -> WcStatus {
+    match nak {
+        Nak::InvalidRequest => WcStatus::REM_INV_REQ_ERR,
+        Nak::RemoteAccess => WcStatus::REM_ACCESS_ERR,
+        Nak::RemoteOperation => WcStatus::REM_OP_ERR,
+        Nak::Sequence | Nak::Other(_) => WcStatus::BAD_RESP_ERR,
+    }
+}

@@ -1,0 +1,193 @@
+//! Send work request: its place in the queue, and the packets it is cut into.
+
+use rdma_provider::types::{
+    Access, DcKey, Gid, Psn, Qkey, Qpn, RemoteAddr, SendFlags, SendOp, SendTarget, Sge, Transport, WcOpcode, WcStatus,
+    WindowBind, WorkCompletion, WrId,
+};
+
+use crate::device::dma::Gather;
+use crate::device::keys::Keys;
+use crate::roce::packet::{AtomicOp, Body, Part, Reth, Tail};
+
+use super::{MAX_MESSAGE, SendConfig};
+
+/// Where a datagram goes, or who is the target of a dynamic connection.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Destination {
+    pub(crate) gid: Gid,
+    pub(crate) qpn: Qpn,
+    pub(crate) qkey: Qkey,
+    /// Of a target.
+    pub(crate) key: Option<DcKey>,
+}
+
+impl Destination {
+    /// What a work request names.
+    pub(super) fn of(target: &SendTarget<'_>) -> Self {
+        match target {
+            SendTarget::Datagram(to) => Self { gid: to.address.dgid, qpn: to.qpn, qkey: to.qkey, key: None },
+            SendTarget::Dc(to) => Self { gid: to.address.dgid, qpn: to.number, qkey: Qkey(0), key: Some(to.key) },
+        }
+    }
+}
+
+/// Inline bytes that need no allocation of their own.
+pub(super) const SHORT: usize = 64;
+
+/// Send work request in the queue.
+#[derive(Debug)]
+pub(super) struct SendWqe {
+    pub(super) wr_id: WrId,
+    pub(super) op: SendOp,
+    pub(super) flags: SendFlags,
+    /// Counted from the creation of the queue; completions free the slots up to theirs.
+    pub(super) position: u32,
+    pub(super) length: u32,
+    pub(super) first_psn: Psn,
+    /// Sequence numbers that it takes.
+    pub(super) packets: u32,
+    pub(super) started: bool,
+    pub(super) inline: bool,
+    /// The only scatter/gather element, or one of length 0.
+    pub(super) one: Sge,
+    /// All of them if there are several.
+    pub(super) several: Vec<Sge>,
+    /// What a `BindWindow` binds.
+    pub(super) bind: Option<Box<WindowBind>>,
+    /// Inline bytes, as far as they fit.
+    pub(super) short: [u8; SHORT],
+    /// All of them if they do not.
+    pub(super) long: Vec<u8>,
+    pub(super) to: Destination,
+}
+
+impl Default for SendWqe {
+    fn default() -> Self {
+        Self {
+            wr_id: WrId(0),
+            op: SendOp::Send,
+            flags: SendFlags::empty(),
+            position: 0,
+            length: 0,
+            first_psn: Psn::new(0),
+            packets: 0,
+            started: false,
+            inline: false,
+            one: Sge::default(),
+            several: Vec::new(),
+            bind: None,
+            short: [0; SHORT],
+            long: Vec::new(),
+            to: Destination::default(),
+        }
+    }
+}
+
+impl SendWqe {
+    #[inline]
+    pub(super) fn sges(&self) -> &[Sge] {
+        if self.several.is_empty() { std::slice::from_ref(&self.one) } else { &self.several }
+    }
+
+    #[cold]
+    pub(super) fn keep(&mut self, bind: &WindowBind) {
+        self.inline = false;
+        self.one = Sge::default();
+        self.bind = Some(Box::new(*bind));
+    }
+
+    #[inline]
+    pub(super) fn bytes(&self) -> &[u8] {
+        let len = if self.inline { self.length as usize } else { 0 };
+        self.short.get(..len).unwrap_or(&self.long)
+    }
+
+    pub(super) fn last_psn(&self) -> Psn {
+        self.first_psn.add(self.packets - 1)
+    }
+
+    pub(super) fn end_psn(&self) -> Psn {
+        self.first_psn.add(self.packets)
+    }
+
+    pub(super) fn completion(&self, status: WcStatus, qpn: Qpn) -> WorkCompletion {
+        let opcode = match self.op {
+            SendOp::Send | SendOp::SendWithImm(_) | SendOp::SendWithInvalidate(_) => WcOpcode::SEND,
+            SendOp::Write(_) | SendOp::WriteWithImm(..) => WcOpcode::RDMA_WRITE,
+            SendOp::Read(_) => WcOpcode::RDMA_READ,
+            SendOp::CompareSwap { .. } => WcOpcode::COMP_SWAP,
+            SendOp::FetchAdd { .. } => WcOpcode::FETCH_ADD,
+            SendOp::BindWindow => WcOpcode::BIND_MW,
+            SendOp::LocalInvalidate(_) => WcOpcode::LOCAL_INV,
+        };
+        WorkCompletion { wr_id: self.wr_id, status, opcode, byte_len: self.length, qpn, ..WorkCompletion::EMPTY }
+    }
+}
+
+/// What is wrong with the local side of a work request, all of it checked before anything is sent.
+pub(super) fn local_fault(wqe: &SendWqe, config: &SendConfig, keys: &Keys) -> Option<WcStatus> {
+    if wqe.length > MAX_MESSAGE {
+        return Some(WcStatus::LOC_LEN_ERR);
+    }
+    let (len, need) = match wqe.op {
+        SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. } if wqe.length < 8 => return Some(WcStatus::LOC_LEN_ERR),
+        SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. } => (8, Access::LOCAL_WRITE),
+        SendOp::Read(_) => (wqe.length as usize, Access::LOCAL_WRITE),
+        _ => (wqe.length as usize, Access::empty()),
+    };
+    if wqe.inline {
+        return None;
+    }
+    keys.gather(wqe.sges(), config.pd, 0, len, need, &mut Gather::new()).is_err().then_some(WcStatus::LOC_PROT_ERR)
+}
+
+/// Packet `number` of `wqe`, which is `part`, and the sequence number after it and its answers.
+#[inline]
+pub(super) fn body_of(wqe: &SendWqe, part: Part, number: u32, psn: Psn, config: &SendConfig) -> (Body, Psn) {
+    let next = psn.add(1);
+    if config.transport == Transport::Ud {
+        let imm = if let SendOp::SendWithImm(imm) = wqe.op { Some(imm) } else { None };
+        // IBTA 10.2.5: a key with its top bit set stands for the queue pair's own.
+        let qkey = if wqe.to.qkey.0 >> 31 != 0 { config.qkey } else { wqe.to.qkey };
+        return (Body::Datagram { qkey, source: config.qpn, imm }, next);
+    }
+    let reth = |remote| Reth { remote, length: wqe.length };
+    match wqe.op {
+        // What is local never comes here.
+        SendOp::Send | SendOp::BindWindow | SendOp::LocalInvalidate(_) => (Body::Send { part, tail: Tail::None }, next),
+        SendOp::SendWithImm(imm) => {
+            (Body::Send { part, tail: if part.ends() { Tail::Imm(imm) } else { Tail::None } }, next)
+        }
+        SendOp::SendWithInvalidate(rkey) => {
+            (Body::Send { part, tail: if part.ends() { Tail::Invalidate(rkey) } else { Tail::None } }, next)
+        }
+        SendOp::Write(remote) => (Body::Write { part, reth: reth(remote), imm: None }, next),
+        SendOp::WriteWithImm(remote, imm) => {
+            (Body::Write { part, reth: reth(remote), imm: part.ends().then_some(imm) }, next)
+        }
+        // A repeated READ asks for the rest only (IBTA 9.4.4).
+        SendOp::Read(remote) => {
+            let mtu = config.mtu.bytes() as u32;
+            let offset = number * mtu;
+            let rest = RemoteAddr { addr: remote.addr.wrapping_add(u64::from(offset)), rkey: remote.rkey };
+            let packets = (wqe.packets - number).min(left_in_request(number, config));
+            let length = (wqe.length - offset).min(packets.saturating_mul(mtu));
+            (Body::ReadRequest(Reth { remote: rest, length }), psn.add(packets))
+        }
+        SendOp::CompareSwap { remote, compare, swap } => {
+            (Body::Atomic { remote, op: AtomicOp::CompareSwap { compare, swap } }, next)
+        }
+        SendOp::FetchAdd { remote, add } => (Body::Atomic { remote, op: AtomicOp::FetchAdd { add } }, next),
+    }
+}
+
+/// Packets of a READ from `number` on that the same request asks for.
+#[inline]
+pub(super) const fn left_in_request(number: u32, config: &SendConfig) -> u32 {
+    config.flow.read_packets - number % config.flow.read_packets
+}
+
+/// True if the operation takes a receive from the peer: only then is "solicited" sent (IBTA 9.2.3).
+pub(super) const fn consumes_receive(op: &SendOp) -> bool {
+    !matches!(op, SendOp::Write(_)) && !op.reads_back()
+}

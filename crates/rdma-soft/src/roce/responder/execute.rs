@@ -1,0 +1,329 @@
+//! Requests of a reliable connection, executed and repeated.
+
+use rdma_provider::types::{Access, Imm, Mtu, Psn, RemoteAddr, WcFlags, WcOpcode, WcStatus, WorkCompletion};
+
+use crate::device::dma::{self, Payload, Segment};
+use crate::device::keys::Keys;
+use crate::roce::packet::{AtomicOp, Body, Packet, Part, Reth, Syndrome, Tail};
+use crate::roce::requester::MAX_MESSAGE;
+
+use super::{Message, Piece, ReadReply, Receiver, Refusal, Reply, Resource, Responder};
+
+impl Responder {
+    /// Executes a part of a SEND. `Ok(true)`: to be acknowledged; `Ok(false)`: answered already.
+    #[inline]
+    pub(super) fn on_send(
+        &mut self,
+        piece: Piece,
+        tail: Tail,
+        payload: &Payload<'_, '_>,
+        keys: &Keys,
+        out: &mut impl Receiver,
+    ) -> Result<bool, Refusal> {
+        let Piece { psn, solicited, part } = piece;
+        let in_order = if part.begins() { self.message.is_none() } else { self.message == Some(Message::Send) };
+        let len = payload.len();
+        if !in_order || !part_fits(part, len, self.config.mtu) {
+            return Err(Refusal::INVALID);
+        }
+        if part.begins() {
+            if !self.take_receive(out) {
+                self.not_ready(psn);
+                return Ok(false);
+            }
+            self.received = 0;
+        }
+        self.fill_receive(payload, keys)?;
+        self.expected = psn.add(1);
+        if !part.ends() {
+            self.message = Some(Message::Send);
+            return Ok(true);
+        }
+        self.message = None;
+        let (imm_or_rkey, flags) = match tail {
+            Tail::None => (0, WcFlags::empty()),
+            Tail::Imm(imm) => (imm.0.to_be(), WcFlags::WITH_IMM),
+            // Windows only: a plain registration is not the peer's to invalidate.
+            Tail::Invalidate(rkey) => {
+                keys.invalidate(rkey, self.config.qpn).map_err(|_| Refusal::INVALIDATION)?;
+                (rkey.0, WcFlags::WITH_INV)
+            }
+        };
+        self.msn = self.msn.wrapping_add(1);
+        let completion = WorkCompletion {
+            byte_len: self.received,
+            imm_or_rkey,
+            flags,
+            opcode: WcOpcode::RECV,
+            ..self.completion(self.receive.wr_id, WcStatus::SUCCESS)
+        };
+        self.finish_receive(&completion, solicited, out);
+        Ok(true)
+    }
+
+    /// Executes a part of a WRITE.
+    #[inline]
+    pub(super) fn on_write(
+        &mut self,
+        piece: Piece,
+        reth: Reth,
+        imm: Option<Imm>,
+        payload: &Payload<'_, '_>,
+        keys: &Keys,
+        out: &mut impl Receiver,
+    ) -> Result<bool, Refusal> {
+        let Piece { psn, solicited, part } = piece;
+        let len = payload.len();
+        if !part_fits(part, len, self.config.mtu) {
+            return Err(Refusal::INVALID);
+        }
+        let rest = match (part.begins(), self.message) {
+            (true, None) => reth,
+            (false, Some(Message::Write(rest))) => rest,
+            _ => return Err(Refusal::INVALID),
+        };
+        let total = rest.length as usize;
+        let announced = if part.ends() { len == total } else { len < total };
+        let allowed = self.config.access.contains(Access::REMOTE_WRITE);
+        if !announced || !allowed || rest.length > MAX_MESSAGE * 2 {
+            return Err(Refusal::INVALID);
+        }
+        // Before anything of this packet is written: a receive must be there to report it.
+        if imm.is_some() && !self.take_receive(out) {
+            self.not_ready(psn);
+            return Ok(false);
+        }
+        let need = Access::REMOTE_WRITE;
+        if part.begins() && !part.ends() {
+            self.remote(keys, rest.remote, total, need)?;
+        }
+        if len > 0 {
+            let target = self.remote(keys, rest.remote, len, need)?;
+            payload.copy_to(std::slice::from_ref(&target));
+        }
+        self.expected = psn.add(1);
+        if !part.ends() {
+            if part.begins() {
+                self.received = rest.length;
+            }
+            let RemoteAddr { addr, rkey } = rest.remote;
+            let remote = RemoteAddr { addr: addr.wrapping_add(len as u64), rkey };
+            self.message = Some(Message::Write(Reth { remote, length: rest.length - len as u32 }));
+            return Ok(true);
+        }
+        if part.begins() {
+            self.received = rest.length;
+        }
+        self.message = None;
+        self.msn = self.msn.wrapping_add(1);
+        if let Some(imm) = imm {
+            let completion = WorkCompletion {
+                byte_len: self.received,
+                imm_or_rkey: imm.0.to_be(),
+                flags: WcFlags::WITH_IMM,
+                opcode: WcOpcode::RECV_RDMA_WITH_IMM,
+                ..self.completion(self.receive.wr_id, WcStatus::SUCCESS)
+            };
+            self.finish_receive(&completion, solicited, out);
+        }
+        Ok(true)
+    }
+
+    pub(super) fn on_read(&mut self, psn: Psn, reth: Reth, keys: &Keys) -> Result<bool, Refusal> {
+        let allowed = self.config.access.contains(Access::REMOTE_READ);
+        if self.message.is_some() || !allowed || reth.length > MAX_MESSAGE * 2 || !self.has_resource() {
+            return Err(Refusal::INVALID);
+        }
+        if reth.length > 0 {
+            self.remote(keys, reth.remote, reth.length as usize, Access::REMOTE_READ)?;
+        }
+        let packets = reth.length.div_ceil(self.config.mtu.bytes() as u32).max(1);
+        self.expected = psn.add(packets);
+        self.msn = self.msn.wrapping_add(1);
+        let msn = self.msn;
+        self.save(Resource::Read { psn, packets, reth, msn });
+        self.replies.push_back(Reply::Read(ReadReply { psn, msn, rest: reth, begun: false, again: false }));
+        Ok(false)
+    }
+
+    pub(super) fn on_atomic(
+        &mut self,
+        psn: Psn,
+        remote: RemoteAddr,
+        op: AtomicOp,
+        keys: &Keys,
+    ) -> Result<bool, Refusal> {
+        let allowed = self.config.access.contains(Access::REMOTE_ATOMIC);
+        if self.message.is_some() || !allowed || !remote.addr.is_multiple_of(8) || !self.has_resource() {
+            return Err(Refusal::INVALID);
+        }
+        let target = self.remote(keys, remote, 8, Access::REMOTE_ATOMIC)?;
+        let original = dma::atomic(&target, op).ok_or(Refusal::INVALID)?;
+        drop(target);
+        self.expected = psn.add(1);
+        self.msn = self.msn.wrapping_add(1);
+        let msn = self.msn;
+        self.save(Resource::Atomic { psn, original, msn });
+        self.replies.push_back(Reply::Atomic { psn, msn, original, again: false });
+        Ok(false)
+    }
+
+    /// Memory that the peer names, if it may.
+    #[inline]
+    pub(super) fn remote<'k>(
+        &self,
+        keys: &'k Keys,
+        RemoteAddr { addr, rkey }: RemoteAddr,
+        len: usize,
+        need: Access,
+    ) -> Result<Segment<'k>, Refusal> {
+        let who = (self.config.pd, self.config.qpn);
+        keys.resolve_remote(rkey.0, who, addr, len, need).map_err(|_| Refusal::ACCESS)
+    }
+
+    /// A request that was executed before: its answer was lost (IBTA 9.7.5.1.4).
+    #[cold]
+    pub(super) fn on_duplicate(&mut self, packet: &Packet, keys: &Keys) {
+        self.counters.duplicates += 1;
+        match packet.body {
+            Body::Send { .. } | Body::Write { .. } => {
+                self.acknowledge_duplicate(packet.psn);
+            }
+            Body::ReadRequest(again) => {
+                let saved = self.resources.iter().find_map(|resource| match *resource {
+                    Resource::Read { psn, packets, reth, msn } => {
+                        let into = packet.psn.distance_from(psn);
+                        (0..packets as i32).contains(&into).then_some((into as u32, reth, msn, psn, packets as i32))
+                    }
+                    Resource::Atomic { .. } => None,
+                });
+                // It must be the rest of the original from that packet on, nothing else.
+                if let Some((into, reth, msn, first, packets)) = saved
+                    && again.remote.rkey == reth.remote.rkey
+                    && let Some(offset) = into.checked_mul(self.config.mtu.bytes() as u32)
+                    && again.remote.addr == reth.remote.addr.wrapping_add(u64::from(offset))
+                    && reth.length.checked_sub(offset).is_some_and(|left| again.length <= left)
+                {
+                    let of_this = |pending: &Reply| match pending {
+                        Reply::Read(read) if (0..packets).contains(&read.psn.distance_from(first)) => Some(*read),
+                        _ => None,
+                    };
+                    let answered = !self.replies.iter().filter_map(of_this).any(|read| !read.again);
+                    if answered && self.is_late(packet.psn, again, keys) {
+                        self.counters.dropped += 1;
+                        return;
+                    }
+                    let reply = ReadReply { psn: packet.psn, msn, rest: again, begun: false, again: answered };
+                    // Whoever asks again ignores what is left of the first answer. Sending it all the same, before
+                    // this one, would make it ask again and again, each time for an answer further behind.
+                    self.replies.retain(|pending| of_this(pending).is_none());
+                    self.repeat(Reply::Read(reply));
+                } else {
+                    self.counters.dropped += 1;
+                }
+            }
+            Body::Atomic { .. } => {
+                let saved = self.resources.iter().find_map(|resource| match *resource {
+                    Resource::Atomic { psn, original, msn } if psn == packet.psn => Some((original, msn)),
+                    _ => None,
+                });
+                let Some((original, msn)) = saved else {
+                    self.counters.dropped += 1;
+                    return;
+                };
+                let pending = |reply: &Reply| matches!(reply, Reply::Atomic { psn, .. } if *psn == packet.psn);
+                if !self.replies.iter().any(pending) {
+                    self.repeat(Reply::Atomic { psn: packet.psn, msn, original, again: true });
+                }
+            }
+            _ => self.counters.dropped += 1,
+        }
+    }
+
+    /// Acknowledges a SEND or WRITE that was executed before, and what followed it, but no READ or atomic: the peer may
+    /// not have that response. SoftRoCE completes a READ without its data on an acknowledgement of its sequence number.
+    fn acknowledge_duplicate(&mut self, psn: Psn) {
+        let executed = self.expected.distance_from(psn);
+        // A peer has no more READs and atomics outstanding than there are resources, so those that it may still wait for are all
+        // there. Older ones may be there too, and after 2^24 packets appear to be ahead again: one that reaches back to this
+        // packet is such, and for any other the peer hears of at least this packet.
+        let reads = self.resources.iter().filter_map(|resource| {
+            let (first, packets, msn) = match *resource {
+                Resource::Read { psn, packets, msn, .. } => (psn, packets, msn),
+                Resource::Atomic { psn, msn, .. } => (psn, 1, msn),
+            };
+            let last = first.add(packets - 1).distance_from(psn);
+            (first.distance_from(psn) > 0 && last < executed).then_some((last, first, msn))
+        });
+        let (psn, msn) = match reads.min_by_key(|&(last, ..)| last) {
+            Some((_, first, msn)) => (first.sub(1), msn.wrapping_sub(1)),
+            None => (self.expected.sub(1), self.msn),
+        };
+        // Its response acknowledges what precedes it.
+        let covers = |reply: &Reply| !matches!(reply, Reply::Acknowledge { .. }) && reply.psn().distance_from(psn) > 0;
+        if !self.replies.iter().any(covers) {
+            self.acknowledge_as_of(msn, psn, Syndrome::ACK);
+        }
+    }
+
+    /// True if this is a copy of an answered READ that has been on its way until the memory was gone, for all that is known: on
+    /// a network that does not keep the order of packets, a peer has its answer by then, and has told us so. Whoever still waits
+    /// asks once more.
+    fn is_late(&mut self, psn: Psn, read: Reth, keys: &Keys) -> bool {
+        let gone = self.remote(keys, read.remote, read.length as usize, Access::REMOTE_READ).is_err();
+        gone && self.late.replace(psn) != Some(psn)
+    }
+
+    /// No receive is posted: the peer shall come back (IBTA 9.7.5.2.8). The packet was not executed, and
+    /// those behind it are silently dropped until it comes again.
+    #[cold]
+    pub(super) fn not_ready(&mut self, psn: Psn) {
+        self.counters.not_ready += 1;
+        self.gap_reported = true;
+        self.acknowledge(psn, Syndrome::RnrNak(self.config.min_rnr_timer.code()));
+    }
+
+    /// Queues an answer once more, in the order of the requests: whoever asked for one of them again asks for those behind
+    /// it again, and takes no answer out of turn.
+    fn repeat(&mut self, reply: Reply) {
+        let behind = |later: &Reply| later.psn().distance_from(reply.psn()) > 0;
+        let at = self.replies.iter().position(behind).unwrap_or(self.replies.len());
+        self.replies.insert(at, reply);
+    }
+
+    /// True if the peer may ask for another READ or atomic. With as many answers queued as it may have requests, it can
+    /// have the answer to the oldest only if that is being repeated, of no use to it any more.
+    pub(super) fn has_resource(&mut self) -> bool {
+        let allowed = self.config.max_dest_rd_atomic as usize;
+        if allowed > 0 && self.pending_reads() >= allowed {
+            let mut pending = self.replies.iter();
+            let oldest = pending.position(|reply| !matches!(reply, Reply::Acknowledge { .. }));
+            if let Some(oldest) = oldest.filter(|&oldest| self.replies[oldest].is_repeated()) {
+                self.replies.remove(oldest);
+            }
+        }
+        self.pending_reads() < allowed
+    }
+
+    /// READ and atomic requests whose answer has not been taken.
+    pub(super) fn pending_reads(&self) -> usize {
+        self.replies.iter().filter(|reply| !matches!(reply, Reply::Acknowledge { .. })).count()
+    }
+
+    pub(super) fn save(&mut self, resource: Resource) {
+        if self.resources.len() >= self.config.max_dest_rd_atomic as usize {
+            self.resources.pop_front();
+        }
+        self.resources.push_back(resource);
+    }
+}
+
+/// IBTA 9.7.4.1.4: all but the end of a message are full, and only a whole message may be empty.
+#[inline]
+pub(super) fn part_fits(part: Part, len: usize, mtu: Mtu) -> bool {
+    match part {
+        Part::First | Part::Middle => len == mtu.bytes(),
+        Part::Last => len > 0 && len <= mtu.bytes(),
+        Part::Only => len <= mtu.bytes(),
+    }
+}

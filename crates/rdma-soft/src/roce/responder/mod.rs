@@ -1,0 +1,484 @@
+//! Responder: executes a peer's requests in order, and answers.
+//!
+//! A state machine without clock, thread or lock. Its owner hands in requests
+//! ([`on_request`](Responder::on_request)) and takes the replies
+//! ([`next_reply`](Responder::next_reply)) until there are none.
+//!
+//! Nothing that a packet says is trusted: sequence, order of the parts, lengths, rights and keys are
+//! checked before memory is touched, and every refusal has the effect that IBTA 9.9.3 gives it.
+
+mod execute;
+mod receive;
+mod single_packet;
+mod unreliable;
+
+pub(crate) use receive::ReceiveWqe;
+
+use std::collections::VecDeque;
+
+use rdma_provider::types::{
+    Access, AsyncEvent, Gid, Mtu, Psn, Qkey, QpState, Qpn, RecvWr, RemoteAddr, RnrTimer, Transport, WcOpcode, WcStatus,
+    WorkCompletion, WrId,
+};
+
+use crate::device::dma::{Gather, Payload};
+use crate::device::keys::Keys;
+use crate::device::ring::Ring;
+use crate::roce::packet::{Aeth, Body, Nak, Packet, Part, Reth, Syndrome};
+
+/// What surrounds a responder: its completion queue, its shared receive queue, its events.
+pub(crate) trait Receiver {
+    /// Takes a receive from the shared queue; false if that is empty.
+    fn take_shared(&mut self, into: &mut ReceiveWqe) -> bool;
+    /// A receive is done. `position` counts those of the own queue.
+    fn complete(&mut self, position: u32, completion: &WorkCompletion, solicited: bool);
+    /// Something for the owner of the device.
+    fn event(&mut self, event: AsyncEvent);
+    /// The queue pair is in ERR now: its send queue must be flushed once no lock is held.
+    fn failed(&mut self);
+}
+
+/// Attributes that a responder obeys.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ReceiveConfig {
+    pub(crate) transport: Transport,
+    pub(crate) qpn: Qpn,
+    /// Own address.
+    pub(crate) gid: Gid,
+    pub(crate) pd: u32,
+    /// Receives come from a shared queue, and belong to its protection domain.
+    pub(crate) shared: bool,
+    pub(crate) receive_pd: u32,
+    pub(crate) access: Access,
+    pub(crate) mtu: Mtu,
+    pub(crate) peer: Qpn,
+    pub(crate) peer_gid: Gid,
+    pub(crate) qkey: Qkey,
+    pub(crate) min_rnr_timer: RnrTimer,
+    pub(crate) max_dest_rd_atomic: u8,
+}
+
+/// What a responder has been through.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ReceiveCounters {
+    /// Requests received.
+    pub packets: u64,
+    /// Replies sent.
+    pub replies: u64,
+    /// Requests that had been executed already.
+    pub duplicates: u64,
+    /// Requests that came after a gap.
+    pub out_of_sequence: u64,
+    /// Requests refused because no receive was posted.
+    pub not_ready: u64,
+    /// Requests dropped without an answer.
+    pub dropped: u64,
+}
+
+/// Message of which more parts are to come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Message {
+    /// Into [`Responder::receive`].
+    Send,
+    /// The part that is left.
+    Write(Reth),
+}
+
+/// Part of a message, as its packet has it.
+#[derive(Debug, Clone, Copy)]
+struct Piece {
+    psn: Psn,
+    solicited: bool,
+    part: Part,
+}
+
+/// READ that is being answered: what is left of it, and the sequence number of that.
+#[derive(Debug, Clone, Copy)]
+struct ReadReply {
+    psn: Psn,
+    msn: u32,
+    rest: Reth,
+    begun: bool,
+    /// It was answered before, all of it.
+    again: bool,
+}
+
+/// Something to be sent back.
+#[derive(Debug, Clone, Copy)]
+enum Reply {
+    Acknowledge { psn: Psn, syndrome: Syndrome, msn: u32 },
+    Atomic { psn: Psn, msn: u32, original: u64, again: bool },
+    Read(ReadReply),
+}
+
+impl Reply {
+    const fn psn(&self) -> Psn {
+        match *self {
+            Self::Acknowledge { psn, .. } | Self::Atomic { psn, .. } | Self::Read(ReadReply { psn, .. }) => psn,
+        }
+    }
+
+    /// True if the request was answered before.
+    const fn is_repeated(&self) -> bool {
+        matches!(self, Self::Atomic { again: true, .. } | Self::Read(ReadReply { again: true, .. }))
+    }
+}
+
+/// Request that may have to be answered again: responder resource of IBTA 9.4.4 and 9.4.5.
+#[derive(Debug, Clone, Copy)]
+enum Resource {
+    Atomic { psn: Psn, original: u64, msn: u32 },
+    Read { psn: Psn, packets: u32, reth: Reth, msn: u32 },
+}
+
+/// Why a request is refused, and how.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Refusal {
+    nak: Option<Nak>,
+    /// Outcome of the receive that the request holds.
+    status: WcStatus,
+}
+
+impl Refusal {
+    const INVALID: Self = Self { nak: Some(Nak::InvalidRequest), status: WcStatus::REM_INV_REQ_ERR };
+    /// IBTA 9.9.3: a WRITE with immediate that hits protected memory ends its receive so.
+    const ACCESS: Self = Self { nak: Some(Nak::RemoteAccess), status: WcStatus::LOC_ACCESS_ERR };
+    const TOO_LONG: Self = Self { nak: Some(Nak::InvalidRequest), status: WcStatus::LOC_LEN_ERR };
+    const RECEIVE: Self = Self { nak: Some(Nak::RemoteOperation), status: WcStatus::LOC_PROT_ERR };
+    /// Class J: no NAK.
+    const INVALIDATION: Self = Self { nak: None, status: WcStatus::REM_INV_REQ_ERR };
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Responder {
+    pub(crate) config: ReceiveConfig,
+    state: QpState,
+    expected: Psn,
+    /// Requests completed, 24 bits.
+    msn: u32,
+    /// The gap has been reported: silence until the expected packet arrives (IBTA 9.7.5.2.4).
+    gap_reported: bool,
+    message: Option<Message>,
+    /// `receive` was taken and is not completed.
+    receive_held: bool,
+    receive: ReceiveWqe,
+    received: u32,
+    queue: Ring<ReceiveWqe>,
+    position: u32,
+    replies: VecDeque<Reply>,
+    resources: VecDeque<Resource>,
+    /// A READ that was asked for again, of memory that is gone: said nothing to.
+    late: Option<Psn>,
+    last_wqe_reported: bool,
+    established: bool,
+    pub(crate) counters: ReceiveCounters,
+}
+
+impl Responder {
+    pub(crate) fn new(config: ReceiveConfig) -> Self {
+        Self {
+            config,
+            state: QpState::Reset,
+            expected: Psn::new(0),
+            msn: 0,
+            gap_reported: false,
+            message: None,
+            receive_held: false,
+            receive: ReceiveWqe::default(),
+            received: 0,
+            queue: Ring::new(),
+            position: 0,
+            replies: VecDeque::new(),
+            resources: VecDeque::new(),
+            late: None,
+            last_wqe_reported: false,
+            established: false,
+            counters: ReceiveCounters::default(),
+        }
+    }
+
+    pub(crate) const fn state(&self) -> QpState {
+        self.state
+    }
+
+    /// Receives ever posted; the position of the next one.
+    pub(crate) const fn position(&self) -> u32 {
+        self.position
+    }
+
+    /// True in the states in which requests are executed.
+    #[inline]
+    pub(crate) const fn is_receiving(&self) -> bool {
+        matches!(self.state, QpState::Rtr | QpState::Rts | QpState::Sqd | QpState::Sqe)
+    }
+
+    /// Replies that have not been taken.
+    pub(crate) fn has_replies(&self) -> bool {
+        !self.replies.is_empty()
+    }
+
+    /// First sequence number expected, given on the way to RTR.
+    pub(crate) fn start(&mut self, psn: Psn) {
+        self.expected = psn;
+    }
+
+    /// Changes the state on the user's request; flushes on the way to ERR.
+    pub(crate) fn set_state(&mut self, state: QpState, out: &mut impl Receiver) {
+        match state {
+            QpState::Err => self.flush(out),
+            QpState::Reset => *self = Self { counters: self.counters, ..Self::new(self.config) },
+            _ => self.state = state,
+        }
+    }
+
+    /// True if a receive is held whose message has not ended.
+    pub(crate) const fn holds_receive(&self) -> bool {
+        self.receive_held
+    }
+
+    /// Queues a receive that was found well-formed. In ERR it is flushed at once.
+    pub(crate) fn post(&mut self, wr: &RecvWr<'_>, out: &mut impl Receiver) {
+        let position = self.position;
+        self.position = position.wrapping_add(1);
+        self.queue.push_slot().assign(wr, position);
+        if self.state == QpState::Err {
+            self.queue.pop();
+            out.complete(position, &self.completion(wr.wr_id, WcStatus::WR_FLUSH_ERR), false);
+        }
+    }
+
+    /// A request of the peer.
+    #[inline]
+    pub(crate) fn on_request(
+        &mut self,
+        packet: &Packet,
+        source: Gid,
+        payload: &Payload<'_, '_>,
+        keys: &Keys,
+        out: &mut impl Receiver,
+    ) {
+        if !self.is_receiving() || packet.transport != self.config.transport {
+            self.counters.dropped += 1;
+            return;
+        }
+        if self.config.transport != Transport::Ud {
+            if source != self.config.peer_gid {
+                self.counters.dropped += 1;
+                return;
+            }
+            // The connection works although nobody has told this side yet (IBTA 11.6.3.2).
+            if self.state == QpState::Rtr && !std::mem::replace(&mut self.established, true) {
+                out.event(AsyncEvent::CommunicationEstablished(self.config.qpn));
+            }
+        }
+        match self.config.transport {
+            Transport::Rc => self.on_reliable(packet, payload, keys, out),
+            // Only sends.
+            Transport::Dci => self.counters.dropped += 1,
+            Transport::Uc => self.on_unreliable(packet, payload, keys, out),
+            Transport::Ud => self.on_datagram(packet, source, payload, keys, out),
+        }
+    }
+
+    /// The next reply, its payload in `gather` (which is empty).
+    #[inline]
+    pub(crate) fn next_reply<'k>(
+        &mut self,
+        keys: &'k Keys,
+        gather: &mut Gather<'k>,
+        out: &mut impl Receiver,
+    ) -> Option<Packet> {
+        let reply = *self.replies.front()?;
+        let (psn, body) = match reply {
+            Reply::Acknowledge { psn, syndrome, msn } => {
+                self.replies.pop_front();
+                (psn, Body::Acknowledge(Aeth { syndrome, msn }))
+            }
+            Reply::Atomic { psn, msn, original, .. } => {
+                self.replies.pop_front();
+                (psn, Body::AtomicAcknowledge { aeth: Aeth { syndrome: Syndrome::ACK, msn }, original })
+            }
+            Reply::Read(read) => (read.psn, self.read_reply(read, keys, gather, out)),
+        };
+        self.counters.replies += 1;
+        Some(Packet {
+            transport: Transport::Rc,
+            dest: self.config.peer,
+            psn,
+            solicited: false,
+            ack_request: false,
+            body,
+        })
+    }
+
+    /// One packet of the READ at the front of the replies.
+    fn read_reply<'k>(
+        &mut self,
+        read: ReadReply,
+        keys: &'k Keys,
+        gather: &mut Gather<'k>,
+        out: &mut impl Receiver,
+    ) -> Body {
+        let ReadReply { psn, msn, rest, begun, again } = read;
+        let mtu = self.config.mtu.bytes() as u32;
+        let len = rest.length.min(mtu);
+        if len > 0 {
+            match self.remote(keys, rest.remote, len as usize, Access::REMOTE_READ) {
+                Ok(segment) => gather.push(segment),
+                // Whoever still waits for the answer fails by this one; others go on, as this end does.
+                Err(_) if again => {
+                    self.replies.pop_front();
+                    return Body::Acknowledge(Aeth { syndrome: Syndrome::Nak(Nak::RemoteAccess), msn });
+                }
+                // While it was being read.
+                Err(_) => {
+                    // Not of one that has failed already, and answers what it was asked for before.
+                    if self.state != QpState::Err {
+                        out.event(AsyncEvent::QpAccessError(self.config.qpn));
+                        out.failed();
+                    }
+                    self.flush(out);
+                    return Body::Acknowledge(Aeth { syndrome: Syndrome::Nak(Nak::RemoteAccess), msn });
+                }
+            }
+        }
+        let left = rest.length - len;
+        if left == 0 {
+            self.replies.pop_front();
+        } else {
+            let remote = RemoteAddr { addr: rest.remote.addr.wrapping_add(u64::from(len)), rkey: rest.remote.rkey };
+            let rest = Reth { remote, length: left };
+            self.replies[0] = Reply::Read(ReadReply { psn: psn.add(1), msn, rest, begun: true, again });
+        }
+        let part = match (begun, left == 0) {
+            (false, false) => Part::First,
+            (false, true) => Part::Only,
+            (true, false) => Part::Middle,
+            (true, true) => Part::Last,
+        };
+        Body::ReadResponse { part, aeth: Aeth { syndrome: Syndrome::ACK, msn } }
+    }
+
+    #[inline]
+    fn on_reliable(&mut self, packet: &Packet, payload: &Payload<'_, '_>, keys: &Keys, out: &mut impl Receiver) {
+        self.counters.packets += 1;
+        let distance = packet.psn.distance_from(self.expected);
+        if distance < 0 {
+            self.on_duplicate(packet, keys);
+            return;
+        }
+        if distance > 0 {
+            self.counters.out_of_sequence += 1;
+            if !self.gap_reported {
+                self.gap_reported = true;
+                self.acknowledge(self.expected, Syndrome::Nak(Nak::Sequence));
+            }
+            return;
+        }
+        self.gap_reported = false;
+        let piece = |part| Piece { psn: packet.psn, solicited: packet.solicited, part };
+        let done = match packet.body {
+            Body::Send { part, tail } => self.on_send(piece(part), tail, payload, keys, out),
+            Body::Write { part, reth, imm } => self.on_write(piece(part), reth, imm, payload, keys, out),
+            Body::ReadRequest(reth) => self.on_read(packet.psn, reth, keys),
+            Body::Atomic { remote, op } => self.on_atomic(packet.psn, remote, op, keys),
+            _ => {
+                self.counters.dropped += 1;
+                return;
+            }
+        };
+        match done {
+            Ok(true) => {
+                if packet.ack_request {
+                    self.acknowledge(packet.psn, Syndrome::ACK);
+                }
+            }
+            Ok(false) => {}
+            Err(refusal) => self.refuse(packet.psn, refusal, out),
+        }
+    }
+
+    fn completion(&self, wr_id: WrId, status: WcStatus) -> WorkCompletion {
+        WorkCompletion { wr_id, status, qpn: self.config.qpn, opcode: WcOpcode::RECV, ..WorkCompletion::default() }
+    }
+
+    /// Queues an acknowledgement; it stands for all before it.
+    #[inline]
+    fn acknowledge(&mut self, psn: Psn, syndrome: Syndrome) {
+        self.acknowledge_as_of(self.msn, psn, syndrome);
+    }
+
+    /// Queues an acknowledgement that says that `msn` requests are completed.
+    #[inline]
+    fn acknowledge_as_of(&mut self, msn: u32, psn: Psn, syndrome: Syndrome) {
+        let reply = Reply::Acknowledge { psn, syndrome, msn: msn & 0x00ff_ffff };
+        match self.replies.back_mut() {
+            // Of two the later says all: a refusal what an acknowledgement of all before it says, and an acknowledgement
+            // of what was missing that it is no longer.
+            Some(last @ Reply::Acknowledge { .. }) if psn.distance_from(last.psn()) >= 0 => *last = reply,
+            Some(Reply::Acknowledge { .. }) if syndrome == Syndrome::ACK => {}
+            None => self.replies.push_back(reply),
+            Some(_) => self.acknowledge_behind(psn, reply),
+        }
+    }
+
+    /// Queues an acknowledgement behind answers. It stands for those before them, too: else a peer that has an answer
+    /// repeated again and again, behind one that takes long, would make them pile up.
+    #[cold]
+    fn acknowledge_behind(&mut self, psn: Psn, reply: Reply) {
+        self.replies.retain(|before| match before {
+            Reply::Acknowledge { psn: before, syndrome: Syndrome::Ack(_), .. } => psn.distance_from(*before) < 0,
+            _ => true,
+        });
+        self.replies.push_back(reply);
+    }
+
+    /// The peer broke the rules: NAK, error of the receive it holds, event, ERR.
+    #[cold]
+    fn refuse(&mut self, psn: Psn, refusal: Refusal, out: &mut impl Receiver) {
+        tracing::warn!(qpn = %self.config.qpn, nak = ?refusal.nak, status = %refusal.status, "request refused");
+        if let Some(nak) = refusal.nak {
+            self.acknowledge(psn, Syndrome::Nak(nak));
+        }
+        if self.receive_held {
+            self.fail_receive(refusal.status, out);
+        } else {
+            match refusal.nak {
+                Some(Nak::RemoteAccess) => out.event(AsyncEvent::QpAccessError(self.config.qpn)),
+                _ => out.event(AsyncEvent::QpRequestError(self.config.qpn)),
+            }
+        }
+        // What was asked for before is answered before the refusal, READs too: else it is the READ that would fail.
+        let owed = std::mem::take(&mut self.replies);
+        self.flush(out);
+        self.replies = owed;
+        out.failed();
+    }
+
+    /// Enters ERR. Replies that are queued still go out, up to the first READ: it is not answered any more, and what
+    /// follows would acknowledge it.
+    pub(crate) fn flush(&mut self, out: &mut impl Receiver) {
+        if self.receive_held {
+            self.fail_receive(WcStatus::WR_FLUSH_ERR, out);
+        }
+        let flushed = self.queue.len();
+        while let Some(front) = self.queue.front() {
+            let (position, wr_id) = (front.position, front.wr_id);
+            self.queue.pop();
+            out.complete(position, &self.completion(wr_id, WcStatus::WR_FLUSH_ERR), false);
+        }
+        if flushed > 0 {
+            tracing::debug!(qpn = %self.config.qpn, flushed, "receive queue flushed");
+        }
+        if self.config.shared && !self.last_wqe_reported {
+            self.last_wqe_reported = true;
+            out.event(AsyncEvent::LastWqeReached(self.config.qpn));
+        }
+        self.state = QpState::Err;
+        self.message = None;
+        let read = self.replies.iter().position(|reply| matches!(reply, Reply::Read(_)));
+        self.replies.truncate(read.unwrap_or(self.replies.len()));
+        self.resources.clear();
+    }
+}

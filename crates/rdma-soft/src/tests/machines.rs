@@ -1,0 +1,64 @@
+//! What surrounds a requester or responder that is tested alone.
+
+use super::*;
+use rdma_provider::types::WcStatus;
+
+use super::super::device::dma::Memory;
+use super::super::device::keys::Keys;
+use super::super::roce::requester::SendCompletions;
+use super::super::roce::responder::{ReceiveWqe, Receiver};
+
+pub(super) const MTU: usize = 256;
+pub(super) const PSN: Psn = Psn::new(0xff_fffe);
+pub(super) const PD: u32 = 1;
+pub(super) const ALL: Access = Access::LOCAL_WRITE.union(Access::REMOTE_ALL).union(Access::MW_BIND);
+
+/// Keys over one leaked buffer.
+pub(super) fn memory() -> (Keys, u64, u32) {
+    let keys = Keys::new();
+    let buffer = Vec::<u64>::leak(vec![0; 1024]).as_mut_ptr().cast::<u8>();
+    // SAFETY: leaked, and touched through the keys only.
+    let memory = unsafe { Memory::new(buffer, 8192, buffer as u64) };
+    let key = keys.insert(memory, ALL, false, PD, 42).unwrap();
+    (keys, buffer as u64, key)
+}
+
+/// Collects what a machine says.
+#[derive(Default)]
+pub(super) struct Log {
+    pub(super) completions: Vec<(u64, WcStatus)>,
+    pub(super) events: Vec<AsyncEvent>,
+    pub(super) failed: bool,
+}
+
+impl SendCompletions for Log {
+    fn complete(&mut self, _: u32, completion: &WorkCompletion) {
+        self.completions.push((completion.wr_id.0, completion.status));
+    }
+
+    fn now(&mut self) -> u64 {
+        0
+    }
+
+    fn random(&mut self) -> Option<u64> {
+        None
+    }
+}
+
+impl Receiver for Log {
+    fn take_shared(&mut self, _: &mut ReceiveWqe) -> bool {
+        false
+    }
+
+    fn complete(&mut self, _: u32, completion: &WorkCompletion, _: bool) {
+        self.completions.push((completion.wr_id.0, completion.status));
+    }
+
+    fn event(&mut self, event: AsyncEvent) {
+        self.events.push(event);
+    }
+
+    fn failed(&mut self) {
+        self.failed = true;
+    }
+}

@@ -1,0 +1,155 @@
+//! Reliable connections without faults, on a direct and on a simulated network.
+
+use super::*;
+use crate::roce::packet::{Body, Packet, Part, Tail};
+use rdma_provider::types::{Imm, WcFlags, WcOpcode, WcStatus};
+
+fn networks() -> [Network; 2] {
+    [Network::new(), Network::simulated(7, Faults::none().delay(Duration::from_micros(1)..Duration::from_micros(3)))]
+}
+
+const LENGTHS: [usize; 8] = [0, 1, 8, 1023, 1024, 1025, 5001, 300_000];
+
+#[test]
+fn write_lands_in_remote_memory_and_completes() {
+    for network in networks() {
+        let (a, b) = connected(&network, &Options::default());
+        for len in LENGTHS {
+            let (from, to) = (a.buffer(len), b.buffer(len + 8));
+            from.fill((0..len).map(|at| at as u8 ^ 0x5a));
+            a.send(1, SendOp::Write(to.remote(3)), &[from.sge(0, len)]).unwrap();
+            let done = a.wait(1)[0];
+            assert_eq!((done.status, done.opcode), (WcStatus::SUCCESS, WcOpcode::RDMA_WRITE));
+            assert_eq!(to.bytes(3, len), from.bytes(0, len));
+            assert_eq!(to.bytes(0, 3), [0; 3]);
+            assert_eq!(to.bytes(3 + len, 5), [0; 5]);
+        }
+    }
+}
+
+#[test]
+fn read_brings_remote_memory() {
+    for network in networks() {
+        let (a, b) = connected(&network, &Options::default());
+        for len in LENGTHS {
+            let (to, from) = (a.buffer(len + 1), b.buffer(len + 1));
+            from.fill((0..=len).map(|at| (at * 7) as u8));
+            a.send(1, SendOp::Read(from.remote(1)), &[to.sge(0, len / 2), to.sge(len / 2, len - len / 2)]).unwrap();
+            let done = a.wait(1)[0];
+            assert_eq!((done.status, done.byte_len), (WcStatus::SUCCESS, len as u32));
+            assert_eq!(to.bytes(0, len), from.bytes(1, len));
+        }
+    }
+}
+
+#[test]
+fn send_fills_a_receive_with_its_scatter_list() {
+    for network in networks() {
+        let (a, b) = connected(&network, &Options::default());
+        for len in LENGTHS {
+            let (from, to) = (a.buffer(len), b.buffer(len));
+            from.fill((0..len).map(|at| (at * 3) as u8));
+            let third = len / 3;
+            b.recv(9, &[to.sge(0, third), to.sge(third, len - third)]).unwrap();
+            let op = SendOp::SendWithImm(Imm(0x1122_3344));
+            a.send(1, op, &[from.sge(0, len - third), from.sge(len - third, third)]).unwrap();
+            assert_eq!(a.wait(1)[0].status, WcStatus::SUCCESS);
+            let received = b.wait(1)[0];
+            assert_eq!(outcome(&[received]), [(9, WcStatus::SUCCESS)]);
+            assert_eq!((received.byte_len, received.opcode), (len as u32, WcOpcode::RECV));
+            assert_eq!((received.imm(), received.flags), (Some(Imm(0x1122_3344)), WcFlags::WITH_IMM));
+            assert_eq!(to.bytes(0, len), from.bytes(0, len));
+        }
+    }
+}
+
+#[test]
+fn write_with_imm_consumes_a_receive_but_not_its_memory() {
+    for network in networks() {
+        let (a, b) = connected(&network, &Options::default());
+        let (from, to, unused) = (a.buffer(3000), b.buffer(3000), b.buffer(16));
+        from.fill(std::iter::repeat(7));
+        b.recv(4, &[unused.sge(0, 16)]).unwrap();
+        a.send(1, SendOp::WriteWithImm(to.remote(0), Imm(5)), &[from.sge(0, 3000)]).unwrap();
+        assert_eq!(a.wait(1)[0].status, WcStatus::SUCCESS);
+        let received = b.wait(1)[0];
+        assert_eq!((received.opcode, received.byte_len), (WcOpcode::RECV_RDMA_WITH_IMM, 3000));
+        assert_eq!(received.imm(), Some(Imm(5)));
+        assert_eq!(to.bytes(0, 3000), [7; 3000]);
+        assert_eq!(unused.bytes(0, 16), [0; 16]);
+    }
+}
+
+#[test]
+fn atomics_return_the_original_value() {
+    for network in networks() {
+        let (a, b) = connected(&network, &Options::default());
+        let (result, target) = (a.buffer(8), b.buffer(16));
+        target.fill([0, 0, 0, 0, 0, 0, 0, 0].into_iter().chain(40_u64.to_ne_bytes()));
+        let remote = target.remote(8);
+        a.send(1, SendOp::FetchAdd { remote, add: 2 }, &[result.sge(0, 8)]).unwrap();
+        assert_eq!(a.wait(1)[0].opcode, WcOpcode::FETCH_ADD);
+        assert_eq!((result.word(0), target.word(8)), (40, 42));
+        a.send(2, SendOp::CompareSwap { remote, compare: 41, swap: 1 }, &[result.sge(0, 8)]).unwrap();
+        assert_eq!(a.wait(1)[0].status, WcStatus::SUCCESS);
+        assert_eq!((result.word(0), target.word(8)), (42, 42));
+        a.send(3, SendOp::CompareSwap { remote, compare: 42, swap: 1 }, &[result.sge(0, 8)]).unwrap();
+        assert_eq!(a.wait(1)[0].status, WcStatus::SUCCESS);
+        assert_eq!((result.word(0), target.word(8)), (42, 1));
+    }
+}
+
+#[test]
+fn inline_data_are_copied_at_the_post() {
+    for network in networks() {
+        let (a, b) = connected(&network, &Options::default());
+        let to = b.buffer(128);
+        let mut data = [3_u8; 128];
+        let data_of = Data::Inline(&data);
+        a.send_with(1, SendOp::Write(to.remote(0)), SendFlags::SIGNALED, data_of).unwrap();
+        data.fill(9);
+        assert_eq!(a.wait(1)[0].status, WcStatus::SUCCESS);
+        assert_eq!(to.bytes(0, 128), [3; 128]);
+        let too_long = a.send_with(2, SendOp::Send, SendFlags::SIGNALED, Data::Inline(&[0; 129]));
+        assert_eq!(too_long.unwrap_err().error.errno, rdma_provider::VerbError::EINVAL);
+    }
+}
+
+#[test]
+fn timers_do_not_pile_up_while_the_peer_is_not_ready() {
+    let network = Network::simulated(3, Faults::none());
+    let (a, b) = connected(&network, &Options::default());
+    let (from, to) = (a.buffer(8), b.buffer(8));
+    a.send(1, SendOp::Send, &[from.sge(0, 8)]).unwrap();
+    // Refused, waits, tries again: each time with a short timer before a long one.
+    for _ in 0..10_000 {
+        assert!(network.step());
+    }
+    let pending = network.0.scheduler.pending();
+    assert!(pending <= 4, "{pending}");
+    b.recv(2, &[to.sge(0, 8)]).unwrap();
+    assert_eq!(outcome(&a.wait(1)), [(1, WcStatus::SUCCESS)]);
+    assert_eq!(outcome(&b.wait(1)), [(2, WcStatus::SUCCESS)]);
+}
+
+/// What arrives together is answered together, a little later than it completes.
+#[test]
+fn receive_that_completed_is_acknowledged_even_if_its_queue_pair_ends_at_once() {
+    let network = Network::simulated(3, Faults::none());
+    let options = Options::default();
+    let (a, b) = connected(&network, &options);
+    b.recv(1, &[]).unwrap();
+    a.send(1, SendOp::Send, &[]).unwrap();
+    let packet = Packet {
+        transport: Transport::Rc,
+        dest: b.qp.qpn(),
+        psn: Psn::new(options.psn),
+        solicited: false,
+        ack_request: true,
+        body: Body::Send { part: Part::Only, tail: Tail::None },
+    };
+    b.qp.0.on_packet(&packet, a.address().dgid, &[]);
+    assert_eq!(outcome(&b.poll()), [(1, WcStatus::SUCCESS)]);
+    drop(b.qp);
+    assert_eq!(outcome(&a.wait(1)), [(1, WcStatus::SUCCESS)]);
+}

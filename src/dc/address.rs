@@ -1,0 +1,246 @@
+//! What an initiator needs to know of a target, over whatever the two ends talk by.
+
+use crate::op::EndpointError;
+use crate::op::{link_code, link_of, mtu_of, qpn_of, within};
+use crate::types::{DcKey, Gid, LinkLayer, Mtu, Qpn};
+
+/// All that a peer needs to reach a [`DcTarget`](super::DcTarget): any number of peers, the same for all, nothing in return.
+///
+/// It travels as [`to_bytes`](Self::to_bytes), or with feature `serde` by any format: as named fields where that is read by
+/// people, as those bytes where not. Whatever arrives is checked before it becomes one. It holds the access key.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct DcAddress {
+    /// Number of the target.
+    pub number: Qpn,
+    /// Its access key.
+    pub key: DcKey,
+    /// Address of its port.
+    pub gid: Gid,
+    /// Local identifier of its port (InfiniBand); 0 on Ethernet.
+    pub lid: u16,
+    /// What its port is attached to.
+    pub link_layer: LinkLayer,
+    /// Largest packet payload that it takes.
+    pub mtu: Mtu,
+}
+
+/// Of [`DcAddress::to_bytes`]; another layout will have another one. Not that of an endpoint of a queue pair, which is as
+/// long.
+const VERSION: u8 = 0x41;
+
+impl DcAddress {
+    /// Bytes of the compact form.
+    pub const ENCODED_LEN: usize = 32;
+
+    /// The compact form, numbers big-endian.
+    ///
+    /// ```text
+    ///  0        1           2         3       6    8    16   32
+    ///  version  link layer  MTU code  number  lid  key  gid
+    /// ```
+    ///
+    /// The version is 0x41; link layers are 1 (InfiniBand) and 2 (Ethernet), MTU codes 1 (256) to 5 (4096).
+    #[must_use]
+    pub fn to_bytes(&self) -> [u8; Self::ENCODED_LEN] {
+        let mut bytes = [0; Self::ENCODED_LEN];
+        // Numbers have 24 bits: the first byte is overwritten.
+        bytes[2..6].copy_from_slice(&self.number.0.to_be_bytes());
+        bytes[..3].copy_from_slice(&[VERSION, link_code(self.link_layer), self.mtu as u8]);
+        bytes[6..8].copy_from_slice(&self.lid.to_be_bytes());
+        bytes[8..16].copy_from_slice(&self.key.0.to_be_bytes());
+        bytes[16..].copy_from_slice(&self.gid.0);
+        bytes
+    }
+
+    /// What [`to_bytes`](Self::to_bytes) wrote.
+    ///
+    /// # Errors
+    ///
+    /// [`EndpointError`] with the field that cannot be: the length, the version, or a value out of its range.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self, EndpointError> {
+        let Ok(bytes) = <&[u8; Self::ENCODED_LEN]>::try_from(bytes) else {
+            return Err(EndpointError { field: "length", found: bytes.len() as u64, allowed: "32 bytes" });
+        };
+        let &[version, link_layer, mtu, n0, n1, n2, l0, l1, k0, k1, k2, k3, k4, k5, k6, k7, ref gid @ ..] = bytes;
+        within("version", version.into(), 0x41..=0x41, "65")?;
+        Ok(Self {
+            number: qpn_of("target number", u32::from_be_bytes([0, n0, n1, n2]))?,
+            key: DcKey(u64::from_be_bytes([k0, k1, k2, k3, k4, k5, k6, k7])),
+            gid: Gid(*gid),
+            lid: u16::from_be_bytes([l0, l1]),
+            link_layer: link_of(link_layer)?,
+            mtu: mtu_of(mtu)?,
+        })
+    }
+}
+
+/// For people as named fields, for programs as the compact form.
+#[cfg(feature = "serde")]
+mod form {
+    use std::net::Ipv6Addr;
+
+    use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+
+    use super::*;
+    use crate::op::mtu_of_bytes;
+
+    #[derive(Serialize, Deserialize)]
+    struct Fields {
+        number: u32,
+        /// 16 hexadecimal digits: some formats have no integers of 64 bits.
+        key: String,
+        gid: Ipv6Addr,
+        #[serde(default)]
+        lid: u16,
+        /// Code of `ibv_query_port(3)`.
+        link_layer: u8,
+        /// Bytes.
+        mtu: u16,
+    }
+
+    impl From<&DcAddress> for Fields {
+        fn from(address: &DcAddress) -> Self {
+            Self {
+                number: address.number.0,
+                key: format!("{:016x}", address.key.0),
+                gid: Ipv6Addr::from(address.gid.0),
+                lid: address.lid,
+                link_layer: link_code(address.link_layer),
+                mtu: address.mtu.bytes() as u16,
+            }
+        }
+    }
+
+    impl TryFrom<Fields> for DcAddress {
+        type Error = EndpointError;
+
+        fn try_from(fields: Fields) -> Result<Self, EndpointError> {
+            // A sign would be taken for part of the number.
+            let digits = fields.key.len() == 16 && fields.key.bytes().all(|digit| digit.is_ascii_hexdigit());
+            let key = u64::from_str_radix(&fields.key, 16).ok().filter(|_| digits);
+            let found = fields.key.len() as u64;
+            Ok(Self {
+                number: qpn_of("target number", fields.number)?,
+                key: DcKey(key.ok_or(EndpointError { field: "key", found, allowed: "16 hexadecimal digits" })?),
+                gid: Gid(fields.gid.octets()),
+                lid: fields.lid,
+                link_layer: link_of(fields.link_layer)?,
+                mtu: mtu_of_bytes(fields.mtu)?,
+            })
+        }
+    }
+
+    impl Serialize for DcAddress {
+        fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+            if serializer.is_human_readable() {
+                Fields::from(self).serialize(serializer)
+            } else {
+                self.to_bytes().serialize(serializer)
+            }
+        }
+    }
+
+    impl<'de> Deserialize<'de> for DcAddress {
+        fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+            if deserializer.is_human_readable() {
+                Self::try_from(Fields::deserialize(deserializer)?).map_err(de::Error::custom)
+            } else {
+                Self::from_bytes(&<[u8; Self::ENCODED_LEN]>::deserialize(deserializer)?).map_err(de::Error::custom)
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::op::QueuePairEndpoint;
+
+    fn address() -> DcAddress {
+        DcAddress {
+            number: Qpn(0x12_3456),
+            key: DcKey(0x0102_0304_0506_0708),
+            gid: Gid::from(std::net::Ipv4Addr::new(10, 9, 0, 1)),
+            lid: 0x0708,
+            link_layer: LinkLayer::Ethernet,
+            mtu: Mtu::Mtu4096,
+        }
+    }
+
+    #[test]
+    fn compact_form_is_as_documented() {
+        let expected = [
+            0x41, 2, 5, 0x12, 0x34, 0x56, 7, 8, 1, 2, 3, 4, 5, 6, 7, 8, //
+            0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, 10, 9, 0, 1,
+        ];
+        assert_eq!(address().to_bytes(), expected);
+        assert_eq!(DcAddress::from_bytes(&expected), Ok(address()));
+        assert_eq!(QueuePairEndpoint::from_bytes(&expected).unwrap_err().field, "version");
+    }
+
+    #[test]
+    fn each_bad_field_is_named() {
+        for (at, value, field) in
+            [(0, 1, "version"), (0, 0x42, "version"), (1, 0, "link layer"), (2, 0, "MTU code"), (2, 6, "MTU code")]
+        {
+            let mut bytes = address().to_bytes();
+            bytes[at] = value;
+            assert_eq!(DcAddress::from_bytes(&bytes).unwrap_err().field, field, "byte {at} is {value}");
+        }
+        for number in [0u32, 1, 0x00ff_ffff] {
+            let mut bytes = address().to_bytes();
+            bytes[3..6].copy_from_slice(&number.to_be_bytes()[1..]);
+            assert_eq!(DcAddress::from_bytes(&bytes).unwrap_err().field, "target number");
+        }
+        for len in (0..32).chain(33..70) {
+            assert_eq!(DcAddress::from_bytes(&vec![0x41; len]).unwrap_err().field, "length");
+        }
+    }
+
+    /// Whatever is taken is given back the same: nothing of it is overlooked.
+    #[test]
+    fn random_bytes_are_refused_or_come_back() {
+        let (mut random, mut taken) = (fastrand::Rng::with_seed(7), 0);
+        for _ in 0..100_000 {
+            let mut bytes = address().to_bytes();
+            for _ in 0..random.usize(1..4) {
+                bytes[random.usize(..32)] = random.u8(..);
+            }
+            if let Ok(address) = DcAddress::from_bytes(&bytes) {
+                assert_eq!(address.to_bytes(), bytes);
+                taken += 1;
+            }
+        }
+        assert!(taken > 1000, "{taken} taken");
+    }
+
+    #[test]
+    fn key_is_not_printed() {
+        let (other, text) = (DcAddress { key: DcKey(9), ..address() }, format!("{:?}", address()));
+        assert_eq!(text, format!("{other:?}"));
+        assert!(text.contains("0x123456"), "{text}");
+    }
+
+    #[cfg(feature = "serde")]
+    #[test]
+    fn people_read_fields() {
+        let text = serde_json::to_string(&address()).unwrap();
+        assert_eq!(
+            text,
+            r#"{"number":1193046,"key":"0102030405060708","gid":"::ffff:10.9.0.1","lid":1800,"link_layer":2,"mtu":4096}"#
+        );
+        assert_eq!(serde_json::from_str::<DcAddress>(&text).unwrap(), address());
+        for (field, from, to) in [
+            ("MTU", "4096", "4095"),
+            ("target number", "1193046", "16777215"),
+            ("key", "0102030405060708", "010203040506070"),
+            ("key", "0102030405060708", "+102030405060708"),
+            ("key", "0102030405060708", "010203040506070g"),
+            ("link layer", "\"link_layer\":2", "\"link_layer\":0"),
+            ("IPv6", "::ffff:10.9.0.1", "10.9.0"),
+        ] {
+            let error = serde_json::from_str::<DcAddress>(&text.replace(from, to)).unwrap_err().to_string();
+            assert!(error.contains(field), "{field}: {error}");
+        }
+    }
+}

@@ -1,0 +1,21 @@
+//! Dynamically connected transport: one target and a few initiators for any number of peers.
+//!
+//! ```text
+//!  node A                                                   node B
+//!  DcInitiator ── to(&peer) ── write, read, send, …  ──▶  DcTarget ── SharedReceiveQueue
+//!       peer = initiator.peer(&address)                      │
+//!                       ▲                                    │
+//!                       └──────────── DcAddress ◀────────────┘ address(), over anything
+//! ```
+
+mod address;
+mod initiator;
+mod pool;
+mod sender;
+mod target;
+
+pub use address::DcAddress;
+pub use initiator::{DcInitiator, DcInitiatorBuilder, DcPeer};
+pub use pool::{DcLease, DcPolicy, DcPool, DcPoolBuilder, DcPoolCounters, DcPoolPeer, PendingDcLease, Pooled};
+pub use sender::DcSender;
+pub use target::{DcTarget, DcTargetBuilder};

@@ -1,0 +1,409 @@
+//! Every interleaving of the in-flight machine: `RUSTFLAGS="--cfg loom" cargo test --release --lib loom`.
+
+use std::sync::Arc as StdArc;
+use std::task::{Wake, Waker};
+
+use ::loom::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use ::loom::sync::{Arc, Mutex};
+use ::loom::thread;
+
+use super::arm::{self, Watched};
+use super::capacity::Room;
+use super::slot::{Detach, Finished, Held, Outcome, Registered, Slot, Spent};
+use crate::error::OpErrorKind;
+use crate::types::{WorkCompletion, WrId};
+
+const POSTED: WorkCompletion = {
+    let mut completion = WorkCompletion::EMPTY;
+    completion.wr_id = WrId(7);
+    completion
+};
+
+struct Flag(AtomicUsize);
+
+impl Wake for Flag {
+    fn wake(self: StdArc<Self>) {
+        self.0.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+fn flag() -> (StdArc<Flag>, Waker) {
+    let flag = StdArc::new(Flag(AtomicUsize::new(0)));
+    (flag.clone(), Waker::from(flag))
+}
+
+impl Flag {
+    fn woken(&self) -> bool {
+        self.0.load(Ordering::SeqCst) > 0
+    }
+}
+
+fn claimed() -> (Arc<Slot>, WrId) {
+    let slot = Arc::new(Slot::new(POSTED.wr_id, None));
+    let claim = slot.claim(1).expect("a new slot is free");
+    let id = claim.id();
+    (slot, id)
+}
+
+fn take(slot: &Slot) -> Outcome {
+    let outcome = slot.outcome(|outcome| *outcome);
+    assert!(!slot.free());
+    outcome
+}
+
+/// As the work queue does with a completion.
+fn completed(slot: &Slot, id: WrId) -> Finished {
+    if slot.finish_unwatched(id, &POSTED) { Finished::Unwatched } else { slot.finish(id, Ok(POSTED)) }
+}
+
+fn finish(slot: &Slot, id: WrId) -> Option<Held> {
+    match completed(slot, id) {
+        Finished::Stale => panic!("the slot is in flight"),
+        Finished::Unwatched => None,
+        Finished::Wake(waker) => {
+            waker.wake();
+            None
+        }
+        Finished::Detached { held, waker: _ } => held,
+    }
+}
+
+#[test]
+fn loom_a_registered_waker_is_woken_or_the_result_is_seen() {
+    ::loom::model(|| {
+        let (slot, id) = claimed();
+        let drainer = thread::spawn({
+            let slot = slot.clone();
+            move || assert!(finish(&slot, id).is_none())
+        });
+        let (woken, waker) = flag();
+        let registered = slot.register(waker, &mut Spent::default());
+        drainer.join().unwrap();
+        assert!(slot.is_complete());
+        if registered != Registered::Complete {
+            assert!(woken.woken(), "{registered:?} and never woken");
+        }
+        assert_eq!(take(&slot), Ok(POSTED));
+        assert!(slot.claim(1).is_some(), "the slot is free again");
+    });
+}
+
+#[test]
+fn loom_the_latest_of_two_wakers_is_woken() {
+    ::loom::model(|| {
+        let (slot, id) = claimed();
+        let drainer = thread::spawn({
+            let slot = slot.clone();
+            move || assert!(finish(&slot, id).is_none())
+        });
+        let (_, first) = flag();
+        let (woken, second) = flag();
+        slot.register(first, &mut Spent::default());
+        let registered = slot.register(second, &mut Spent::default());
+        drainer.join().unwrap();
+        if !matches!(registered, Registered::Complete | Registered::Overtaken) {
+            assert!(woken.woken(), "{registered:?}, but the task it moved to was never woken");
+        }
+        assert_eq!(take(&slot), Ok(POSTED));
+    });
+}
+
+/// Counts drops of what an operation held.
+struct Buffer(Arc<AtomicU32>);
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        self.0.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+#[test]
+fn loom_an_abandoned_operation_is_freed_once_and_never_before_its_completion() {
+    for waits in [false, true] {
+        ::loom::model(move || {
+            let (slot, id) = claimed();
+            let drops = Arc::new(AtomicU32::new(0));
+            let (_, waker) = flag();
+            if waits {
+                assert_eq!(slot.register(waker, &mut Spent::default()), Registered::Fresh);
+            }
+            let drainer = thread::spawn({
+                let (slot, drops) = (slot.clone(), drops.clone());
+                move || {
+                    assert_eq!(drops.load(Ordering::SeqCst), 0, "the device still uses it");
+                    drop(finish(&slot, id));
+                }
+            });
+            match slot.detach(Some(Box::new(Buffer(drops.clone())))) {
+                Detach::InFlight { waiting } => assert_eq!(waiting, waits),
+                Detach::Complete(held) => {
+                    assert!(!slot.free());
+                    drop(held);
+                }
+            }
+            drainer.join().unwrap();
+            assert_eq!(drops.load(Ordering::SeqCst), 1);
+            assert!(slot.claim(1).is_some(), "the slot is free again");
+        });
+    }
+}
+
+/// A slot whose first life is over, and the number of that.
+fn over() -> (Arc<Slot>, WrId) {
+    let (slot, id) = claimed();
+    assert!(finish(&slot, id).is_none());
+    assert_eq!(take(&slot), Ok(POSTED));
+    (slot, id)
+}
+
+#[test]
+fn loom_a_late_completion_of_an_earlier_life_changes_nothing() {
+    ::loom::model(|| {
+        let (slot, old) = over();
+        let stale = thread::spawn({
+            let slot = slot.clone();
+            move || assert!(matches!(slot.finish(old, Err(OpErrorKind::Closed)), Finished::Stale))
+        });
+        let new = slot.claim(1).expect("taken slots are free").id();
+        stale.join().unwrap();
+        assert_ne!(old, new);
+        assert!(!slot.is_complete());
+        assert!(finish(&slot, new).is_none());
+        assert_eq!(take(&slot), Ok(POSTED));
+    });
+}
+
+#[test]
+fn loom_a_late_completion_of_an_earlier_life_is_of_no_batch() {
+    ::loom::model(|| {
+        let (slot, old) = over();
+        let stale = thread::spawn({
+            let slot = slot.clone();
+            move || assert_eq!(slot.current_part(old), None)
+        });
+        let batch = slot.claim(3).expect("taken slots are free");
+        let parts = [0, 1, 2].map(|part| batch.id_of(part));
+        stale.join().unwrap();
+        assert_eq!(parts.map(|id| slot.current_part(id)), [Some(0), Some(1), Some(2)]);
+        assert_eq!(parts[2], slot.id(), "it ends with its last");
+        assert!(finish(&slot, slot.id()).is_none());
+        assert!(slot.end_parts().is_empty());
+        assert_eq!(take(&slot), Ok(POSTED));
+        assert!(parts.iter().all(|&id| slot.current_part(id).is_none()));
+    });
+}
+
+#[test]
+fn loom_an_abandoned_batch_leaves_a_slot_of_one() {
+    ::loom::model(|| {
+        let slot = Arc::new(Slot::new(POSTED.wr_id, None));
+        let last = slot.claim(2).expect("a new slot is free").id();
+        let drops = Arc::new(AtomicU32::new(0));
+        let drainer = thread::spawn({
+            let slot = slot.clone();
+            move || drop(finish(&slot, last))
+        });
+        if let Detach::Complete(held) = slot.detach(Some(Box::new(Buffer(drops.clone())))) {
+            slot.end_parts();
+            assert!(!slot.free());
+            drop(held);
+        }
+        drainer.join().unwrap();
+        assert_eq!(drops.load(Ordering::SeqCst), 1);
+        let next = slot.claim(1).expect("the slot is free again").id();
+        assert_eq!((slot.parts(), slot.part(last)), (1, None));
+        assert!(slot.is_current(next));
+    });
+}
+
+/// The last life of a slot ends, by the result being looked at or by the future having been dropped, while its queue does.
+#[test]
+fn loom_the_share_of_a_slot_is_let_go_once() {
+    for detaches in [false, true] {
+        ::loom::model(move || {
+            let (slot, id) = claimed();
+            // The queue ends only after all that was in flight.
+            assert!(finish(&slot, id).is_none());
+            let queue = thread::spawn({
+                let slot = slot.clone();
+                move || slot.end()
+            });
+            if detaches {
+                assert!(matches!(slot.detach(None), Detach::Complete(None)));
+            }
+            let last = slot.free();
+            assert!(queue.join().unwrap() != last, "by both, or by none");
+            assert!(last || slot.claim(1).is_none(), "no life begins in a queue that has ended");
+        });
+    }
+}
+
+/// A poster with one line of waiting work, and a drainer that frees room: as `WorkQueue` uses `Room`.
+struct Line {
+    room: Room,
+    posting: Mutex<Posting>,
+}
+
+struct Posting {
+    posted: u32,
+    waiting: u32,
+}
+
+impl Line {
+    fn post_waiting(&self, posting: &mut Posting) {
+        while posting.waiting > 0 && self.room.left(posting.posted) > 0 {
+            posting.waiting -= 1;
+            posting.posted += 1;
+        }
+        if posting.waiting == 0 {
+            self.room.clear();
+        }
+    }
+}
+
+#[test]
+fn loom_whoever_waits_for_room_gets_it() {
+    ::loom::model(|| {
+        let line = Arc::new(Line { room: Room::new(1, false), posting: Mutex::new(Posting { posted: 1, waiting: 0 }) });
+        let drainer = thread::spawn({
+            let line = line.clone();
+            move || {
+                if line.room.retire(0) {
+                    line.post_waiting(&mut line.posting.lock().unwrap());
+                }
+            }
+        });
+        {
+            let mut posting = line.posting.lock().unwrap();
+            if posting.waiting == 0 && line.room.left(posting.posted) > 0 {
+                posting.posted += 1;
+            } else {
+                posting.waiting += 1;
+                line.room.crowd();
+                line.post_waiting(&mut posting);
+            }
+        }
+        drainer.join().unwrap();
+        let posting = line.posting.lock().unwrap();
+        assert_eq!((posting.waiting, posting.posted), (0, 2), "work waits for room that is there");
+        assert_eq!(line.room.in_flight(posting.posted), 1);
+    });
+}
+
+/// A device's completion queue: completions, one-shot arming, a channel.
+#[derive(Default)]
+struct Device {
+    completions: u32,
+    armed: bool,
+    events: u32,
+}
+
+/// A completion queue watched by events, with one operation in flight in `slot`.
+struct Queue {
+    device: Mutex<Device>,
+    state: Mutex<bool>,
+    slot: Slot,
+    id: WrId,
+    waiting: AtomicU32,
+}
+
+struct Draining<'a> {
+    queue: &'a Queue,
+    armed: &'a mut bool,
+    woken: Vec<Waker>,
+}
+
+impl Watched for Draining<'_> {
+    fn drain(&mut self) {
+        let taken = std::mem::take(&mut self.queue.device.lock().unwrap().completions);
+        for _ in 0..taken {
+            match completed(&self.queue.slot, self.queue.id) {
+                Finished::Wake(waker) => {
+                    self.queue.waiting.fetch_sub(1, Ordering::Relaxed);
+                    self.woken.push(waker);
+                }
+                Finished::Unwatched => {}
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+
+    fn arm(&mut self) -> bool {
+        self.queue.device.lock().unwrap().armed = true;
+        true
+    }
+
+    fn take_event(&mut self) -> bool {
+        let mut device = self.queue.device.lock().unwrap();
+        let any = device.events > 0;
+        device.events = device.events.saturating_sub(1);
+        any
+    }
+
+    fn is_awaited(&self) -> bool {
+        self.queue.waiting.load(Ordering::Relaxed) > 0
+    }
+
+    fn armed(&mut self) -> &mut bool {
+        self.armed
+    }
+}
+
+impl Queue {
+    fn with<R>(&self, f: impl FnOnce(&mut Draining<'_>) -> R) -> R {
+        let mut armed = self.state.lock().unwrap();
+        let mut draining = Draining { queue: self, armed: &mut armed, woken: Vec::new() };
+        let result = f(&mut draining);
+        let woken = std::mem::take(&mut draining.woken);
+        drop(armed);
+        woken.into_iter().for_each(Waker::wake);
+        result
+    }
+}
+
+#[test]
+fn loom_a_completion_is_never_slept_through() {
+    // Armed before by somebody else, or not.
+    for armed in [false, true] {
+        ::loom::model(move || {
+            let slot = Slot::new(POSTED.wr_id, None);
+            let id = slot.claim(1).expect("a new slot is free").id();
+            let queue = Arc::new(Queue {
+                device: Mutex::new(Device { armed, ..Device::default() }),
+                state: Mutex::new(armed),
+                slot,
+                id,
+                waiting: AtomicU32::new(0),
+            });
+            let device = thread::spawn({
+                let queue = queue.clone();
+                move || {
+                    let readable = {
+                        let mut device = queue.device.lock().unwrap();
+                        device.completions += 1;
+                        let event = std::mem::take(&mut device.armed);
+                        device.events += u32::from(event);
+                        event
+                    };
+                    // The reactor sees the channel become readable, and only then does anything.
+                    if readable {
+                        queue.with(|draining| arm::on_event(draining));
+                    }
+                }
+            });
+            let (woken, waker) = flag();
+            let complete = queue.with(|draining| {
+                draining.drain();
+                if queue.slot.is_complete() {
+                    return true;
+                }
+                queue.waiting.fetch_add(1, Ordering::Relaxed);
+                assert_eq!(queue.slot.register(waker, &mut Spent::default()), Registered::Fresh);
+                arm::before_park(draining);
+                queue.slot.is_complete()
+            });
+            device.join().unwrap();
+            assert!(complete || woken.woken(), "asleep with the completion in the queue");
+        });
+    }
+}

@@ -1,0 +1,165 @@
+//! One slot through each step of its life, by one thread. `loom.rs` has what two threads do at once.
+
+use std::sync::atomic::AtomicUsize;
+use std::task::Wake;
+
+use super::*;
+
+const ID: WrId = WrId(7);
+
+fn slot() -> Slot {
+    Slot::new(ID, None)
+}
+
+/// Counts how often it is woken.
+#[derive(Default)]
+struct Count(AtomicUsize);
+
+impl Wake for Count {
+    fn wake(self: Arc<Self>) {
+        self.0.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+    }
+}
+
+fn wakers() -> [(Arc<Count>, Waker); 2] {
+    std::array::from_fn(|_| {
+        let count = Arc::<Count>::default();
+        (count.clone(), count.into())
+    })
+}
+
+fn success() -> WorkCompletion {
+    WorkCompletion { wr_id: ID, ..WorkCompletion::EMPTY }
+}
+
+#[test]
+fn completion_of_an_operation_that_does_not_wait_stays_in_the_slot() {
+    let slot = slot();
+    assert!(slot.in_flight().is_none() && !slot.is_current(ID));
+    let claim = slot.claim(1).unwrap();
+    assert!(slot.claim(1).is_none(), "it is taken");
+    assert_eq!((slot.id(), slot.parts(), slot.in_flight()), (ID, 1, Some(ID)));
+    assert!(slot.is_new() && slot.is_unwatched() && slot.is_current(ID) && slot.is_unwatched_in(ID));
+    assert!(!slot.is_complete() && !slot.is_current(WrId(8)) && !slot.is_unwatched_in(WrId(8)));
+    assert!(slot.rouse().is_none(), "nothing waits");
+
+    assert!(!slot.finish_unwatched(WrId(8), &success()), "the number of another life");
+    assert!(matches!(slot.finish(WrId(8), Ok(success())), Finished::Stale));
+    assert!(!slot.is_complete());
+    assert!(slot.finish_unwatched(ID, &success()));
+    assert!(slot.is_complete() && !slot.is_new() && !slot.is_unwatched() && slot.in_flight().is_none());
+    assert!(!slot.is_current(ID) && !slot.is_unwatched_in(ID));
+    assert!(slot.outcome(|outcome| outcome.is_ok_and(|completion| completion.wr_id == ID)));
+    // Once.
+    assert!(!slot.finish_unwatched(ID, &success()));
+    assert!(matches!(slot.finish(ID, Err(OpErrorKind::Closed)), Finished::Stale));
+    assert!(slot.outcome(Result::is_ok));
+    let [(_, waker), _] = wakers();
+    assert_eq!(slot.register(waker.clone(), &mut Spent::default()), Registered::Complete);
+
+    claim.release();
+    assert!(!slot.is_complete() && slot.id() != ID);
+    let again = slot.claim(1).unwrap();
+    assert!(slot.is_new());
+    assert!(matches!(slot.finish(slot.id(), Ok(success())), Finished::Unwatched));
+    again.release();
+    // In the hands of its future from the start.
+    let own = slot.claim(1).unwrap();
+    slot.finish_own();
+    assert!(slot.is_complete());
+    own.release();
+}
+
+#[test]
+fn operation_that_waits_is_woken_by_its_latest_waker() {
+    let slot = slot();
+    let _claim = slot.claim(1).unwrap();
+    let ([(first, earlier), (second, later)], mut spent) = (wakers(), Spent::default());
+    assert_eq!(slot.register(earlier.clone(), &mut spent), Registered::Fresh);
+    assert!(!slot.is_new() && !slot.is_unwatched() && !slot.is_unwatched_in(ID) && slot.is_current(ID));
+    assert!(spent.iter().all(Option::is_none) && slot.in_flight() == Some(ID));
+    assert!(!slot.finish_unwatched(ID, &success()), "its waker is to be taken");
+    assert_eq!(slot.register(later.clone(), &mut spent), Registered::Again);
+    assert!(spent[0].take().is_some_and(|waker| waker.data() == earlier.data()));
+
+    let (waker, waits_no_more) = slot.rouse().expect("it waits");
+    assert!(waits_no_more && waker.data() == later.data());
+    assert!(slot.is_unwatched() && slot.rouse().is_none());
+    assert_eq!(slot.register(waker.clone(), &mut spent), Registered::Fresh);
+    let Finished::Wake(waker) = slot.finish(ID, Err(OpErrorKind::Closed)) else { panic!("it waits") };
+    waker.wake();
+    let woken = [first, second].map(|count| count.0.load(std::sync::atomic::Ordering::Relaxed));
+    assert_eq!((woken, slot.is_complete()), ([0, 1], true));
+    assert!(slot.outcome(|outcome| matches!(outcome, Err(OpErrorKind::Closed))));
+}
+
+#[test]
+fn rounds_are_those_of_this_life() {
+    let slot = slot();
+    let claim = slot.claim(1).unwrap();
+    assert_eq!(slot.rounds(), 0);
+    slot.spin(3);
+    assert_eq!(slot.rounds(), 3);
+    assert!(!slot.is_new() && slot.is_unwatched() && slot.is_unwatched_in(ID), "it has spun and does not wait");
+    assert!(slot.finish_unwatched(ID, &success()) && slot.is_complete());
+    claim.release();
+    let _claim = slot.claim(1).unwrap();
+    assert_eq!(slot.rounds(), 0);
+}
+
+#[test]
+fn what_an_abandoned_operation_held_comes_back_with_its_completion() {
+    let (slot, [(_, waker), _]) = (slot(), wakers());
+    let held = |value: u8| -> Option<Held> { Some(Box::new(value)) };
+    let value = |held: Option<Held>| *held.unwrap().downcast::<u8>().unwrap();
+    for waits in [false, true] {
+        let claim = slot.claim(1).unwrap();
+        let id = claim.id();
+        if waits {
+            assert_eq!(slot.register(waker.clone(), &mut Spent::default()), Registered::Fresh);
+        }
+        assert!(matches!(slot.detach(held(1)), Detach::InFlight { waiting } if waiting == waits));
+        assert!(slot.is_current(id) && slot.in_flight() == Some(id) && !slot.is_unwatched_in(id));
+        assert!(!slot.finish_unwatched(id, &success()));
+        let Finished::Detached { held, waker } = slot.finish(id, Ok(success())) else { panic!("it was abandoned") };
+        assert_eq!((value(held), waker.is_some()), (1, waits));
+        assert!(slot.in_flight().is_none() && slot.id() != id);
+    }
+    let claim = slot.claim(1).unwrap();
+    slot.finish_own();
+    let Detach::Complete(back) = slot.detach(held(2)) else { panic!("it is complete") };
+    assert_eq!(value(back), 2);
+    claim.release();
+    assert!(slot.claim(1).is_some());
+}
+
+#[test]
+fn batch_takes_the_numbers_of_as_many_lives_and_positions() {
+    let slot = slot();
+    let claim = slot.claim(5).unwrap();
+    assert_eq!((slot.id(), slot.parts()), (WrId(ID.0 + 4 * GENERATION), 5));
+    slot.place_part(slot.id_of(1), u32::MAX);
+    assert_eq!((slot.start(), slot.position()), (u32::MAX - 1, 2));
+    slot.place_part(slot.id(), 14);
+    assert_eq!((slot.start(), slot.position()), (10, 14));
+    assert_eq!([0, 4].map(|part| slot.current_part(slot.id_of(part))), [Some(0), Some(4)]);
+    assert_eq!(slot.part(WrId(slot.id_of(0).0.wrapping_sub(GENERATION))), None, "the life before");
+    slot.finish_own();
+    assert_eq!(slot.current_part(slot.id()), None, "it is over");
+    assert!(slot.end_parts().is_empty());
+    claim.release();
+    let _claim = slot.claim(1).unwrap();
+    assert_eq!((slot.id(), slot.parts()), (WrId(ID.0 + 5 * GENERATION), 1));
+}
+
+#[test]
+fn orphaned_slot_starts_no_life() {
+    let slot = slot();
+    assert!(slot.end(), "it is free");
+    assert!(slot.claim(1).is_none());
+    let slot = self::slot();
+    let _claim = slot.claim(1).unwrap();
+    assert!(!slot.end(), "its life is not over");
+    assert!(slot.is_current(ID) && slot.finish_unwatched(ID, &success()));
+    assert!(slot.free(), "that was the last");
+}

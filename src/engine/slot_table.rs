@@ -1,0 +1,238 @@
+//! The slots of one work queue: found by number, growing in steps that never move them.
+
+use std::sync::{Arc, OnceLock};
+
+use super::slot::{Claim, Hint, Slot};
+use super::work_queue::WorkQueue;
+
+/// Slots of the first step, 4 KiB; each further step doubles what there is.
+const FIRST: u32 = 32;
+const FIRST_BITS: u32 = FIRST.trailing_zeros();
+
+/// Slot numbers have 20 bits in a work request number.
+pub(super) const INDEX_BITS: u32 = 20;
+const STEPS: usize = (INDEX_BITS - FIRST_BITS) as usize;
+
+/// Slots by number.
+///
+/// There are more slots than the device holds work requests, for a slot is taken until its operation has
+/// looked at the result. In a steady state none is added.
+pub(super) struct Slots {
+    /// The first step apart: most queues never need another, and it is found with fewer instructions.
+    first: OnceLock<Box<[Slot; FIRST as usize]>>,
+    /// Made when the first step is full: most queues need no more than one pointer for it.
+    steps: OnceLock<Box<[Step; STEPS]>>,
+    /// Where to look for a free slot first: that which was released last, for its memory is near.
+    hint: Hint,
+}
+
+/// Slots that were added together.
+type Step = OnceLock<Box<[Slot]>>;
+
+/// How far the poster has to look; under the lock of the queue.
+#[derive(Debug, Default)]
+pub(super) struct Cursor {
+    /// Slots there are.
+    len: u32,
+    /// Where the last search ended.
+    next: u32,
+}
+
+impl Slots {
+    pub(super) fn new() -> Self {
+        Self { first: OnceLock::new(), steps: OnceLock::new(), hint: Hint::new() }
+    }
+
+    /// Step and offset of a slot beyond the first step: 32..64, 64..128, 128..256, …
+    fn place(index: u32) -> (usize, usize) {
+        let step = index.ilog2() - FIRST_BITS;
+        (step as usize, (index - (FIRST << step)) as usize)
+    }
+
+    /// The slot with this number, if there is one.
+    #[inline(always)]
+    pub(super) fn find(&self, index: u32) -> Option<&Slot> {
+        if index < FIRST {
+            return Some(&self.first.get()?[index as usize]);
+        }
+        self.find_beyond(index)
+    }
+
+    fn find_beyond(&self, index: u32) -> Option<&Slot> {
+        let (step, offset) = Self::place(index);
+        self.steps.get()?.get(step)?.get()?.get(offset)
+    }
+
+    /// A slot that was claimed before.
+    #[inline]
+    pub(super) fn slot(&self, index: u32) -> &Slot {
+        match self.find(index) {
+            Some(slot) => slot,
+            None => unreachable!("claimed slots exist and never move"),
+        }
+    }
+
+    /// Starts a life in the slot that is probably free.
+    #[inline(always)]
+    pub(super) fn claim_next(&self) -> Option<Claim> {
+        self.hint.claim(1)
+    }
+
+    /// Starts a life of `parts` work requests in a free slot of `queue`, of which this is the table; `None` if there are 2^20
+    /// and all are taken.
+    ///
+    /// One operation after the other uses the same slot; of many that end in the order they began, each uses that
+    /// which was released before.
+    #[inline(always)]
+    pub(super) fn claim(&self, cursor: &mut Cursor, queue: &Arc<WorkQueue>, parts: u32) -> Option<Claim> {
+        match self.hint.claim(parts) {
+            None => self.search(cursor, parts, |index| Slot::new(queue.first_id(index), Some(queue.clone()))),
+            claim => claim,
+        }
+    }
+
+    #[cold]
+    fn search(&self, cursor: &mut Cursor, parts: u32, make: impl Fn(u32) -> Slot) -> Option<Claim> {
+        for step in 0..cursor.len {
+            let index = cursor.next.wrapping_add(step) % cursor.len;
+            if let Some(claim) = self.hint.claim_at(self.slot(index), parts) {
+                cursor.next = index + 1;
+                // More than half of them are held: search less next time.
+                if step > cursor.len / 2 {
+                    self.grow(cursor, make);
+                }
+                return Some(claim);
+            }
+        }
+        cursor.next = cursor.len;
+        self.grow(cursor, make)?;
+        self.hint.claim_at(self.slot(cursor.next), parts)
+    }
+
+    fn grow(&self, cursor: &mut Cursor, make: impl Fn(u32) -> Slot) -> Option<()> {
+        if cursor.len == 0 {
+            self.first.get_or_init(|| Box::new(std::array::from_fn(|index| make(index as u32))));
+            cursor.len = FIRST;
+        } else {
+            let (step, _) = Self::place(cursor.len);
+            let steps = self.steps.get_or_init(|| Box::new([const { OnceLock::new() }; STEPS]));
+            steps.get(step)?.get_or_init(|| (cursor.len..2 * cursor.len).map(make).collect());
+            cursor.len *= 2;
+        }
+        // In a ring.
+        let mut before = self.slot(cursor.len - 1);
+        for (_, slot) in self.iter() {
+            before.link(slot);
+            before = slot;
+        }
+        Some(())
+    }
+
+    /// `slot` is about to be free.
+    #[inline(always)]
+    pub(super) fn hint(&self, slot: &Slot) {
+        self.hint.set(slot);
+    }
+
+    /// All that there are, with their numbers.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &Slot)> {
+        (0..1 << INDEX_BITS).map_while(|index| self.find(index).map(|slot| (index, slot)))
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::types::WrId;
+
+    #[test]
+    fn numbers_map_to_steps_without_gap_or_overlap() {
+        let mut expected = (0, 0);
+        let mut len = FIRST;
+        for index in FIRST..if cfg!(miri) { 512 } else { 4096 } {
+            assert_eq!(Slots::place(index), expected, "slot {index}");
+            expected.1 += 1;
+            if expected.1 == len as usize {
+                len *= 2;
+                expected = (expected.0 + 1, 0);
+            }
+        }
+        assert_eq!(Slots::place((1 << INDEX_BITS) - 1).0, STEPS - 1);
+    }
+
+    fn claim(slots: &Slots, cursor: &mut Cursor) -> Claim {
+        slots.hint.claim(1).or_else(|| slots.search(cursor, 1, |index| Slot::new(WrId(index.into()), None))).unwrap()
+    }
+
+    #[test]
+    fn free_slots_follow_each_other_in_a_ring() {
+        let (slots, mut cursor) = (Slots::new(), Cursor::default());
+        assert!(slots.find(0).is_none() && slots.hint.claim(1).is_none() && slots.iter().count() == 0);
+        let first = claim(&slots, &mut cursor);
+        let others: Vec<_> = (1..FIRST).map(|_| slots.hint.claim(1).unwrap().id().0 as u32).collect();
+        assert_eq!((first.id(), others), (WrId(0), (1..FIRST).collect()));
+        assert!(slots.hint.claim(1).is_none(), "all are taken");
+        first.release();
+        assert!(
+            std::ptr::eq(&raw const *slots.hint.claim(1).unwrap(), slots.slot(0)),
+            "the first comes after the last"
+        );
+        // Another step: the table and the ring have twice as many.
+        assert_eq!(claim(&slots, &mut cursor).id(), WrId(FIRST.into()));
+        let others: Vec<_> = (1..FIRST).map(|_| slots.hint.claim(1).unwrap().id().0 as u32).collect();
+        assert_eq!((others, cursor.len), ((FIRST + 1..2 * FIRST).collect(), 2 * FIRST));
+        assert!(slots.iter().map(|(index, slot)| (index, slot.id().0 as u32)).eq((0..2 * FIRST).map(|at| (at, at))));
+        assert!(slots.find(2 * FIRST).is_none());
+    }
+
+    #[test]
+    fn slots_held_by_idle_operations_do_not_make_the_table_grow_for_ever() {
+        let (slots, mut cursor) = (Slots::new(), Cursor::default());
+        for _ in 0..100 {
+            claim(&slots, &mut cursor);
+        }
+        for _ in 0..if cfg!(miri) { 200 } else { 100_000 } {
+            claim(&slots, &mut cursor).release();
+        }
+        assert!(cursor.len <= 512, "{} slots for 100 held", cursor.len);
+    }
+
+    #[test]
+    fn a_slot_comes_back_in_another_life() {
+        let (slots, mut cursor) = (Slots::new(), Cursor::default());
+        let slot = claim(&slots, &mut cursor);
+        let first = slot.id();
+        assert!(slot.is_current(first));
+        slot.same().release();
+        assert!(!slot.is_current(first));
+        slots.hint(&slot);
+        let again = claim(&slots, &mut cursor);
+        assert!(std::ptr::eq(&raw const *slot, &raw const *again));
+        assert!(again.is_current(again.id()) && !again.is_current(first));
+    }
+
+    #[test]
+    fn batches_have_a_number_for_each_work_request_and_lives_stay_apart() {
+        let (slots, mut cursor) = (Slots::new(), Cursor::default());
+        let mut before = Vec::new();
+        for parts in [5, 1, 32, 2, crate::engine::slot::MAX_PARTS, 3] {
+            let slot = slots
+                .hint
+                .claim(parts)
+                .or_else(|| slots.search(&mut cursor, parts, |index| Slot::new(WrId(index.into()), None)))
+                .unwrap();
+            let some = [0, parts / 2, parts - 1];
+            let ids = some.map(|part| slot.id_of(part));
+            assert_eq!(ids.map(|id| slot.current_part(id)), some.map(Some));
+            assert_eq!(slot.id_of(parts - 1), slot.id());
+            let mut number = slot.ids();
+            assert_eq!([number.next(), number.next()].map(|id| slot.part(id)), [Some(0), (parts > 1).then_some(1)]);
+            assert!(before.iter().all(|&id| slot.current_part(id).is_none()), "{parts}");
+            assert!(slot.part(WrId(slot.id().0 ^ 1)).is_none(), "another slot's");
+            slot.end_parts();
+            slot.same().release();
+            slots.hint(&slot);
+            before.extend(ids);
+        }
+    }
+}

@@ -1,0 +1,106 @@
+//! Memory that peers may read and nobody writes.
+
+#![allow(unsafe_code)]
+
+use std::fmt;
+use std::ptr::NonNull;
+
+use bytes::Bytes;
+
+use super::registration::Registration;
+use crate::error::SetupError;
+use crate::memory::{RemoteRegion, Storage};
+use crate::types::Access;
+use crate::verbs::ProtectionDomain;
+
+/// Bytes that peers may read where they are, without a copy.
+///
+/// Neither a device nor a peer may write them, so that other clones of the [`Bytes`] can be read at the same time; the
+/// software device reads them as plain memory, as they do. Dropping
+/// it revokes the access first and lets go of the bytes after; what peers read from then on fails at their side.
+pub(crate) struct ReadOnlyRegion {
+    registration: Registration,
+}
+
+/// The bytes as memory to be registered.
+struct Shared(Bytes);
+
+// SAFETY: S1: the bytes stay where they are and unchanged while the value lives, and the value holds a share of them. That
+// others do too is why they are registered for nothing but reading.
+unsafe impl Storage for Shared {
+    fn base(&mut self) -> NonNull<u8> {
+        NonNull::from(&self.0[..]).cast()
+    }
+
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+}
+
+impl ReadOnlyRegion {
+    /// Lets peers read `bytes`.
+    ///
+    /// # Errors
+    ///
+    /// [`SetupError`] if they are longer than a registration can be, or the provider refuses.
+    pub(crate) fn new(pd: &ProtectionDomain, bytes: Bytes) -> Result<Self, SetupError> {
+        Ok(Self { registration: Registration::new(pd, Shared(bytes), Access::REMOTE_READ, false)? })
+    }
+
+    /// Address and key, to hand to a peer.
+    pub(crate) fn grant(&self) -> RemoteRegion {
+        let base = self.registration.base().addr().get() as u64;
+        RemoteRegion::new(base, self.len(), self.registration.rkey())
+    }
+
+    /// Bytes.
+    pub(crate) fn len(&self) -> u64 {
+        self.registration.len() as u64
+    }
+}
+
+impl fmt::Debug for ReadOnlyRegion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ReadOnlyRegion").field("len", &self.len()).finish_non_exhaustive()
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::future::Future;
+    use std::pin::pin;
+    use std::task::{Context, Poll, Waker};
+
+    use super::*;
+    use crate::software::Network;
+    use crate::{CompletionMode, CompletionQueue, Device, Pool, QueuePair};
+
+    /// Miri rejects atomic accesses to memory that is not valid for writes.
+    #[test]
+    fn peers_read_bytes_that_nobody_may_write_while_their_owner_reads_them() {
+        static BYTES: [u8; 64] = [7; 64];
+        let device = Device::software_in(&Network::new(), "reader0").unwrap();
+        let pd = device.protection_domain().unwrap();
+        let queue = CompletionQueue::new(&device, CompletionMode::Cooperative).unwrap();
+        let [a, b] = [(); 2].map(|()| QueuePair::new(&pd, &queue).unwrap());
+        a.connect(&b.endpoint()).unwrap();
+        b.connect(&a.endpoint()).unwrap();
+        let pool = Pool::new(&pd, 64, 2).unwrap();
+        for bytes in [Bytes::from_static(&BYTES), Bytes::from(BYTES.to_vec())] {
+            let reader = bytes.clone();
+            let seen = &reader[..];
+            let region = ReadOnlyRegion::new(&pd, bytes).unwrap();
+            for range in [0..64, 3..61, 8..16] {
+                let len = (range.end - range.start) as usize;
+                let mut read = pin!(a.read(pool.try_alloc(len).unwrap(), region.grant().slice(range).unwrap()));
+                let mut context = Context::from_waker(Waker::noop());
+                let read = loop {
+                    if let Poll::Ready(read) = read.as_mut().poll(&mut context) {
+                        break read.unwrap();
+                    }
+                };
+                assert_eq!(read[..], seen[..len]);
+            }
+        }
+    }
+}

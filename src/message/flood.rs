@@ -1,0 +1,235 @@
+//! A listener and requests of peers that never answer, beside those of peers that do.
+
+use std::future::Future;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use super::listener::GRACE;
+use super::{Connection, ConnectionConfig, Handshake, Listener};
+use crate::software::{Network, UdpConfig};
+use crate::types::Gid;
+use crate::verbs::Device;
+
+/// Only a hang takes this long.
+const HANG: Duration = Duration::from_secs(120);
+
+const HONEST: u32 = 24;
+
+/// Forged requests before each honest one: more in all than a manager remembers.
+const FORGED: u32 = 300;
+
+fn run<F: Future<Output = ()>>(test: impl FnOnce() -> F) {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    runtime.block_on(async { tokio::time::timeout(HANG, test()).await.expect("hangs") });
+}
+
+/// Forged requests, from so many sources in turn.
+struct Forger {
+    network: Network,
+    to: SocketAddr,
+    sources: u32,
+    sent: u32,
+}
+
+impl Forger {
+    fn send(&mut self, count: u32) {
+        let handshake = Handshake { buffer_size: 8192, receives: 68, max_message: 1 << 20 }.encode(b"").unwrap();
+        for _ in 0..count {
+            self.sent += 1;
+            let from = Ipv4Addr::from(0x7f40_0000 + self.sent % self.sources);
+            self.network.forge_request(Gid::from(from), self.sent, self.to, &handshake);
+        }
+    }
+}
+
+/// Every honest client connects and is served, whatever was asked in the names of others before it.
+async fn serve_beside_forged(sources: u32) {
+    let network = Network::new();
+    let (server, client) =
+        (Device::software_in(&network, "server").unwrap(), Device::software_in(&network, "client").unwrap());
+    let gid = server.default_path().unwrap().1.gid;
+    let listener = Listener::bind(&server, (gid.to_ip(), 0)).await.unwrap();
+    let to = listener.local_addr();
+    let mut forger = Forger { network: network.clone(), to, sources, sent: 0 };
+    let honest = async {
+        let mut kept = Vec::new();
+        for _ in 0..HONEST {
+            forger.send(FORGED);
+            let connection = Connection::connect(&client, to).await.expect("an honest client connects");
+            connection.send("here").await.unwrap();
+            assert_eq!(connection.recv().await.unwrap().unwrap(), "here");
+            kept.push(connection);
+        }
+        kept
+    };
+    let serve = async {
+        let mut kept = Vec::new();
+        for _ in 0..HONEST {
+            let connection = listener.accept().await.unwrap();
+            let message = connection.recv().await.unwrap().unwrap();
+            connection.send(message).await.unwrap();
+            kept.push(connection);
+        }
+        kept
+    };
+    let (theirs, ours) = tokio::join!(honest, serve);
+    let stats = listener.stats();
+    assert_eq!((stats.open, stats.accepted), (HONEST, u64::from(HONEST)));
+    let forged = u64::from(HONEST * FORGED);
+    // One source has more than its share with each round. Those of many may be given up before there are too many of them.
+    assert!(stats.gave_way <= forged && (stats.gave_way > 0 || sources > 1), "{stats:?}");
+    let (queue_pairs, known) = network.known_at(gid);
+    assert_eq!(queue_pairs, HONEST as usize, "none for a peer that has not answered");
+    assert!(known as u64 <= forged - stats.gave_way + u64::from(HONEST), "{known} are remembered, {stats:?}");
+    drop((theirs, ours));
+}
+
+#[test]
+fn honest_clients_are_served_beside_a_flood_from_one_forged_address() {
+    run(|| serve_beside_forged(1));
+}
+
+#[test]
+fn honest_clients_are_served_beside_a_flood_from_two_hundred_forged_addresses() {
+    run(|| serve_beside_forged(200));
+}
+
+/// A listener whose program answers each request, as on devices whose manager is the kernel's, with forged requests that wait,
+/// and the device of an honest client.
+async fn beset(handshakes: u32, sources: u32, forged: u32) -> (Device, Listener) {
+    let network = Network::new();
+    let (server, client) =
+        (Device::software_in(&network, "server").unwrap(), Device::software_in(&network, "client").unwrap());
+    let gid = server.default_path().unwrap().1.gid;
+    let config = ConnectionConfig::default().handshakes(handshakes);
+    let listener = Listener::bind_with(&server, (gid.to_ip(), 0), &config).await.unwrap();
+    listener.never_answer();
+    Forger { network, to: listener.local_addr(), sources, sent: 0 }.send(forged);
+    (client, listener)
+}
+
+#[test]
+fn handshakes_that_are_not_confirmed_give_way_where_the_program_answers() {
+    run(|| async {
+        let (client, listener) = beset(4, 3, 20).await;
+        let to = listener.local_addr();
+        let (theirs, ours) = tokio::join!(Connection::connect(&client, to), listener.accept());
+        let (theirs, ours) = (theirs.expect("an honest client connects"), ours.unwrap());
+        theirs.send("here").await.unwrap();
+        assert_eq!(ours.recv().await.unwrap().unwrap(), "here");
+        let stats = listener.stats();
+        assert!(stats.gave_way >= 16, "{stats:?}");
+    });
+}
+
+#[test]
+fn handshake_gives_way_after_its_grace_in_real_time_under_a_paused_clock() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    runtime.block_on(async {
+        let (client, listener) = beset(1, 1, 1).await;
+        let to = listener.local_addr();
+        let start = Instant::now();
+        let (theirs, ours) = tokio::join!(Connection::connect(&client, to), listener.accept());
+        assert!(theirs.is_ok() && ours.is_ok());
+        assert_eq!(listener.stats().gave_way, 1);
+        assert!(start.elapsed() >= GRACE, "the forged handshake gave way early");
+    });
+}
+
+/// Sends forged requests over UDP from so many addresses, at `rate` in a second, until it is told to stop; how many it was.
+fn flood(to: SocketAddr, sources: u8, rate: u32, stop: &AtomicBool) -> u32 {
+    let handshake = Handshake { buffer_size: 8192, receives: 68, max_message: 1 << 20 }.encode(b"").unwrap();
+    let sockets: Vec<_> = (1..=sources)
+        .map(|host| {
+            let address = IpAddr::from([127, 99, 0, host]);
+            (address, UdpSocket::bind((address, UdpConfig::PORT)).unwrap())
+        })
+        .collect();
+    let (start, mut sent) = (Instant::now(), 0);
+    while !stop.load(Ordering::Relaxed) {
+        let due = (start.elapsed().as_secs_f64() * f64::from(rate)) as u32;
+        while sent < due {
+            let (from, socket) = &sockets[sent as usize % sockets.len()];
+            let datagram = Network::forged_datagram(*from, sent + 1, to, &handshake);
+            socket.send_to(&datagram, (to.ip(), UdpConfig::PORT)).unwrap();
+            sent += 1;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    sent
+}
+
+/// Connects, sends a message and receives it again.
+async fn echo_once(client: &Device, to: SocketAddr) -> Result<(), Box<dyn std::error::Error>> {
+    let connection = Connection::connect(client, to).await?;
+    connection.send("here").await?;
+    let message = connection.recv().await?;
+    assert_eq!(message.ok_or("no message")?, "here");
+    Ok(())
+}
+
+/// Measures; the numbers are in docs/messages.md. `cargo test --release --lib flood -- --ignored --nocapture`
+#[test]
+#[ignore = "takes a minute, and asserts nothing about time"]
+fn how_long_honest_clients_take_over_udp() {
+    let network = |host| {
+        let config = UdpConfig::new().device("one", IpAddr::from([127, 98, 0, host]));
+        Device::software_in(&Network::udp(&config).unwrap(), "one").unwrap()
+    };
+    run(|| async {
+        let (server, client) = (network(1), network(2));
+        for (sources, rate) in [(0, 0), (1, 1_000), (200, 1_000), (1, 10_000), (200, 10_000)] {
+            let listener = Listener::bind(&server, (IpAddr::from([127, 98, 0, 1]), 0)).await.unwrap();
+            let (to, stop) = (listener.local_addr(), AtomicBool::new(false));
+            let (mut times, mut failed) = (Vec::new(), Vec::new());
+            let honest = async {
+                let start = Instant::now();
+                while start.elapsed() < Duration::from_secs(8) {
+                    let begun = Instant::now();
+                    match echo_once(&client, to).await {
+                        Ok(()) => times.push(begun.elapsed()),
+                        Err(error) => failed.push((begun.elapsed(), error.to_string())),
+                    }
+                }
+            };
+            let serve = async {
+                loop {
+                    let connection = listener.accept().await.unwrap();
+                    tokio::spawn(async move {
+                        while let Ok(Some(message)) = connection.recv().await {
+                            if connection.send(message).await.is_err() {
+                                break;
+                            }
+                        }
+                    });
+                }
+            };
+            let sent = std::thread::scope(|threads| {
+                let flooding = threads.spawn(|| if sources > 0 { flood(to, sources, rate, &stop) } else { 0 });
+                tokio::task::block_in_place(|| {
+                    tokio::runtime::Handle::current().block_on(async {
+                        tokio::select! {
+                            () = honest => {}
+                            () = serve => {}
+                        }
+                    });
+                });
+                stop.store(true, Ordering::Relaxed);
+                flooding.join().unwrap()
+            });
+            times.sort_unstable();
+            let at = |part: usize| times.get(times.len().saturating_sub(1) * part / 100).copied().unwrap_or_default();
+            let (count, last) = (times.len(), at(100));
+            eprintln!(
+                "{sources} sources, {sent} forged: {count} connections, p50 {:?}, p99 {:?}, longest {last:?}; {:?}",
+                at(50),
+                at(99),
+                listener.stats()
+            );
+            for (after, error) in failed {
+                eprintln!("failed after {after:?}: {error}");
+            }
+        }
+    });
+}

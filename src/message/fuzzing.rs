@@ -1,0 +1,74 @@
+//! What a fuzzer feeds: each parser of what a peer sends, with what must hold whatever that is.
+
+use super::flow_control::{Flow, RESERVE};
+use super::frame::{Header, Kind, decode_offer};
+use super::handshake::Handshake;
+use crate::types::Imm;
+
+/// Any bytes are a handshake or are not; what is, encodes to the same bytes.
+pub fn handshake(bytes: &[u8]) {
+    if let Ok((handshake, user)) = Handshake::decode(bytes) {
+        match handshake.encode(user) {
+            Ok(again) => assert_eq!(bytes[..again.len()], again),
+            Err(error) => panic!("{error}"),
+        }
+        assert!(handshake.receives > RESERVE);
+    }
+}
+
+/// A peer's frames, four bytes of header and 20 that may be an offer each, against an end that answers: credits stay within
+/// the window, and nothing panics.
+pub fn frames(bytes: &[u8]) {
+    let Some((&[receives, window], frames)) = bytes.split_first_chunk() else { return };
+    let (receives, window) = (RESERVE + 1 + u32::from(receives), RESERVE + 1 + u32::from(window));
+    let mut flow = Flow::new(receives, window);
+    for frame in frames.chunks(24) {
+        let Some((header, payload)) = frame.split_first_chunk() else { return };
+        let Ok(header) = Header::decode(Imm(u32::from_be_bytes(*header))) else { return };
+        assert_eq!(Header::decode(header.encode()), Ok(header));
+        if flow.receive(header).is_err() {
+            return;
+        }
+        if header.kind == Kind::Offer {
+            match decode_offer(payload, 1 << 20) {
+                Ok(region) => assert!((1..=1 << 20).contains(&region.len())),
+                Err(_) => return,
+            }
+            flow.done();
+        }
+        if header.kind.is_message() {
+            flow.release_message()
+        } else {
+            flow.release_control()
+        }
+        assert!(flow.credits() <= window);
+        for kind in [Kind::Ack, Kind::Offer, Kind::Data] {
+            let due = kind != Kind::Ack || flow.ack_due();
+            if due && flow.may_send(kind) {
+                flow.send(kind);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn a_hundred_thousand_random_inputs_do_no_harm() {
+        let good = super::Handshake { buffer_size: 4096, receives: 68, max_message: 1 << 20 }.encode(b"user").unwrap();
+        let mut random = fastrand::Rng::with_seed(1);
+        for _ in 0..100_000 {
+            let mut bytes = good.clone();
+            bytes.resize(random.usize(..300), 0);
+            for _ in 0..random.usize(..6) {
+                if let Some(byte) = bytes.get_mut(random.usize(..40)) {
+                    *byte = random.u8(..);
+                }
+            }
+            super::handshake(&bytes);
+            // Kinds that exist, so that it does not end at the first.
+            bytes.iter_mut().skip(2).step_by(24).for_each(|byte| *byte = random.u8(..6) << 5);
+            super::frames(&bytes);
+        }
+    }
+}

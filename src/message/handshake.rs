@@ -1,0 +1,334 @@
+//! What the two ends tell each other while they connect.
+
+use std::fmt;
+
+use bytes::Bytes;
+
+use super::flow_control::RESERVE;
+use super::frame::{MAX_RECEIVES, OFFER_LEN};
+use crate::error::LimitError;
+use rdma_provider::cm_contract::REJECT_DATA;
+
+/// What an end says of itself while it connects: how much it can receive.
+///
+/// ```text
+///  0        4         5       6          7      8             12         16          24
+/// ┌────────┬─────────┬───────┬──────────┬──────┬─────────────┬──────────┬───────────┐
+/// │ "tRDM" │ version │ flags │ user len │ zero │ buffer size │ receives │ max msg   │ user bytes
+/// └────────┴─────────┴───────┴──────────┴──────┴─────────────┴──────────┴───────────┘
+/// ```
+///
+/// Numbers are big-endian. The user's bytes and their length are part of it, as connection managers pad private data with
+/// zeros: of the 56 bytes that a request of librdmacm has room for, 32 are the user's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Handshake {
+    /// Bytes of each receive buffer: a message up to that length is sent at once, a longer one is fetched. The longest message
+    /// may be shorter than that.
+    pub buffer_size: u32,
+    /// Receives that are posted: what the peer may send before it hears of new ones.
+    pub receives: u32,
+    /// Longest message it takes, in bytes.
+    pub max_message: u64,
+}
+
+impl Handshake {
+    /// Bytes without the user's.
+    pub const LEN: usize = 24;
+
+    /// The only version there is.
+    pub const VERSION: u8 = 1;
+
+    /// Most bytes that a user can add.
+    pub const MAX_USER_DATA: usize = u8::MAX as usize;
+
+    pub(super) const MAGIC: [u8; 4] = *b"tRDM";
+
+    /// As it travels, with the user's bytes.
+    ///
+    /// # Errors
+    ///
+    /// [`HandshakeError::UserData`] if there are more than [`MAX_USER_DATA`](Self::MAX_USER_DATA) of them.
+    pub fn encode(&self, user: &[u8]) -> Result<Vec<u8>, HandshakeError> {
+        let too_long = HandshakeError::UserData { len: user.len(), allowed: Self::MAX_USER_DATA };
+        let user_len = u8::try_from(user.len()).map_err(|_| too_long)?;
+        let mut bytes = Vec::with_capacity(Self::LEN + user.len());
+        bytes.extend_from_slice(&Self::MAGIC);
+        bytes.extend_from_slice(&[Self::VERSION, 0, user_len, 0]);
+        bytes.extend_from_slice(&self.buffer_size.to_be_bytes());
+        bytes.extend_from_slice(&self.receives.to_be_bytes());
+        bytes.extend_from_slice(&self.max_message.to_be_bytes());
+        bytes.extend_from_slice(user);
+        Ok(bytes)
+    }
+
+    /// A peer's handshake and its user's bytes. What follows must be zeros: that is how private data is padded.
+    ///
+    /// # Errors
+    ///
+    /// [`HandshakeError`] for whatever is not exactly that.
+    pub fn decode(bytes: &[u8]) -> Result<(Self, &[u8]), HandshakeError> {
+        let truncated = HandshakeError::Truncated { len: bytes.len() };
+        let (magic, rest) = bytes.split_first_chunk::<4>().ok_or(truncated)?;
+        if *magic != Self::MAGIC {
+            return Err(HandshakeError::Magic { found: *magic });
+        }
+        let (&[version, flags, user_len, zero], rest) = rest.split_first_chunk().ok_or(truncated)?;
+        if version != Self::VERSION {
+            return Err(HandshakeError::Version { theirs: version, ours: Self::VERSION });
+        }
+        if flags != 0 || zero != 0 {
+            return Err(HandshakeError::Reserved { flags, zero });
+        }
+        let (buffer_size, rest) = rest.split_first_chunk().ok_or(truncated)?;
+        let (receives, rest) = rest.split_first_chunk().ok_or(truncated)?;
+        let (max_message, rest) = rest.split_first_chunk().ok_or(truncated)?;
+        let handshake = Self {
+            buffer_size: u32::from_be_bytes(*buffer_size),
+            receives: u32::from_be_bytes(*receives),
+            max_message: u64::from_be_bytes(*max_message),
+        };
+        let (user, padding) = rest.split_at_checked(user_len.into()).ok_or(truncated)?;
+        if padding.iter().any(|&byte| byte != 0) {
+            return Err(HandshakeError::Trailing { bytes: padding.len() });
+        }
+        let in_range = |field, value, min, max| {
+            if (min..=max).contains(&value) { Ok(()) } else { Err(HandshakeError::Range { field, value, min, max }) }
+        };
+        in_range("receive buffer size", handshake.buffer_size.into(), OFFER_LEN as u64, 1 << 31)?;
+        in_range("receives", handshake.receives.into(), (RESERVE + 1).into(), MAX_RECEIVES.into())?;
+        Ok((handshake, user))
+    }
+}
+
+/// Rejection of a connection for messages, with bytes of the service that rejects it. It carries their length, as a connection
+/// manager pads private data with zeros.
+///
+/// ```text
+///  0        4         5      6          7
+/// ┌────────┬─────────┬──────┬──────────┬──────┐
+/// │ "tRDM" │ version │ 1    │ user len │ zero │ user bytes
+/// └────────┴─────────┴──────┴──────────┴──────┘
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Rejection {
+    pub(super) user_data: Bytes,
+}
+
+impl Rejection {
+    /// Bytes without the user's.
+    const LEN: usize = 8;
+    /// Most bytes that a service can add.
+    pub(super) const MAX_USER_DATA: usize = REJECT_DATA - Self::LEN;
+    /// Distinguishes it from other rejections.
+    const KIND: u8 = 1;
+
+    /// As it travels.
+    pub(super) fn encode(user_data: &[u8]) -> Result<Vec<u8>, LimitError> {
+        LimitError::check("user_data of a rejection", user_data.len() as u64, Self::MAX_USER_DATA as u64)?;
+        let mut bytes = Vec::with_capacity(Self::LEN + user_data.len());
+        bytes.extend_from_slice(&Handshake::MAGIC);
+        bytes.extend_from_slice(&[Handshake::VERSION, Self::KIND, user_data.len() as u8, 0]);
+        bytes.extend_from_slice(user_data);
+        Ok(bytes)
+    }
+
+    /// `None` for private data that are something else.
+    pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
+        let (magic, rest) = bytes.split_first_chunk::<4>()?;
+        let (&[version, kind, user_len, zero], rest) = rest.split_first_chunk()?;
+        let (user, padding) = rest.split_at_checked(user_len.into())?;
+        let known = *magic == Handshake::MAGIC && (version, kind, zero) == (Handshake::VERSION, Self::KIND, 0);
+        let padded = padding.iter().all(|&byte| byte == 0);
+        (known && padded).then(|| Self { user_data: Bytes::copy_from_slice(user) })
+    }
+}
+
+/// Why a peer's [`Handshake`] was refused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum HandshakeError {
+    /// It ends too early.
+    Truncated {
+        /// Bytes there are.
+        len: usize,
+    },
+    /// It is something else.
+    Magic {
+        /// What it starts with.
+        found: [u8; 4],
+    },
+    /// Another version of this protocol.
+    Version {
+        /// The peer's.
+        theirs: u8,
+        /// Ours.
+        ours: u8,
+    },
+    /// Bits are set that mean nothing in this version.
+    Reserved {
+        /// Flags.
+        flags: u8,
+        /// What must be zero.
+        zero: u8,
+    },
+    /// A number that cannot be.
+    Range {
+        /// Which.
+        field: &'static str,
+        /// The peer's.
+        value: u64,
+        /// The least.
+        min: u64,
+        /// The most.
+        max: u64,
+    },
+    /// Something that is not zeros comes after it.
+    Trailing {
+        /// Bytes after it.
+        bytes: usize,
+    },
+    /// Too many bytes of the user's, here or for what carries them.
+    UserData {
+        /// Bytes asked for.
+        len: usize,
+        /// Most that are possible.
+        allowed: usize,
+    },
+}
+
+impl HandshakeError {
+    /// True if the peer sent something that is no handshake of any version.
+    pub(super) const fn is_foreign(&self) -> bool {
+        matches!(self, Self::Magic { .. } | Self::Truncated { .. })
+    }
+}
+
+impl fmt::Display for HandshakeError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Truncated { len: 0 } | Self::Magic { found: [0, 0, 0, 0] } => {
+                f.write_str("the peer sent no handshake")
+            }
+            Self::Truncated { len } => write!(f, "the peer's handshake ends after {len} bytes"),
+            Self::Magic { found } => {
+                write!(f, "the peer sent something other than a handshake: it starts with \"{}\"", found.escape_ascii())
+            }
+            Self::Version { theirs, ours } => write!(f, "the peer speaks version {theirs}, ours is {ours}"),
+            Self::Reserved { flags, zero } => {
+                write!(f, "the peer's handshake has flags {flags:#x} and {zero:#x} where there is nothing")
+            }
+            Self::Range { field, value, min, max } => {
+                write!(f, "the peer's {field} is {value}, which is not within {min} and {max}")
+            }
+            Self::Trailing { bytes } => {
+                write!(f, "the peer's handshake is followed by {bytes} bytes that are not all zero")
+            }
+            Self::UserData { len, allowed } => {
+                write!(f, "user_data: {len} bytes, at most {allowed} are possible in what carries the handshake")
+            }
+        }
+    }
+}
+
+impl std::error::Error for HandshakeError {}
+
+impl From<HandshakeError> for std::io::Error {
+    fn from(error: HandshakeError) -> Self {
+        let kind = match error {
+            HandshakeError::UserData { .. } => std::io::ErrorKind::InvalidInput,
+            _ => std::io::ErrorKind::InvalidData,
+        };
+        Self::new(kind, error)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HELLO: Handshake = Handshake { buffer_size: 8192, receives: 68, max_message: 1 << 30 };
+
+    #[test]
+    fn it_comes_back_with_the_users_bytes_and_padding() {
+        let mut bytes = HELLO.encode(b"token").unwrap();
+        assert_eq!(bytes.len(), Handshake::LEN + 5);
+        assert_eq!(Handshake::decode(&bytes), Ok((HELLO, &b"token"[..])));
+        bytes.resize(196, 0);
+        assert_eq!(Handshake::decode(&bytes), Ok((HELLO, &b"token"[..])));
+        assert_eq!(HELLO.encode(&[0; 256]), Err(HandshakeError::UserData { len: 256, allowed: 255 }));
+    }
+
+    #[test]
+    fn rejection_comes_back_with_the_length_that_was_sent() {
+        for len in [0, 1, 7, Rejection::MAX_USER_DATA] {
+            let user_data: Vec<u8> = (0..len).map(|at| (at % 3) as u8).collect();
+            let mut bytes = Rejection::encode(&user_data).unwrap();
+            bytes.resize(REJECT_DATA, 0);
+            assert_eq!(Rejection::decode(&bytes).unwrap().user_data, user_data);
+            bytes[4] += 1;
+            assert_eq!(Rejection::decode(&bytes), None, "another version");
+        }
+        assert_eq!(Rejection::encode(&[0; 141]).unwrap_err().allowed, 140);
+        for other in [&b""[..], b"tRDM", &[0; REJECT_DATA], crate::cm::FOR_MESSAGES, &HELLO.encode(b"").unwrap()] {
+            assert_eq!(Rejection::decode(other), None, "{other:?}");
+        }
+    }
+
+    #[test]
+    fn every_truncation_and_every_other_version_is_refused() {
+        let bytes = HELLO.encode(b"token").unwrap();
+        for len in 0..bytes.len() {
+            assert_eq!(Handshake::decode(&bytes[..len]), Err(HandshakeError::Truncated { len }));
+        }
+        let with = |at: usize, value: u8| {
+            let mut bytes = bytes.clone();
+            bytes[at] = value;
+            Handshake::decode(&bytes).unwrap_err()
+        };
+        assert_eq!(with(0, b'T'), HandshakeError::Magic { found: *b"TRDM" });
+        assert_eq!(with(4, 2), HandshakeError::Version { theirs: 2, ours: 1 });
+        assert_eq!(with(5, 1), HandshakeError::Reserved { flags: 1, zero: 0 });
+        assert_eq!(with(7, 1), HandshakeError::Reserved { flags: 0, zero: 1 });
+        assert_eq!(with(6, 4), HandshakeError::Trailing { bytes: 1 });
+    }
+
+    #[test]
+    fn numbers_are_within_range() {
+        let refused = |handshake: Handshake| match Handshake::decode(&handshake.encode(b"").unwrap()) {
+            Err(HandshakeError::Range { field, .. }) => field,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(refused(Handshake { buffer_size: 19, ..HELLO }), "receive buffer size");
+        assert_eq!(refused(Handshake { receives: 4, ..HELLO }), "receives");
+        assert_eq!(refused(Handshake { receives: 8192, ..HELLO }), "receives");
+        for max_message in [0, 8191, u64::MAX] {
+            let handshake = Handshake { max_message, ..HELLO };
+            assert_eq!(
+                Handshake::decode(&handshake.encode(b"").unwrap()),
+                Ok((handshake, &b""[..])),
+                "any longest message is one"
+            );
+        }
+    }
+
+    #[test]
+    fn whatever_decodes_encodes_to_the_same_bytes() {
+        let mut taken = 0;
+        for seed in 0..200_000 {
+            let mut random = fastrand::Rng::with_seed(seed);
+            let mut bytes = HELLO.encode(b"0123456789").unwrap();
+            bytes.truncate(random.usize(..bytes.len() + 1));
+            for _ in 0..random.usize(..4) {
+                if let Some(at) = (!bytes.is_empty()).then(|| random.usize(..bytes.len())) {
+                    bytes[at] = random.u8(..);
+                }
+            }
+            if let Ok((handshake, user)) = Handshake::decode(&bytes) {
+                let again = handshake.encode(user).unwrap();
+                assert_eq!(bytes[..again.len()], again);
+                taken += 1;
+            }
+        }
+        assert!(taken > 1_000, "{taken} were taken");
+    }
+}

@@ -1,0 +1,54 @@
+//! `[7]` Connections that carry messages, and one-sided operations beside them.
+//!
+//! ```text
+//!   Connection ─ SendHalf, RecvHalf        connection.rs, halves.rs    what a service holds
+//!        │                                 one_sided.rs               the peer's memory
+//!   Listener                               listener.rs, admission.rs   which peers become connections
+//!        │ driver.rs: time, and progress when nobody asks for any
+//!        ▼
+//!      core.rs: one end at work            inbound.rs, fetching.rs, memory.rs, outbound.rs, ending.rs, waiters.rs
+//!        │ asks, tells
+//!        ▼
+//!      flow_control.rs: who may send what when     frame.rs, handshake.rs          pure, what a peer sends is judged here
+//! ```
+
+#![forbid(unsafe_code)]
+
+mod admission;
+#[cfg(all(test, not(loom)))]
+mod all_errors;
+mod config;
+mod connection;
+mod core;
+mod driver;
+mod ending;
+mod error;
+mod fetching;
+#[cfg(all(test, not(loom)))]
+mod flood;
+mod flow_control;
+#[cfg(all(test, not(loom)))]
+mod flow_model;
+mod frame;
+#[cfg(any(fuzzing, all(test, not(loom))))]
+#[allow(unreachable_pub, reason = "a fuzzer reaches it")]
+pub mod fuzzing;
+mod halves;
+mod handshake;
+mod inbound;
+mod listener;
+mod message_memory;
+mod one_sided;
+mod outbound;
+#[cfg(all(test, not(loom)))]
+mod unaccepted;
+mod waiters;
+
+pub use admission::{ListenerStats, Refusal};
+pub use config::ConnectionConfig;
+pub use connection::{Connection, PreparedConnection};
+pub use core::ConnectionCounters;
+pub use error::{CloseReason, EstablishError, MessageError, Violation};
+pub use halves::{RecvHalf, SendHalf};
+pub use handshake::{Handshake, HandshakeError};
+pub use listener::{ConnectionRequest, Listener};

@@ -1,0 +1,79 @@
+//! Handles of the C library, for verbs that this crate does not have.
+//!
+//! ```no_run
+//! use tokio_rdma::Device;
+//! use tokio_rdma::raw::rdma_sys;
+//!
+//! let device = Device::open("mlx5_0")?;
+//! // SAFETY: the query leaves the device as it is, and `device` outlives it.
+//! unsafe {
+//!     if let Some(context) = device.as_raw() {
+//!         let mut attr: rdma_sys::ibv_device_attr = std::mem::zeroed();
+//!         assert_eq!(rdma_sys::ibv_query_device(context.as_ptr(), &mut attr), 0);
+//!         println!("{} GID entries", attr.phys_port_cnt);
+//!     }
+//! }
+//! # Ok::<(), tokio_rdma::error::OpenError>(())
+//! ```
+//!
+//! Each `as_raw` gives `None` for an object of the software device, and for a queue pair or shared receive queue that was closed.
+//!
+//! # Safety of all of them
+//!
+//! A handle is valid while the object that gave it lives, a queue pair's until it is closed: keep a clone. The caller
+//!
+//! - does not end it, nor anything else that the crate made from it;
+//! - does not take what the crate waits for: completions, asynchronous events, events of the connection manager;
+//! - posts work only with numbers (`wr_id`) that no operation has, and to completion queues that the crate does not watch:
+//!   a completion with the number of an operation in flight would end it and return its buffer;
+//! - does not change the state of a queue pair, but by [`QueuePair::modify`].
+
+#![allow(unsafe_code)]
+
+use std::ptr::NonNull;
+
+pub use rdma_sys;
+
+use rdma_sys::{ibv_context, ibv_cq, ibv_mr, ibv_pd, ibv_qp, ibv_srq, rdma_cm_id};
+
+use crate::cm::Link;
+use crate::engine::CompletionQueue;
+use crate::memory::{BufMut, DmaBufRegion, ExposedRegion};
+use crate::op::{QueuePair, SharedReceiveQueue};
+use crate::verbs::{Cq, Device, ProtectionDomain, Qp, Srq};
+
+/// One method for each object: what it is, its handle, and the provider's object.
+macro_rules! handles {
+    ($($object:ty, $handle:ty, $verb:literal, $this:ident => $raw:expr;)*) => {
+        $(
+            impl $object {
+                #[doc = concat!("The `", stringify!($handle), "` behind it, of ", $verb, ".")]
+                ///
+                /// # Safety
+                ///
+                /// As [`raw`](crate::raw) says.
+                #[must_use]
+                pub unsafe fn as_raw(&self) -> Option<NonNull<$handle>> {
+                    let $this = self;
+                    // SAFETY: S3: promised by the caller.
+                    Some(unsafe { $raw?.as_raw() })
+                }
+            }
+        )*
+    };
+}
+
+handles! {
+    Device, ibv_context, "`ibv_open_device(3)`", this => this.context().ibverbs().ok();
+    ProtectionDomain, ibv_pd, "`ibv_alloc_pd(3)`", this => this.raw().ibverbs().ok();
+    Cq, ibv_cq, "`ibv_create_cq(3)`", this => this.raw().ibverbs().ok();
+    CompletionQueue, ibv_cq, "`ibv_create_cq(3)`", this => this.cq().raw().ibverbs().ok();
+    Qp, ibv_qp, "`ibv_create_qp(3)`", this => this.raw().ibverbs().ok();
+    QueuePair, ibv_qp, "`ibv_create_qp(3)`", this => this.bare().as_ref().and_then(|qp| qp.raw().ibverbs().ok());
+    Srq, ibv_srq, "`ibv_create_srq(3)`", this => this.raw().ibverbs().ok();
+    SharedReceiveQueue, ibv_srq, "`ibv_create_srq(3)`", this => this.verbs().raw().ibverbs().ok();
+    BufMut, ibv_mr, "`ibv_reg_mr(3)`: that of all buffers of its pool", this => this.registration().raw().and_then(|raw| raw.ibverbs().ok());
+    ExposedRegion, ibv_mr, "`ibv_reg_mr(3)`", this => this.registration().raw().and_then(|raw| raw.ibverbs().ok());
+    DmaBufRegion, ibv_mr, "`ibv_reg_dmabuf_mr(3)`", this => this.registration().raw().and_then(|raw| raw.ibverbs().ok());
+    Link, rdma_cm_id, "`rdma_create_id(3)`", this => this.id().and_then(|id| id.ibverbs().ok());
+}

@@ -1,0 +1,59 @@
+//! Address handle: a route for datagrams and dynamic connections.
+
+use std::fmt;
+use std::sync::Arc;
+
+use super::ProtectionDomain;
+use crate::dispatch::Ah;
+use crate::error::VerbError;
+use crate::types::{AddressVector, DcKey, DctTarget, Qkey, Qpn, UdTarget};
+use rdma_provider::contract::{Ah as _, Pd as _};
+
+/// Route to a peer, `ibv_create_ah(3)`; clones share it.
+#[derive(Clone)]
+pub struct AddressHandle {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    raw: Ah,
+    address: AddressVector,
+    pd: ProtectionDomain,
+}
+
+impl AddressHandle {
+    pub(super) fn new(pd: &ProtectionDomain, address: &AddressVector) -> Result<Self, VerbError> {
+        let raw = pd.raw().create_ah(address)?;
+        Ok(Self { inner: Arc::new(Inner { raw, address: *address, pd: pd.clone() }) })
+    }
+
+    /// The route.
+    #[must_use]
+    pub fn address(&self) -> &AddressVector {
+        &self.inner.address
+    }
+
+    /// The protection domain it belongs to.
+    #[must_use]
+    pub fn protection_domain(&self) -> &ProtectionDomain {
+        &self.inner.pd
+    }
+
+    /// Queue pair `qpn` at the end of this route, as a datagram names its receiver.
+    #[must_use]
+    pub fn target(&self, qpn: Qpn, qkey: Qkey) -> UdTarget<'_> {
+        UdTarget { address: &self.inner.address, handle: self.inner.raw.handle(), qpn, qkey }
+    }
+
+    /// DC target `number` at the end of this route, as work of an initiator names it.
+    #[must_use]
+    pub fn dct(&self, number: Qpn, key: DcKey) -> DctTarget<'_> {
+        DctTarget { address: &self.inner.address, handle: self.inner.raw.handle(), number, key }
+    }
+}
+
+impl fmt::Debug for AddressHandle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("AddressHandle").field(&self.inner.address).finish()
+    }
+}

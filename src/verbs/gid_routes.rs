@@ -1,0 +1,203 @@
+//! Network interfaces and routes in the choice of a GID.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::path::Path;
+
+use crate::error::{UdpError, VerbError};
+use rdma_soft::interface_at;
+
+use super::gid_rank::{NetInterface, Peer, RankedGid, rank};
+use crate::types::{Gid, GidEntry, LinkLayer, PortAttr, PortState};
+use crate::verbs::interfaces::{addresses, interface, interfaces};
+
+/// UDP port of RoCE v2.
+const ROCE: u16 = 4791;
+
+/// The entries of a port's table, best first; asks the kernel only if that can make a difference.
+pub(crate) fn rank_gids(port: &PortAttr, peer: Option<Gid>) -> Vec<RankedGid> {
+    let of_interfaces = port.gids.iter().any(|entry| entry.interface.is_some());
+    let asks = port.link_layer == LinkLayer::Ethernet && (of_interfaces || port.gids.len() > 1);
+    let interfaces = if asks { interfaces_of(&port.gids) } else { Vec::new() };
+    let peer = peer.map(|gid| Peer { gid, from: if asks { source_to(gid.to_ip()).ok() } else { None } });
+    rank(&port.gids, &interfaces, peer)
+}
+
+/// The best entry of all active ports; of equals that of the lower port.
+pub(super) fn best_path(
+    ports: impl IntoIterator<Item = PortAttr>,
+    rank: impl Fn(&PortAttr) -> Vec<RankedGid>,
+) -> Option<(PortAttr, RankedGid)> {
+    let active = ports.into_iter().filter(|port| port.state == PortState::Active);
+    let firsts = active.filter_map(|port| rank(&port).into_iter().next().map(|first| (port, first)));
+    firsts.min_by_key(|(port, first)| (first.merit(), port.port.0))
+}
+
+/// True if whoever sends to `address` of this host reaches this port of the device. On InfiniBand addresses are no GIDs, but
+/// those of IP over it, whose interface (`root`/sys/class/net) says whose it is.
+pub(super) fn is_at(root: &Path, device: &str, port: &PortAttr, address: IpAddr) -> bool {
+    if port.state != PortState::Active || port.gids.is_empty() {
+        return false;
+    }
+    match port.link_layer {
+        _ if address.is_unspecified() => true,
+        LinkLayer::Ethernet => port.gids.iter().any(|entry| entry.gid == Gid::from(address)),
+        LinkLayer::InfiniBand => interface_at(address).is_some_and(|name| is_ip_over(root, &name, device)),
+        LinkLayer::Other(_) => false,
+    }
+}
+
+/// True if the interface is IP over InfiniBand (ARPHRD_INFINIBAND, 32) of this device.
+fn is_ip_over(root: &Path, interface: &str, device: &str) -> bool {
+    let interface = root.join("sys/class/net").join(interface);
+    let kind = fs::read_to_string(interface.join("type"));
+    kind.is_ok_and(|kind| kind.trim() == "32") && interface.join("device/infiniband").join(device).exists()
+}
+
+/// Interfaces that these entries belong to. Where every entry names its own, only those are looked at, for a host of
+/// containers has hundreds, and each queue pair asks.
+fn interfaces_of(gids: &[GidEntry]) -> Vec<NetInterface> {
+    let (root, addresses) = (Path::new("/"), addresses());
+    let name_of = |index: u32| addresses.iter().find(|(_, of)| of.index == Some(index)).map(|(name, _)| name);
+    let wanted: BTreeSet<Option<u32>> = gids.iter().map(|entry| entry.interface).collect();
+    let names: Option<Vec<&String>> = wanted.into_iter().map(|index| name_of(index?)).collect();
+    match names {
+        Some(names) => names.into_iter().filter_map(|name| interface(root, name, &addresses)).collect(),
+        None => interfaces(root, &addresses),
+    }
+}
+
+/// Our address from which the kernel would send to `peer`. Nothing is sent.
+pub(super) fn source_to(peer: IpAddr) -> Result<IpAddr, UdpError> {
+    let system = |verb, error: io::Error| VerbError::new(verb, error.raw_os_error().unwrap_or(VerbError::EIO));
+    let any: IpAddr = if peer.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
+    let refused = |verb| move |error| UdpError::System { address: peer, error: system(verb, error) };
+    let socket = UdpSocket::bind(SocketAddr::new(any, 0)).map_err(refused("bind"))?;
+    let no_route = |error| UdpError::NoRoute { peer, error: system("connect", error) };
+    socket.connect(SocketAddr::new(peer, ROCE)).map_err(no_route)?;
+    Ok(socket.local_addr().map_err(refused("getsockname"))?.ip())
+}
+
+/// Our addresses to send to `peer` from, best first, given the one that the kernel would take. If the peer is `here`, on this
+/// host, that may be the peer's own, or another service's, now or later: so it is one of loopback, which are nobody's. The high
+/// ones first, as who names one by hand names a low one.
+pub(super) fn sources_to(peer: IpAddr, by_route: IpAddr, here: bool) -> Vec<IpAddr> {
+    match (here, peer) {
+        (false, _) => vec![by_route],
+        // 127.0.0.1 is for whoever says so.
+        (true, IpAddr::V4(_)) => {
+            (2..=254).rev().map(|host| IpAddr::from([127, 0, 0, host])).filter(|&address| address != peer).collect()
+        }
+        // There is no other.
+        (true, IpAddr::V6(_)) => vec![Ipv6Addr::LOCALHOST.into()],
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::types::{GidKind, IpPrefix, PortNum};
+
+    #[test]
+    fn loopback_is_routed_to() {
+        let local: IpAddr = Ipv4Addr::LOCALHOST.into();
+        assert_eq!(source_to(local).unwrap(), local);
+    }
+
+    #[test]
+    fn peers_on_this_host_are_reached_from_loopback() {
+        let sources = |peer: &str, by_route: &str, here: bool| -> Vec<String> {
+            let sources = sources_to(peer.parse().unwrap(), by_route.parse().unwrap(), here);
+            sources.iter().map(ToString::to_string).collect()
+        };
+        let loopback = sources("127.0.0.1", "127.0.0.1", true);
+        assert_eq!((loopback.len(), &*loopback[0], &*loopback[252]), (253, "127.0.0.254", "127.0.0.2"));
+        let beside = sources("127.0.0.254", "127.0.0.1", true);
+        assert_eq!((beside.len(), &*beside[0]), (252, "127.0.0.253"), "not the peer's own");
+        // The kernel would send from the address itself, or from another one of the interface that somebody else may have.
+        assert_eq!(sources("192.0.2.1", "192.0.2.1", true), loopback);
+        assert_eq!(sources("192.0.2.2", "192.0.2.1", true), loopback);
+        assert_eq!(sources("::1", "::1", true), ["::1"]);
+        assert_eq!(sources("fd00::1", "fd00::1", true), ["::1"]);
+        assert_eq!(sources("192.0.2.1", "192.0.2.2", false), ["192.0.2.2"]);
+        assert_eq!(sources("fd00::1", "fd00::2", false), ["fd00::2"]);
+    }
+
+    fn entry(index: u8, address: &str) -> GidEntry {
+        GidEntry::new(index, Gid::from(address.parse::<IpAddr>().unwrap()), GidKind::RoceV2)
+    }
+
+    #[test]
+    fn entries_that_name_their_interface_ask_for_no_other() {
+        let all = interfaces(Path::new("/"), &addresses());
+        let loopback = all.iter().find(|interface| interface.name == "lo").unwrap();
+        let named = entry(0, "127.0.0.1").on_interface(loopback.index);
+        assert_eq!(interfaces_of(&[named]), std::slice::from_ref(loopback));
+        // One that is not known by its number may be known by its address.
+        assert_eq!(interfaces_of(&[named, entry(1, "127.0.0.2")]), all);
+        assert_eq!(interfaces_of(&[named, entry(1, "127.0.0.2").on_interface(u32::MAX)]), all);
+    }
+
+    #[test]
+    fn ports_are_at_the_addresses_of_their_gids() {
+        let port = PortAttr::ethernet(PortNum(1), vec![entry(0, "fe80::1"), entry(1, "10.1.0.1")]);
+        let root = std::env::temp_dir().join(format!("tokio-rdma-net-{}", std::process::id()));
+        let at = |port: &PortAttr, address: &str| is_at(&root, "mlx5_0", port, address.parse().unwrap());
+        assert!(at(&port, "10.1.0.1") && at(&port, "fe80::1") && at(&port, "0.0.0.0") && at(&port, "::"));
+        assert!(!at(&port, "10.1.0.2") && !at(&port, "127.0.0.1") && !at(&port, "::1"));
+        let mut down = port.clone();
+        down.state = PortState::Down;
+        assert!(!at(&down, "10.1.0.1") && !at(&down, "0.0.0.0"));
+        assert!(!at(&PortAttr::ethernet(PortNum(1), Vec::new()), "0.0.0.0"));
+        let mut infiniband = port;
+        infiniband.link_layer = LinkLayer::InfiniBand;
+        assert!(at(&infiniband, "0.0.0.0") && !at(&infiniband, "10.1.0.1") && !at(&infiniband, "127.0.0.1"));
+        // As if loopback were IP over InfiniBand.
+        let lo = root.join("sys/class/net/lo");
+        fs::create_dir_all(lo.join("device/infiniband/mlx5_0")).unwrap();
+        fs::write(lo.join("type"), "32\n").unwrap();
+        assert!(at(&infiniband, "127.0.0.1") && !at(&infiniband, "198.51.100.1"));
+        assert!(!is_at(&root, "mlx5_1", &infiniband, "127.0.0.1".parse().unwrap()), "another's");
+        fs::write(lo.join("type"), "772\n").unwrap();
+        assert!(!at(&infiniband, "127.0.0.1"));
+        fs::remove_dir_all(&root).unwrap();
+    }
+
+    #[test]
+    fn best_path_is_that_of_the_better_active_port() {
+        let port = |number, addresses: &[&str]| {
+            let gids = addresses.iter().enumerate().map(|(index, address)| entry(index as u8, address)).collect();
+            PortAttr::ethernet(PortNum(number), gids)
+        };
+        let down = |mut port: PortAttr| {
+            port.state = PortState::Down;
+            port
+        };
+        let ours = ["10.1.0.1/24", "10.2.0.1/24"].map(|text| {
+            let (address, len) = text.split_once('/').unwrap();
+            IpPrefix::new(address.parse().unwrap(), len.parse().unwrap())
+        });
+        let interface = |index: u32, prefix| NetInterface {
+            index,
+            name: format!("eth{index}"),
+            up: true,
+            vlan: false,
+            mtu: None,
+            addresses: vec![prefix],
+        };
+        let interfaces = [interface(1, ours[0]), interface(2, ours[1])];
+        let best = |ports: Vec<PortAttr>, peer: Option<&str>| {
+            let peer = peer.map(|text| Peer { gid: text.parse::<IpAddr>().unwrap().into(), from: None });
+            best_path(ports, |port| rank(&port.gids, &interfaces, peer))
+                .map(|(port, gid)| (port.port.0, gid.entry.index))
+        };
+        let (one, two) = (|| port(1, &["fe80::1", "10.1.0.1"]), || port(2, &["fe80::2", "10.2.0.1"]));
+        assert_eq!(best(vec![one(), two()], None), Some((1, 1)), "of equals the lower port");
+        assert_eq!(best(vec![one(), two()], Some("10.2.0.9")), Some((2, 1)), "the one in the peer's subnet");
+        assert_eq!(best(vec![down(one()), two()], Some("10.1.0.9")), Some((2, 1)), "the active one");
+        assert_eq!(best(vec![port(1, &["fe80::1"]), two()], None), Some((2, 1)), "the one with an address");
+        assert_eq!(best(vec![port(1, &[]), down(two())], None), None);
+    }
+}

@@ -1,0 +1,74 @@
+//! `[0]` What the kernel says about the network interfaces of this host.
+
+use std::collections::{BTreeSet, HashMap};
+use std::fs;
+use std::path::Path;
+
+use if_addrs::IfAddr;
+
+use crate::verbs::gid_rank::{IpPrefix, NetInterface};
+
+/// Addresses of an interface of this network namespace.
+#[derive(Debug, Default)]
+pub(crate) struct Addresses {
+    pub(crate) index: Option<u32>,
+    prefixes: Vec<IpPrefix>,
+}
+
+/// Addresses of this network namespace, by name of the interface; none if the kernel does not say.
+pub(crate) fn addresses() -> HashMap<String, Addresses> {
+    let mut found: HashMap<String, Addresses> = HashMap::new();
+    for interface in if_addrs::get_if_addrs().unwrap_or_default() {
+        let prefix = match interface.addr {
+            IfAddr::V4(v4) => IpPrefix::new(v4.ip.into(), v4.prefixlen),
+            IfAddr::V6(v6) => IpPrefix::new(v6.ip.into(), v6.prefixlen),
+        };
+        let addresses = found.entry(interface.name).or_default();
+        addresses.index = interface.index;
+        addresses.prefixes.push(prefix);
+    }
+    found
+}
+
+/// Interfaces of this network namespace, of a file system that starts at `root`; what cannot be read is left out.
+pub(crate) fn interfaces(root: &Path, addresses: &HashMap<String, Addresses>) -> Vec<NetInterface> {
+    // What is mounted at /sys may be that of another namespace; /proc/net is always our own.
+    let own = fs::read_to_string(root.join("proc/net/dev")).ok();
+    let own: Option<BTreeSet<&str>> =
+        own.as_deref().map(|text| text.lines().filter_map(|line| Some(line.split_once(':')?.0.trim())).collect());
+    let names = fs::read_dir(root.join("sys/class/net")).into_iter().flatten().flatten();
+    let names = names.map(|entry| entry.file_name().to_string_lossy().into_owned());
+    let names = names.filter(|name| own.as_ref().is_none_or(|own| own.contains(name.as_str())));
+    let mut found: Vec<NetInterface> = names.filter_map(|name| interface(root, &name, addresses)).collect();
+    found.sort_by_key(|interface| interface.index);
+    found
+}
+
+/// The same of one of them.
+pub(crate) fn interface(root: &Path, name: &str, addresses: &HashMap<String, Addresses>) -> Option<NetInterface> {
+    let directory = root.join("sys/class/net").join(name);
+    let read = |file| fs::read_to_string(directory.join(file)).unwrap_or_default().trim().to_owned();
+    Some(NetInterface {
+        index: read("ifindex").parse().ok()?,
+        name: name.to_owned(),
+        // Software interfaces are `unknown` for ever.
+        up: !["down", "lowerlayerdown", "notpresent"].contains(&read("operstate").as_str()),
+        vlan: read("uevent").lines().any(|line| line == "DEVTYPE=vlan"),
+        mtu: read("mtu").parse().ok(),
+        addresses: addresses.get(name).map(|of| of.prefixes.clone()).unwrap_or_default(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn loopback_is_found() {
+        let interfaces = interfaces(Path::new("/"), &addresses());
+        let loopback = interfaces.iter().find(|interface| interface.name == "lo").unwrap();
+        assert!(loopback.up && !loopback.vlan && loopback.mtu.is_some());
+        let local = "127.0.0.1".parse().unwrap();
+        assert!(loopback.addresses.iter().any(|address| address.contains(local)), "{loopback:?}");
+    }
+}
