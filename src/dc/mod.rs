@@ -10,6 +10,7 @@
 
 mod address;
 mod initiator;
+mod operations;
 mod pool;
 mod sender;
 mod target;

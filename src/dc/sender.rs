@@ -1,11 +1,9 @@
-//! Operations of a DC initiator to one peer: those of a reliable connection.
+//! A DC initiator and one peer of it: the destination of operations.
 
 use super::DcPeer;
-use crate::engine::{Patience, Request, What};
 use crate::error::{LimitError, OpErrorKind, TryError};
-use crate::memory::{Gather, RemoteRegion, Scatter};
-use crate::op::{Atomic, Batch, BatchOp, Operation, QueuePair, Read, Return, Send, Write, room, submit_batch};
-use crate::types::{Imm, Mtu, SendFlags, SendOp};
+use crate::op::{Destination, QueuePair};
+use crate::types::{Mtu, SendFlags};
 
 /// What a [`DcInitiator`](super::DcInitiator) sends to one peer: [`DcInitiator::to`](super::DcInitiator::to) makes it, for one
 /// operation or for many.
@@ -44,142 +42,28 @@ impl<'a> DcSender<'a> {
         self.peer
     }
 
-    /// As [`QueuePair::write`].
-    pub fn write<B: Gather>(&self, buffer: B, remote: RemoteRegion) -> Write<B> {
-        self.post(SendOp::Write(remote.remote_addr()), room(&remote), buffer)
-    }
-
-    /// As [`QueuePair::write_with_imm`]: consumes a receive of the peer's shared queue.
-    pub fn write_with_imm<B: Gather>(&self, buffer: B, remote: RemoteRegion, imm: Imm) -> Write<B> {
-        self.post(SendOp::WriteWithImm(remote.remote_addr(), imm), room(&remote), buffer)
-    }
-
-    /// As [`QueuePair::write_inline`].
-    pub fn write_inline(&self, bytes: &[u8], remote: RemoteRegion) -> Write<()> {
-        self.post_inline(SendOp::Write(remote.remote_addr()), room(&remote), bytes)
-    }
-
-    /// As [`QueuePair::write_inline_with_imm`].
-    pub fn write_inline_with_imm(&self, bytes: &[u8], remote: RemoteRegion, imm: Imm) -> Write<()> {
-        self.post_inline(SendOp::WriteWithImm(remote.remote_addr(), imm), room(&remote), bytes)
-    }
-
-    /// As [`QueuePair::try_write`].
-    ///
-    /// # Errors
-    ///
-    /// [`TryError::Full`] with the buffer if there is no room.
-    pub fn try_write<B: Gather>(&self, buffer: B, remote: RemoteRegion) -> Result<Write<B>, TryError<B>> {
-        self.try_post(SendOp::Write(remote.remote_addr()), room(&remote), buffer)
-    }
-
-    /// As [`QueuePair::read`].
-    pub fn read<B: Scatter>(&self, buffer: B, remote: RemoteRegion) -> Read<B> {
-        self.post(SendOp::Read(remote.remote_addr()), room(&remote), buffer)
-    }
-
-    /// As [`QueuePair::try_read`].
-    ///
-    /// # Errors
-    ///
-    /// [`TryError::Full`] with the buffer if there is no room.
-    pub fn try_read<B: Scatter>(&self, buffer: B, remote: RemoteRegion) -> Result<Read<B>, TryError<B>> {
-        self.try_post(SendOp::Read(remote.remote_addr()), room(&remote), buffer)
-    }
-
-    /// As [`QueuePair::send`]: fills the next receive of the peer's shared queue.
-    pub fn send<B: Gather>(&self, buffer: B) -> Send<B> {
-        self.post(SendOp::Send, u64::MAX, buffer)
-    }
-
-    /// As [`QueuePair::send_with_imm`].
-    pub fn send_with_imm<B: Gather>(&self, buffer: B, imm: Imm) -> Send<B> {
-        self.post(SendOp::SendWithImm(imm), u64::MAX, buffer)
-    }
-
-    /// As [`QueuePair::send_inline`].
-    pub fn send_inline(&self, bytes: &[u8]) -> Send<()> {
-        self.post_inline(SendOp::Send, u64::MAX, bytes)
-    }
-
-    /// As [`QueuePair::send_inline_with_imm`].
-    pub fn send_inline_with_imm(&self, bytes: &[u8], imm: Imm) -> Send<()> {
-        self.post_inline(SendOp::SendWithImm(imm), u64::MAX, bytes)
-    }
-
-    /// As [`QueuePair::try_send`].
-    ///
-    /// # Errors
-    ///
-    /// [`TryError::Full`] with the buffer if there is no room.
-    pub fn try_send<B: Gather>(&self, buffer: B) -> Result<Send<B>, TryError<B>> {
-        self.try_post(SendOp::Send, u64::MAX, buffer)
-    }
-
-    /// As [`QueuePair::compare_swap`].
-    pub fn compare_swap(&self, remote: RemoteRegion, compare: u64, swap: u64) -> Atomic {
-        self.atomic(SendOp::CompareSwap { remote: remote.remote_addr(), compare, swap }, remote)
-    }
-
-    /// As [`QueuePair::fetch_add`].
-    pub fn fetch_add(&self, remote: RemoteRegion, add: u64) -> Atomic {
-        self.atomic(SendOp::FetchAdd { remote: remote.remote_addr(), add }, remote)
-    }
-
-    /// As [`QueuePair::post_batch`]: all of it to this peer.
-    pub fn post_batch<B: Gather>(&self, batch: Batch<B>) -> BatchOp<B> {
-        match self.submit_batch(batch, Patience::Queue) {
-            Ok(operation) => operation,
-            Err(_) => unreachable!("patience waits for room"),
+    /// Where the operations are posted.
+    pub(super) fn destination(&self) -> Destination<'a> {
+        match self.refusal() {
+            Some(kind) => Destination::refused(kind),
+            None => Destination::new(self.qp, self.flags, Some(self.peer.receiver())),
         }
     }
 
-    /// As [`QueuePair::try_post_batch`].
-    ///
-    /// # Errors
-    ///
-    /// [`TryError::Full`] with the batch if there is no room for all of it.
-    pub fn try_post_batch<B: Gather>(&self, batch: Batch<B>) -> Result<BatchOp<B>, TryError<Batch<B>>> {
-        self.submit_batch(batch, Patience::Try).map_err(TryError::Full)
+    pub(super) fn submit<F>(&self, work: impl FnOnce(Destination<'_>) -> F) -> F {
+        work(self.destination())
     }
 
-    fn submit_batch<B: Gather>(&self, batch: Batch<B>, patience: Patience) -> Result<BatchOp<B>, Batch<B>> {
-        submit_batch(self.qp.send_queue(), self.flags, Some(self.peer.receiver()), batch, patience, self.refusal())
+    pub(super) fn submit_inline<F>(&self, bytes: &[u8], work: impl FnOnce(Destination<'_>, &[u8]) -> F) -> F {
+        work(self.destination(), bytes)
     }
 
-    fn atomic(&self, op: SendOp, remote: RemoteRegion) -> Atomic {
-        let word = match self.refusal() {
-            Some(kind) => Err(kind),
-            None => self.qp.word_for(&remote),
-        };
-        Atomic::new(word.map(|word| Operation::post_any(self.qp.send_queue(), self.request(op, room(&remote)), word)))
-    }
-
-    fn post<B: Gather>(&self, op: SendOp, room: u64, buffer: B) -> Operation<Return<B>> {
-        if let Some(kind) = self.refusal() {
-            return Operation::refused(kind, buffer);
-        }
-        Operation::post_any(self.qp.send_queue(), self.request(op, room), buffer)
-    }
-
-    fn post_inline(&self, op: SendOp, room: u64, bytes: &[u8]) -> Operation<Return<()>> {
-        if let Some(kind) = self.refusal() {
-            return Operation::refused(kind, ());
-        }
-        let request = Request { inline: Some(bytes), ..self.request(op, room) };
-        Operation::post_any(self.qp.send_queue(), request, ())
-    }
-
-    fn try_post<B: Gather>(&self, op: SendOp, room: u64, buffer: B) -> Result<Operation<Return<B>>, TryError<B>> {
-        if let Some(kind) = self.refusal() {
-            return Ok(Operation::refused(kind, buffer));
-        }
-        Operation::try_post(self.qp.send_queue(), self.request(op, room), buffer)
-    }
-
-    fn request(&self, op: SendOp, room: u64) -> Request<'a> {
-        let flags = self.flags | SendFlags::SIGNALED;
-        Request { what: What::Send(op), flags, inline: None, window: None, to: Some(self.peer.receiver()), room }
+    pub(super) fn try_submit<F, B>(
+        &self,
+        held: B,
+        work: impl FnOnce(Destination<'_>, B) -> Result<F, TryError<B>>,
+    ) -> Result<F, TryError<B>> {
+        work(self.destination(), held)
     }
 
     /// Why nothing goes from this initiator to that peer, if so.

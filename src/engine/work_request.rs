@@ -93,6 +93,14 @@ pub(crate) struct Request<'a> {
     pub(crate) room: u64,
 }
 
+impl Request<'_> {
+    /// A request for the bytes of a buffer, to the connected peer if it is a send.
+    #[inline(always)]
+    pub(crate) const fn new(what: What, flags: SendFlags, room: u64) -> Self {
+        Self { what, flags, inline: None, window: None, to: None, room }
+    }
+}
+
 /// Why nothing was posted.
 #[derive(Debug)]
 pub(crate) enum Refusal {

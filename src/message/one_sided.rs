@@ -7,7 +7,7 @@ use super::connection::Connection;
 use crate::error::{LimitError, SetupError};
 use crate::memory::{BufMut, ExposedRegion, Gather, Pool, PoolError, Scatter};
 use crate::memory::{HostMemory, RemoteRegion, Storage};
-use crate::op::{Atomic, Batch, BatchOp, Read, Write};
+use crate::op::{Atomic, AtomicRequest, Batch, BatchOp, Read, SendRequest, Write};
 use crate::types::Access;
 use crate::verbs::ProtectionDomain;
 
@@ -76,7 +76,7 @@ impl Connection {
     ///
     /// As [`Operation`](crate::op::Operation): the bytes are written even if the future is dropped.
     pub fn write<B: Gather>(&self, buffer: B, remote: RemoteRegion) -> Write<B> {
-        self.qp().write(buffer, remote)
+        self.qp().destination().post(SendRequest::write(remote), buffer)
     }
 
     /// As [`write`](Self::write), of at most [`max_inline`](super::ConnectionConfig::max_inline) bytes that are copied now: no
@@ -90,7 +90,7 @@ impl Connection {
     ///
     /// As [`Operation`](crate::op::Operation): the bytes are written even if the future is dropped.
     pub fn write_inline(&self, bytes: &[u8], remote: RemoteRegion) -> Write<()> {
-        self.qp().write_inline(bytes, remote)
+        self.qp().destination().post_inline(SendRequest::write(remote), bytes)
     }
 
     /// Reads memory of the peer: [`QueuePair::read`](crate::QueuePair::read).
@@ -104,7 +104,7 @@ impl Connection {
     /// As [`Operation`](crate::op::Operation): if the future is dropped, the buffer comes back to its pool when the device has filled
     /// it.
     pub fn read<B: Scatter>(&self, buffer: B, remote: RemoteRegion) -> Read<B> {
-        self.qp().read(buffer, remote)
+        self.qp().destination().post(SendRequest::read(remote), buffer)
     }
 
     /// Compares and swaps a word of the peer's memory: [`QueuePair::compare_swap`](crate::QueuePair::compare_swap).
@@ -117,7 +117,7 @@ impl Connection {
     ///
     /// As [`Operation`](crate::op::Operation): it is done even if the future is dropped.
     pub fn compare_swap(&self, remote: RemoteRegion, compare: u64, swap: u64) -> Atomic {
-        self.qp().compare_swap(remote, compare, swap)
+        self.qp().destination().post_atomic(AtomicRequest::compare_swap(remote, compare, swap))
     }
 
     /// Adds to a word of the peer's memory: [`QueuePair::fetch_add`](crate::QueuePair::fetch_add).
@@ -130,7 +130,7 @@ impl Connection {
     ///
     /// As [`Operation`](crate::op::Operation): it is done even if the future is dropped.
     pub fn fetch_add(&self, remote: RemoteRegion, add: u64) -> Atomic {
-        self.qp().fetch_add(remote, add)
+        self.qp().destination().post_atomic(AtomicRequest::fetch_add(remote, add))
     }
 
     /// Posts many WRITEs and READs with one doorbell: [`QueuePair::post_batch`](crate::QueuePair::post_batch). If the send queue
@@ -165,6 +165,6 @@ impl Connection {
     ///
     /// As [`Operation`](crate::op::Operation): the batch goes on if the future is dropped.
     pub fn post_batch<B: Gather>(&self, batch: Batch<B>) -> BatchOp<B> {
-        self.qp().post_one_sided(batch)
+        self.qp().destination().post_one_sided(batch)
     }
 }

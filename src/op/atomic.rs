@@ -2,16 +2,17 @@
 
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use super::checked::Checked;
 use super::operation::{Finish, Operation};
-use super::queue_pair::{QueuePair, room};
-use crate::engine::What;
+use super::post::{Destination, SendRequest};
+use super::queue_pair::QueuePair;
+use crate::engine::{Request, WorkQueue};
 use crate::error::{OpError, OpErrorKind, TryError, VerbError};
-use crate::memory::RemoteRegion;
-use crate::memory::{BufMut, PoolError};
-use crate::types::{SendOp, Transport, WorkCompletion};
+use crate::memory::{BufMut, PoolError, RemoteRegion};
+use crate::types::{SendOp, WorkCompletion};
 
 /// An atomic in flight; gives the value that was there before.
 ///
@@ -45,7 +46,7 @@ impl QueuePair {
     /// As [`Operation`]: it is done even if the future is dropped.
     #[inline]
     pub fn compare_swap(&self, remote: RemoteRegion, compare: u64, swap: u64) -> Atomic {
-        self.atomic(SendOp::CompareSwap { remote: remote.remote_addr(), compare, swap }, remote)
+        self.destination().post_atomic(AtomicRequest::compare_swap(remote, compare, swap))
     }
 
     /// Adds `add`, wrapping, to the 8 bytes of `remote`, and gives what they held before (RC). See
@@ -60,7 +61,7 @@ impl QueuePair {
     /// As [`Operation`]: it is done even if the future is dropped.
     #[inline]
     pub fn fetch_add(&self, remote: RemoteRegion, add: u64) -> Atomic {
-        self.atomic(SendOp::FetchAdd { remote: remote.remote_addr(), add }, remote)
+        self.destination().post_atomic(AtomicRequest::fetch_add(remote, add))
     }
 
     /// As [`compare_swap`](Self::compare_swap), if there is room in the send queue.
@@ -69,7 +70,7 @@ impl QueuePair {
     ///
     /// [`TryError::Full`] if there is none.
     pub fn try_compare_swap(&self, remote: RemoteRegion, compare: u64, swap: u64) -> Result<Atomic, TryError<()>> {
-        self.try_atomic(SendOp::CompareSwap { remote: remote.remote_addr(), compare, swap }, remote)
+        self.destination().try_post_atomic(AtomicRequest::compare_swap(remote, compare, swap))
     }
 
     /// As [`fetch_add`](Self::fetch_add), if there is room in the send queue.
@@ -78,53 +79,64 @@ impl QueuePair {
     ///
     /// [`TryError::Full`] if there is none.
     pub fn try_fetch_add(&self, remote: RemoteRegion, add: u64) -> Result<Atomic, TryError<()>> {
-        self.try_atomic(SendOp::FetchAdd { remote: remote.remote_addr(), add }, remote)
+        self.destination().try_post_atomic(AtomicRequest::fetch_add(remote, add))
+    }
+}
+
+/// An atomic operation on 8 bytes of the peer's memory.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct AtomicRequest {
+    op: SendOp,
+    remote: RemoteRegion,
+}
+
+impl AtomicRequest {
+    #[inline]
+    pub(crate) const fn compare_swap(remote: RemoteRegion, compare: u64, swap: u64) -> Self {
+        Self { op: SendOp::CompareSwap { remote: remote.remote_addr(), compare, swap }, remote }
     }
 
     #[inline]
-    fn atomic(&self, op: SendOp, remote: RemoteRegion) -> Atomic {
-        let operation = self
-            .prepare(&remote)
-            .map(|word| Operation::post(self.send_queue(), What::Send(op), self.signaled(), room(&remote), word));
-        Atomic::new(operation)
+    pub(crate) const fn fetch_add(remote: RemoteRegion, add: u64) -> Self {
+        Self { op: SendOp::FetchAdd { remote: remote.remote_addr(), add }, remote }
+    }
+}
+
+impl<'a> Destination<'a> {
+    /// Posts an atomic operation, with a registered word that its result arrives in.
+    #[inline]
+    pub(crate) fn post_atomic(self, atomic: AtomicRequest) -> Atomic {
+        let operation = self.prepare(&atomic).map(|(queue, request, word)| Operation::post(queue, request, word));
+        Atomic { operation: operation.into() }
     }
 
-    fn try_atomic(&self, op: SendOp, remote: RemoteRegion) -> Result<Atomic, TryError<()>> {
-        let operation = match self.prepare(&remote) {
-            Ok(word) => Ok(Operation::try_post(self.send_queue(), self.request(What::Send(op), room(&remote)), word)?),
+    /// Posts an atomic operation if the send queue has a free slot.
+    fn try_post_atomic(self, atomic: AtomicRequest) -> Result<Atomic, TryError<()>> {
+        let operation = match self.prepare(&atomic) {
+            Ok((queue, request, word)) => Ok(Operation::try_post(queue, request, word)?),
             Err(kind) => Err(kind),
         };
-        Ok(Atomic::new(operation))
+        Ok(Atomic { operation: operation.into() })
     }
 
-    /// Checks the target and takes a word for the result.
+    /// Checks the operation and allocates a word for its result.
     #[inline]
-    fn prepare(&self, remote: &RemoteRegion) -> Result<BufMut, OpErrorKind> {
-        if let Some(kind) = self.unsupported("an atomic", &[Transport::Rc]) {
-            return Err(kind);
-        }
-        self.word_for(remote)
-    }
-
-    /// A word for the result of an atomic on `remote`, if there can be one.
-    #[inline]
-    pub(crate) fn word_for(&self, remote: &RemoteRegion) -> Result<BufMut, OpErrorKind> {
+    fn prepare(self, &AtomicRequest { op, remote }: &AtomicRequest) -> Result<Prepared<'a>, OpErrorKind> {
+        let route = self.route_for(&op)?;
         if remote.len() != 8 || !remote.addr().is_multiple_of(8) {
             return Err(OpErrorKind::Misaligned { addr: remote.addr(), len: remote.len() });
         }
-        self.word().map_err(|error| match error {
+        let word = route.queue_pair.word().map_err(|error| match error {
             PoolError::TooLong(limit) => OpErrorKind::Limit(limit),
             _ => OpErrorKind::Post(VerbError::new("ibv_reg_mr", VerbError::ENOMEM)),
-        })
+        })?;
+        let request = route.request(SendRequest { op, remote_len: remote.len() });
+        Ok((route.queue_pair.send_queue(), request, word))
     }
 }
 
-impl Atomic {
-    #[inline]
-    pub(crate) fn new(operation: Result<Operation<Original>, OpErrorKind>) -> Self {
-        Self { operation: operation.into() }
-    }
-}
+/// The send queue of an atomic operation, its work request, and the word that its result arrives in.
+type Prepared<'a> = (&'a Arc<WorkQueue>, Request<'a>, BufMut);
 
 impl Future for Atomic {
     type Output = Result<u64, OpError<()>>;

@@ -3,12 +3,12 @@
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use super::operation::kept;
-use super::queue_pair::{QueuePair, room};
-use crate::engine::{BatchEntry, InFlight, Patience, Refusal, To, WorkQueue};
+use super::post::{Destination, Route, SendRequest};
+use super::queue_pair::QueuePair;
+use crate::engine::{BatchEntry, InFlight, Patience, Refusal};
 use crate::error::{OpErrorKind, TryError};
 use crate::memory::{Gather, RemoteRegion, Scatter};
 use crate::types::{Imm, SendFlags, SendOp, Transport};
@@ -72,25 +72,25 @@ impl<B: Gather> Batch<B> {
     /// Adds a SEND.
     #[inline(always)]
     pub fn send(&mut self, buffer: B) -> &mut Self {
-        self.push(SendOp::Send, buffer, u64::MAX)
+        self.push(SendRequest::send(), buffer)
     }
 
     /// Adds a SEND with four bytes beside it.
     #[inline(always)]
     pub fn send_with_imm(&mut self, buffer: B, imm: Imm) -> &mut Self {
-        self.push(SendOp::SendWithImm(imm), buffer, u64::MAX)
+        self.push(SendRequest::send_with_imm(imm), buffer)
     }
 
     /// Adds a WRITE.
     #[inline(always)]
     pub fn write(&mut self, buffer: B, remote: RemoteRegion) -> &mut Self {
-        self.push(SendOp::Write(remote.remote_addr()), buffer, room(&remote))
+        self.push(SendRequest::write(remote), buffer)
     }
 
     /// Adds a WRITE that consumes a receive of the peer and reports `imm`.
     #[inline(always)]
     pub fn write_with_imm(&mut self, buffer: B, remote: RemoteRegion, imm: Imm) -> &mut Self {
-        self.push(SendOp::WriteWithImm(remote.remote_addr(), imm), buffer, room(&remote))
+        self.push(SendRequest::write_with_imm(remote, imm), buffer)
     }
 
     /// Adds a READ.
@@ -99,7 +99,7 @@ impl<B: Gather> Batch<B> {
     where
         B: Scatter,
     {
-        self.push(SendOp::Read(remote.remote_addr()), buffer, room(&remote))
+        self.push(SendRequest::read(remote), buffer)
     }
 
     /// Work requests so far.
@@ -115,7 +115,8 @@ impl<B: Gather> Batch<B> {
     }
 
     #[inline(always)]
-    fn push(&mut self, op: SendOp, buffer: B, room: u64) -> &mut Self {
+    fn push(&mut self, request: SendRequest, buffer: B) -> &mut Self {
+        let SendRequest { op, remote_len: room } = request;
         self.entries.push(BatchEntry { op, flags: std::mem::take(&mut self.flags), room });
         self.buffers.push(buffer);
         self
@@ -178,10 +179,7 @@ impl QueuePair {
     ///
     /// As [`Operation`](super::Operation): the batch goes on if the future is dropped.
     pub fn post_batch<B: Gather>(&self, batch: Batch<B>) -> BatchOp<B> {
-        match self.submit_batch(batch, Patience::Queue) {
-            Ok(operation) => operation,
-            Err(_) => unreachable!("patience waits for room"),
-        }
+        self.destination().post_batch(batch)
     }
 
     /// As [`post_batch`](Self::post_batch), if there is room for all of it.
@@ -190,68 +188,93 @@ impl QueuePair {
     ///
     /// [`TryError::Full`] with the batch if there is not.
     pub fn try_post_batch<B: Gather>(&self, batch: Batch<B>) -> Result<BatchOp<B>, TryError<Batch<B>>> {
-        self.submit_batch(batch, Patience::Try).map_err(TryError::Full)
+        self.destination().try_post_batch(batch)
+    }
+}
+
+impl Destination<'_> {
+    /// Posts all of a batch with one doorbell, or queues its work requests.
+    pub(crate) fn post_batch<B: Gather>(self, batch: Batch<B>) -> BatchOp<B> {
+        self.post_checked(batch, batch_refusal)
     }
 
-    /// As [`post_batch`](Self::post_batch), for a queue pair whose receives at the peer are somebody else's: work that would
-    /// consume one is refused, and the batch with it.
-    pub(crate) fn post_one_sided<B: Gather>(&self, batch: Batch<B>) -> BatchOp<B> {
-        let refusal = batch.entries.iter().enumerate().find_map(|(index, entry)| {
-            let what = match entry.op {
-                SendOp::Write(_) | SendOp::Read(_) => return None,
-                SendOp::Send => "SEND",
-                SendOp::SendWithImm(_) => "SEND with immediate data",
-                SendOp::WriteWithImm(..) => "WRITE with immediate data",
-                _ => "work request of another kind",
-            };
-            Some(OpErrorKind::NotOneSided { index, what })
-        });
-        let posted = submit_batch(self.send_queue(), self.flags, None, batch, Patience::Queue, refusal);
-        match posted {
+    /// Posts a batch of WRITEs and READs, for a peer whose receives are for the messages of a connection. A batch with work that
+    /// would consume one of them is refused.
+    pub(crate) fn post_one_sided<B: Gather>(self, batch: Batch<B>) -> BatchOp<B> {
+        self.post_checked(batch, not_one_sided)
+    }
+
+    fn post_checked<B: Gather>(self, batch: Batch<B>, check: BatchCheck) -> BatchOp<B> {
+        match self.submit_batch(batch, Patience::Queue, check) {
             Ok(operation) => operation,
             Err(_) => unreachable!("patience waits for room"),
         }
     }
 
-    fn submit_batch<B: Gather>(&self, batch: Batch<B>, patience: Patience) -> Result<BatchOp<B>, Batch<B>> {
-        // What a batch is made of, RC has.
-        let refusal = self.unsupported("READ", &[Transport::Rc]).and_then(|no_read| {
-            batch.entries.iter().find_map(|entry| match entry.op {
-                SendOp::Read(_) => Some(no_read),
-                _ => self.unsupported("a batch", &[Transport::Uc]),
-            })
+    /// Posts all of a batch if the send queue has free slots for it.
+    pub(crate) fn try_post_batch<B: Gather>(self, batch: Batch<B>) -> Result<BatchOp<B>, TryError<Batch<B>>> {
+        self.submit_batch(batch, Patience::Try, batch_refusal).map_err(TryError::Full)
+    }
+
+    fn submit_batch<B: Gather>(
+        self,
+        mut batch: Batch<B>,
+        patience: Patience,
+        check: BatchCheck,
+    ) -> Result<BatchOp<B>, Batch<B>> {
+        if batch.is_empty() {
+            batch.end(Ok(()), &[]);
+            return Ok(BatchOp { in_flight: None, batch: Some(batch) });
+        }
+        let checked = self.route().and_then(|route| check(&route, &batch.entries).map_or(Ok(route), Err));
+        let route = match checked {
+            Ok(route) => route,
+            Err(kind) => return Ok(BatchOp::refused(kind, batch)),
+        };
+        let (submitted, mut batch) = kept(batch, |batch| {
+            let queue = route.queue_pair.send_queue();
+            queue.submit_batch(&batch.entries, &batch.buffers, route.flags, batch.signal_every, route.to, patience)
         });
-        submit_batch(self.send_queue(), self.flags, None, batch, patience, refusal)
+        match submitted {
+            Ok(claim) => {
+                let in_flight = InFlight::new(claim, std::mem::take(&mut batch.buffers));
+                Ok(BatchOp { in_flight: Some(in_flight), batch: Some(batch) })
+            }
+            Err(Refusal::Full) => Err(batch),
+            Err(Refusal::Error(kind)) => Ok(BatchOp::refused(kind, batch)),
+        }
     }
 }
 
-/// Posts all of a batch, to `to` if it is not connected; nothing of it if there is a `refusal`.
-pub(crate) fn submit_batch<B: Gather>(
-    queue: &Arc<WorkQueue>,
-    common: SendFlags,
-    to: Option<To<'_>>,
-    mut batch: Batch<B>,
-    patience: Patience,
-    refusal: Option<OpErrorKind>,
-) -> Result<BatchOp<B>, Batch<B>> {
-    if batch.is_empty() {
-        batch.end(Ok(()), &[]);
-        return Ok(BatchOp { in_flight: None, batch: Some(batch) });
+/// Decides why a batch may not be posted to a route, if it may not.
+type BatchCheck = fn(&Route<'_>, &[BatchEntry]) -> Option<OpErrorKind>;
+
+/// Refuses what the transport of the route does not have.
+fn batch_refusal(route: &Route<'_>, entries: &[BatchEntry]) -> Option<OpErrorKind> {
+    if route.to.is_some() {
+        // A dynamic connection has every operation of a batch; datagrams are not sent in batches.
+        return None;
     }
-    if let Some(kind) = refusal {
-        return Ok(BatchOp::refused(kind, batch));
-    }
-    let (submitted, mut batch) = kept(batch, |batch| {
-        queue.submit_batch(&batch.entries, &batch.buffers, common, batch.signal_every, to, patience)
-    });
-    match submitted {
-        Ok(claim) => {
-            let in_flight = InFlight::new(claim, std::mem::take(&mut batch.buffers));
-            Ok(BatchOp { in_flight: Some(in_flight), batch: Some(batch) })
-        }
-        Err(Refusal::Full) => Err(batch),
-        Err(Refusal::Error(kind)) => Ok(BatchOp::refused(kind, batch)),
-    }
+    // A reliable connection has every operation of a batch.
+    let no_read = route.unsupported("READ", &[Transport::Rc])?;
+    entries.iter().find_map(|entry| match entry.op {
+        SendOp::Read(_) => Some(no_read),
+        _ => route.unsupported("a batch", &[Transport::Uc]),
+    })
+}
+
+/// Refuses what would consume a receive of the peer.
+fn not_one_sided(_route: &Route<'_>, entries: &[BatchEntry]) -> Option<OpErrorKind> {
+    entries.iter().enumerate().find_map(|(index, entry)| {
+        let what = match entry.op {
+            SendOp::Write(_) | SendOp::Read(_) => return None,
+            SendOp::Send => "SEND",
+            SendOp::SendWithImm(_) => "SEND with immediate data",
+            SendOp::WriteWithImm(..) => "WRITE with immediate data",
+            _ => "work request of another kind",
+        };
+        Some(OpErrorKind::NotOneSided { index, what })
+    })
 }
 
 /// A batch in flight; gives a [`BatchResult`].

@@ -14,7 +14,7 @@ use crate::engine::{Request, What, WorkQueue};
 use crate::error::{OpError, OpErrorKind};
 use crate::memory::RemoteRegion;
 use crate::memory::{BoundWindow, ExposedRegion, Gather, PdKey, Sealed};
-use crate::types::{Access, Rkey, SendFlags, SendOp, Transport, WorkCompletion};
+use crate::types::{Access, Rkey, SendFlags, SendOp, WorkCompletion};
 
 /// A part of an [`ExposedRegion`] that the peer of one queue pair may reach, and nobody else: a memory window of type 2
 /// that this queue pair has bound.
@@ -125,17 +125,14 @@ impl QueuePair {
         range: Range<usize>,
         access: Access,
     ) -> Result<Operation<Granting>, OpErrorKind> {
-        if let Some(kind) = self.unsupported("a lease", &[Transport::Rc, Transport::Uc]) {
-            return Err(kind);
-        }
+        let route = self.destination().route_for(&SendOp::BindWindow)?;
         let qp = self.inner.core.qp().map_err(|_| OpErrorKind::Closed)?;
         let (window, bind) = self.inner.core.windows().lease(self.protection_domain(), region, range, access)?;
         // Whoever holds it holds up the end of the queue pair.
         drop(qp);
         let grant = RemoteRegion::new(bind.addr, bind.len, bind.rkey);
-        let request = Request { window: Some(&bind), ..self.request(What::Send(SendOp::BindWindow), u64::MAX) };
         let leased = Leased { window, grant, access, queue: self.send_queue().clone() };
-        Ok(Operation::post_any(self.send_queue(), request, leased))
+        Ok(route.post_binding(&bind, leased))
     }
 }
 
@@ -182,9 +179,7 @@ impl Lease {
     pub fn invalidate(self) -> Invalidate {
         let queue = self.leased.queue.clone();
         let what = What::Send(SendOp::LocalInvalidate(self.rkey()));
-        let request =
-            Request { what, flags: SendFlags::SIGNALED, inline: None, window: None, to: None, room: u64::MAX };
-        Operation::post_any(&queue, request, self.leased)
+        Operation::post(&queue, Request::new(what, SendFlags::SIGNALED, u64::MAX), self.leased)
     }
 }
 

@@ -11,6 +11,7 @@ mod batch;
 mod checked;
 mod lease;
 mod operation;
+mod post;
 mod queue_pair;
 mod queue_pair_endpoint;
 mod read;
@@ -20,12 +21,12 @@ mod shared_receive_queue;
 mod write;
 
 pub use atomic::Atomic;
-pub(crate) use batch::submit_batch;
+pub(crate) use atomic::AtomicRequest;
 pub use batch::{Batch, BatchOp, BatchResult};
 pub use lease::{Invalidate, Lease, PendingLease};
 pub use operation::Operation;
-pub(crate) use operation::Return;
-pub(crate) use queue_pair::{Path, WeakQueuePair, room};
+pub(crate) use post::{Destination, SendRequest};
+pub(crate) use queue_pair::{Path, WeakQueuePair};
 pub use queue_pair::{QueuePair, QueuePairBuilder};
 #[cfg(feature = "serde")]
 pub(crate) use queue_pair_endpoint::mtu_of_bytes;

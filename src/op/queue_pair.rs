@@ -7,7 +7,8 @@ use std::sync::{Arc, OnceLock, Weak};
 use crate::dispatch::{ReceiveCounters, SendCounters};
 use crate::engine::{CompletionQueue, Limits, QueuePairCore, Request, Shared, What, WorkQueue, WorkQueueCounters};
 use crate::error::{LimitError, OpErrorKind, SetupError};
-use crate::memory::{BufMut, PdKey, Pool, PoolError, RemoteRegion};
+use crate::memory::{BufMut, PdKey, Pool, PoolError};
+use crate::op::post::Destination;
 use crate::op::{ConnectOptions, QueuePairEndpoint, SharedReceiveQueue};
 use crate::types::{
     Access, AddressVector, Gid, GidEntry, LinkLayer, Mtu, PortAttr, PortNum, Psn, Qkey, QpAttr, QpCaps, QpState, Qpn,
@@ -105,6 +106,7 @@ impl QueuePair {
     }
 
     /// Service type.
+    #[inline]
     #[must_use]
     pub fn transport(&self) -> Transport {
         self.inner.transport
@@ -280,7 +282,8 @@ impl QueuePair {
     pub async fn close(self) {
         if self.modify(&QpAttr::to_state(QpState::Err)).is_ok() {
             // In the error state work is taken and flushed, in order: this flush comes after all others.
-            let beacon = super::Send::post_any(self.send_queue(), self.request(What::Send(SendOp::Send), u64::MAX), ());
+            let request = Request::new(What::Send(SendOp::Send), self.flags | SendFlags::SIGNALED, u64::MAX);
+            let beacon = super::Send::post(self.send_queue(), request, ());
             if let Err(error) = beacon.await {
                 tracing::debug!(%error, qpn = %self.qpn(), "drained");
             }
@@ -368,20 +371,10 @@ impl QueuePair {
         &self.inner.send
     }
 
-    /// Modifiers of a work request of its own.
-    #[inline]
-    pub(crate) fn signaled(&self) -> SendFlags {
-        self.flags | SendFlags::SIGNALED
-    }
-
-    pub(crate) fn request(&self, what: What, room: u64) -> Request<'static> {
-        Request { what, flags: self.signaled(), inline: None, window: None, to: None, room }
-    }
-
-    /// Why an operation does not exist on this transport.
-    #[inline]
-    pub(crate) fn unsupported(&self, what: &'static str, on: &[Transport]) -> Option<OpErrorKind> {
-        (!on.contains(&self.inner.transport)).then_some(OpErrorKind::Unsupported { what })
+    /// The connected peer.
+    #[inline(always)]
+    pub(crate) fn destination(&self) -> Destination<'_> {
+        Destination::new(self, self.flags, None)
     }
 
     /// A registered word for the result of an atomic.
@@ -413,12 +406,6 @@ impl WeakQueuePair {
     pub(crate) fn upgrade(&self) -> Option<QueuePair> {
         Some(QueuePair { inner: self.0.upgrade()?, flags: SendFlags::empty() })
     }
-}
-
-/// Room at the remote end.
-#[inline]
-pub(crate) fn room(remote: &RemoteRegion) -> u64 {
-    remote.len()
 }
 
 impl fmt::Debug for QueuePair {

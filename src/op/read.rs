@@ -1,12 +1,10 @@
 //! READ: from the peer's memory.
 
 use super::operation::{Operation, Return};
-use super::queue_pair::{QueuePair, room};
-use crate::engine::What;
+use super::post::SendRequest;
+use super::queue_pair::QueuePair;
 use crate::error::TryError;
-use crate::memory::RemoteRegion;
-use crate::memory::Scatter;
-use crate::types::{SendOp, Transport};
+use crate::memory::{RemoteRegion, Scatter};
 
 /// A READ in flight; gives the buffer back, filled.
 ///
@@ -30,11 +28,7 @@ impl QueuePair {
     /// As [`Operation`]: if the future is dropped, the buffer comes back to its pool when the device has filled it.
     #[inline(always)]
     pub fn read<B: Scatter>(&self, buffer: B, remote: RemoteRegion) -> Read<B> {
-        if let Some(kind) = self.unsupported("READ", &[Transport::Rc]) {
-            return Operation::refused(kind, buffer);
-        }
-        let op = SendOp::Read(remote.remote_addr());
-        Operation::post(self.send_queue(), What::Send(op), self.signaled(), room(&remote), buffer)
+        self.destination().post(SendRequest::read(remote), buffer)
     }
 
     /// As [`read`](Self::read), if there is room in the send queue.
@@ -44,10 +38,6 @@ impl QueuePair {
     /// [`TryError::Full`] with the buffer if there is none.
     #[inline(always)]
     pub fn try_read<B: Scatter>(&self, buffer: B, remote: RemoteRegion) -> Result<Read<B>, TryError<B>> {
-        if let Some(kind) = self.unsupported("READ", &[Transport::Rc]) {
-            return Ok(Operation::refused(kind, buffer));
-        }
-        let op = SendOp::Read(remote.remote_addr());
-        Operation::try_post(self.send_queue(), self.request(What::Send(op), room(&remote)), buffer)
+        self.destination().try_post(SendRequest::read(remote), buffer)
     }
 }

@@ -80,12 +80,11 @@ impl<B: Scatter> Finish for Receipt<B> {
     }
 }
 
-const REQUEST: Request<'static> =
-    Request { what: What::Receive, flags: SendFlags::empty(), inline: None, window: None, to: None, room: u64::MAX };
+const REQUEST: Request<'static> = Request::new(What::Receive, SendFlags::empty(), u64::MAX);
 
 #[inline(always)]
 pub(crate) fn recv<B: Scatter>(queue: &Arc<WorkQueue>, buffer: B) -> Recv<B> {
-    Operation::post(queue, What::Receive, SendFlags::empty(), u64::MAX, buffer)
+    Operation::post(queue, REQUEST, buffer)
 }
 
 #[inline]

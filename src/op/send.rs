@@ -1,12 +1,12 @@
 //! SEND: a message into the peer's next receive.
 
 use super::operation::{Finish, Operation, Return};
+use super::post::{Destination, SendRequest};
 use super::queue_pair::QueuePair;
-use crate::engine::{Key, Request, To, What};
+use crate::engine::{Key, To};
 use crate::error::TryError;
-use crate::memory::RemoteRegion;
-use crate::memory::{Gather, PdKey, Sealed};
-use crate::types::{Imm, Qkey, Qpn, SendOp, Transport, WorkCompletion};
+use crate::memory::{Gather, PdKey, RemoteRegion, Sealed};
+use crate::types::{Imm, Qkey, Qpn, WorkCompletion};
 use crate::verbs::AddressHandle;
 
 /// A SEND in flight; gives the buffer back.
@@ -23,8 +23,6 @@ pub type Send<B> = Operation<Return<B>>;
 /// As [`Operation`]: dropped, it goes on, and buffer and address stay with the queue pair until it is done.
 pub type SendTo<B> = Operation<Addressed<B>>;
 
-const CONNECTED: &[Transport] = &[Transport::Rc, Transport::Uc];
-
 impl QueuePair {
     /// Sends a message: it fills the peer's next receive (RC, UC).
     ///
@@ -39,13 +37,13 @@ impl QueuePair {
     /// As [`Operation`]: the message is sent even if the future is dropped.
     #[inline(always)]
     pub fn send<B: Gather>(&self, buffer: B) -> Send<B> {
-        self.post_send(SendOp::Send, buffer)
+        self.destination().post(SendRequest::send(), buffer)
     }
 
     /// As [`send`](Self::send), with four bytes beside the message.
     #[inline(always)]
     pub fn send_with_imm<B: Gather>(&self, buffer: B, imm: Imm) -> Send<B> {
-        self.post_send(SendOp::SendWithImm(imm), buffer)
+        self.destination().post(SendRequest::send_with_imm(imm), buffer)
     }
 
     /// As [`send`](Self::send); the peer's device invalidates the key of `remote`, a lease of the peer's that this queue pair
@@ -61,30 +59,18 @@ impl QueuePair {
     /// [`RETRY_EXC_ERR`](crate::types::WcStatus::RETRY_EXC_ERR), for there is no negative answer to that; by some devices
     /// this message, and only the next, succeeds.
     pub fn send_with_invalidate<B: Gather>(&self, buffer: B, remote: RemoteRegion) -> Send<B> {
-        if let Some(kind) = self.unsupported("SEND with invalidate", &[Transport::Rc]) {
-            return Operation::refused(kind, buffer);
-        }
-        self.post_send(SendOp::SendWithInvalidate(remote.rkey()), buffer)
+        self.destination().post(SendRequest::send_with_invalidate(remote), buffer)
     }
 
     /// As [`send`](Self::send), of at most `max_inline` bytes that are copied now: `bytes` can be reused at once.
     #[inline(always)]
     pub fn send_inline(&self, bytes: &[u8]) -> Send<()> {
-        if let Some(kind) = self.unsupported("SEND to a connected peer", CONNECTED) {
-            return Operation::refused(kind, ());
-        }
-        let request = Request { inline: Some(bytes), ..self.request(What::Send(SendOp::Send), u64::MAX) };
-        Operation::post_any(self.send_queue(), request, ())
+        self.destination().post_inline(SendRequest::send(), bytes)
     }
 
     /// As [`send_inline`](Self::send_inline), with four bytes beside the message.
     pub fn send_inline_with_imm(&self, bytes: &[u8], imm: Imm) -> Send<()> {
-        if let Some(kind) = self.unsupported("SEND to a connected peer", CONNECTED) {
-            return Operation::refused(kind, ());
-        }
-        let op = SendOp::SendWithImm(imm);
-        let request = Request { inline: Some(bytes), ..self.request(What::Send(op), u64::MAX) };
-        Operation::post_any(self.send_queue(), request, ())
+        self.destination().post_inline(SendRequest::send_with_imm(imm), bytes)
     }
 
     /// As [`send`](Self::send), if there is room in the send queue.
@@ -94,18 +80,7 @@ impl QueuePair {
     /// [`TryError::Full`] with the buffer if there is none.
     #[inline(always)]
     pub fn try_send<B: Gather>(&self, buffer: B) -> Result<Send<B>, TryError<B>> {
-        if let Some(kind) = self.unsupported("SEND to a connected peer", CONNECTED) {
-            return Ok(Operation::refused(kind, buffer));
-        }
-        Operation::try_post(self.send_queue(), self.request(What::Send(SendOp::Send), u64::MAX), buffer)
-    }
-
-    #[inline(always)]
-    fn post_send<B: Gather>(&self, op: SendOp, buffer: B) -> Send<B> {
-        if let Some(kind) = self.unsupported("SEND to a connected peer", CONNECTED) {
-            return Operation::refused(kind, buffer);
-        }
-        Operation::post(self.send_queue(), What::Send(op), self.signaled(), u64::MAX, buffer)
+        self.destination().try_post(SendRequest::send(), buffer)
     }
 
     /// Sends a datagram of at most the port's MTU to any datagram queue pair (UD).
@@ -121,7 +96,7 @@ impl QueuePair {
     ///
     /// As [`Operation`]: the datagram is sent even if the future is dropped.
     pub fn send_to<B: Gather>(&self, buffer: B, handle: &AddressHandle, qpn: Qpn, qkey: Qkey) -> SendTo<B> {
-        self.post_send_to(SendOp::Send, buffer, handle, qpn, qkey)
+        self.datagram_to(handle, qpn, qkey).post(SendRequest::send(), WithRoute::new(buffer, handle))
     }
 
     /// As [`send_to`](Self::send_to), with four bytes beside the datagram.
@@ -133,27 +108,12 @@ impl QueuePair {
         qpn: Qpn,
         qkey: Qkey,
     ) -> SendTo<B> {
-        self.post_send_to(SendOp::SendWithImm(imm), buffer, handle, qpn, qkey)
+        self.datagram_to(handle, qpn, qkey).post(SendRequest::send_with_imm(imm), WithRoute::new(buffer, handle))
     }
 
-    fn post_send_to<B: Gather>(
-        &self,
-        op: SendOp,
-        buffer: B,
-        handle: &AddressHandle,
-        qpn: Qpn,
-        qkey: Qkey,
-    ) -> SendTo<B> {
-        let held = WithRoute { buffer, _handle: handle.clone() };
-        if let Some(kind) = self.unsupported("a datagram", &[Transport::Ud]) {
-            return Operation::refused(kind, held);
-        }
-        if !handle.protection_domain().same(self.protection_domain()) {
-            return Operation::refused(crate::error::OpErrorKind::Foreign { what: "address handle" }, held);
-        }
-        let to = To { handle, number: qpn, key: Key::Datagram(qkey) };
-        let request = Request { to: Some(to), ..self.request(What::Send(op), u64::MAX) };
-        Operation::post_any(self.send_queue(), request, held)
+    /// A datagram queue pair that `handle` leads to.
+    fn datagram_to<'a>(&'a self, handle: &'a AddressHandle, qpn: Qpn, qkey: Qkey) -> Destination<'a> {
+        Destination::new(self, self.flags, Some(To { handle, number: qpn, key: Key::Datagram(qkey) }))
     }
 }
 
@@ -166,6 +126,12 @@ pub struct Addressed<B>(std::marker::PhantomData<fn() -> B>);
 pub struct WithRoute<B> {
     buffer: B,
     _handle: AddressHandle,
+}
+
+impl<B> WithRoute<B> {
+    fn new(buffer: B, handle: &AddressHandle) -> Self {
+        Self { buffer, _handle: handle.clone() }
+    }
 }
 
 impl<B: Gather> Gather for WithRoute<B> {}

@@ -1,7 +1,6 @@
 //! Many peers, few initiators: whoever has work for a peer borrows one.
 
 mod core;
-mod operations;
 mod peer;
 mod pooled;
 

@@ -14,7 +14,8 @@ use super::core::{Core, Member};
 use super::pooled::{Entry, Pooled, Waiting, Work};
 use crate::dc::{DcPeer, DcSender};
 use crate::engine::Deferral;
-use crate::error::{CompletionError, OpError, OpErrorKind};
+use crate::error::{CompletionError, OpError, OpErrorKind, TryError};
+use crate::op::Destination;
 use crate::types::{SendFlags, WcStatus};
 
 /// How much more work an initiator must have than another before a peer that shares it goes over to that: each change costs
@@ -76,8 +77,8 @@ pub(super) struct Grant<'a> {
 }
 
 impl<'a> Grant<'a> {
-    fn sender(self, flags: SendFlags) -> DcSender<'a> {
-        DcSender { flags, ..self.to }
+    fn destination(self, flags: SendFlags) -> Destination<'a> {
+        DcSender { flags, ..self.to }.destination()
     }
 }
 
@@ -286,43 +287,44 @@ impl DcPoolPeer {
         })
     }
 
-    pub(super) fn submit<F, W>(&self, work: W) -> Pooled<F>
+    /// Posts by `work`, now or when the turn of the peer comes.
+    pub(in crate::dc) fn submit<F, W>(&self, work: W) -> Pooled<F>
     where
         F: Send + 'static,
-        W: for<'g> FnOnce(Result<DcSender<'g>, OpErrorKind>) -> F + Send + 'static,
+        W: for<'g> FnOnce(Destination<'g>) -> F + Send + 'static,
     {
         let flags = self.flags;
-        self.peer.submit(false, move |grant| work(grant.map(|grant| grant.sender(flags))))
+        self.peer
+            .submit(false, move |grant| work(grant.map_or_else(Destination::refused, |grant| grant.destination(flags))))
     }
 
-    /// As [`submit`](Self::submit); bytes are copied if it has to wait.
-    pub(super) fn submit_inline<F, W>(&self, bytes: &[u8], work: W) -> Pooled<F>
+    /// Posts by `work`, as [`submit`](Self::submit); the bytes are copied if they have to wait.
+    pub(in crate::dc) fn submit_inline<F, W>(&self, bytes: &[u8], work: W) -> Pooled<F>
     where
         F: Send + 'static,
-        W: for<'g> FnOnce(Result<DcSender<'g>, OpErrorKind>, &[u8]) -> F + Send + 'static,
+        W: for<'g> FnOnce(Destination<'g>, &[u8]) -> F + Send + 'static,
     {
-        let flags = self.flags;
         if let Some(mut turn) = self.peer.enter_somehow(false) {
-            return Pooled::posted(work(Ok(turn.grant().sender(flags)), bytes));
+            return Pooled::posted(work(turn.grant().destination(self.flags), bytes));
         }
         let bytes: SmallVec<[u8; 64]> = SmallVec::from_slice(bytes);
         self.submit(move |to| work(to, &bytes))
     }
 
-    /// Posts, if there is an initiator for it now.
-    pub(super) fn try_submit<F>(&self, work: impl FnOnce(Attempt<'_>) -> F) -> F {
+    /// Posts by `work` if there is an initiator for it now.
+    pub(in crate::dc) fn try_submit<F, B>(
+        &self,
+        held: B,
+        work: impl FnOnce(Destination<'_>, B) -> Result<F, TryError<B>>,
+    ) -> Result<F, TryError<B>> {
         match self.peer.enter_somehow(false) {
-            Some(mut turn) => work(Attempt::Now(turn.grant().sender(self.flags))),
-            None => work(self.peer.core.refusal().map_or(Attempt::Full, Attempt::Refused)),
+            Some(mut turn) => work(turn.grant().destination(self.flags), held),
+            None => Err(match self.peer.core.refusal() {
+                Some(kind) => TryError::Refused(OpError::new(kind, held)),
+                None => TryError::Full(held),
+            }),
         }
     }
-}
-
-/// What an operation that does not wait finds.
-pub(super) enum Attempt<'a> {
-    Now(DcSender<'a>),
-    Full,
-    Refused(OpErrorKind),
 }
 
 impl fmt::Debug for DcPoolPeer {
@@ -367,7 +369,8 @@ impl DcLease {
         self
     }
 
-    pub(super) fn submit<F>(&self, work: impl FnOnce(Result<DcSender<'_>, OpErrorKind>) -> F) -> F {
+    /// Calls `work` with the destination while it is the turn of this lease, or with the reason why the lease has ended.
+    fn enter<R>(&self, work: impl FnOnce(Result<Destination<'_>, OpErrorKind>) -> R) -> R {
         let deferral = Deferral::begin();
         let mut own = self.peer.state.lock();
         let member = &self.peer.core.members[self.at];
@@ -384,19 +387,26 @@ impl DcLease {
         }
         own.used = own.used.saturating_add(1);
         let mut turn = Turn { own, gate, peer: &self.peer, member, _deferral: deferral };
-        work(Ok(turn.grant().sender(self.flags)))
+        work(Ok(turn.grant().destination(self.flags)))
     }
 
-    pub(super) fn submit_inline<F>(
-        &self,
-        bytes: &[u8],
-        work: impl FnOnce(Result<DcSender<'_>, OpErrorKind>, &[u8]) -> F,
-    ) -> F {
+    pub(in crate::dc) fn submit<F>(&self, work: impl FnOnce(Destination<'_>) -> F) -> F {
+        self.enter(|to| work(to.unwrap_or_else(Destination::refused)))
+    }
+
+    pub(in crate::dc) fn submit_inline<F>(&self, bytes: &[u8], work: impl FnOnce(Destination<'_>, &[u8]) -> F) -> F {
         self.submit(|to| work(to, bytes))
     }
 
-    pub(super) fn try_submit<F>(&self, work: impl FnOnce(Attempt<'_>) -> F) -> F {
-        self.submit(|to| work(to.map_or_else(Attempt::Refused, Attempt::Now)))
+    pub(in crate::dc) fn try_submit<F, B>(
+        &self,
+        held: B,
+        work: impl FnOnce(Destination<'_>, B) -> Result<F, TryError<B>>,
+    ) -> Result<F, TryError<B>> {
+        self.enter(|to| match to {
+            Ok(to) => work(to, held),
+            Err(kind) => Err(TryError::Refused(OpError::new(kind, held))),
+        })
     }
 }
 
