@@ -1,7 +1,7 @@
 //! What an initiator needs to know of a target, over whatever the two ends talk by.
 
 use crate::op::EndpointError;
-use crate::op::{link_code, link_of, mtu_of, qpn_of, within};
+use crate::op::address_codec::{self, Address, Reader, Writer, link_code};
 use crate::types::{DcKey, Gid, LinkLayer, Mtu, Qpn};
 
 /// All that a peer needs to reach a [`DcTarget`](super::DcTarget): any number of peers, the same for all, nothing in return.
@@ -24,13 +24,9 @@ pub struct DcAddress {
     pub mtu: Mtu,
 }
 
-/// Of [`DcAddress::to_bytes`]; another layout will have another one. Not that of an endpoint of a queue pair, which is as
-/// long.
-const VERSION: u8 = 0x41;
-
 impl DcAddress {
     /// Bytes of the compact form.
-    pub const ENCODED_LEN: usize = 32;
+    pub const ENCODED_LEN: usize = address_codec::LEN;
 
     /// The compact form, numbers big-endian.
     ///
@@ -42,14 +38,7 @@ impl DcAddress {
     /// The version is 0x41; link layers are 1 (InfiniBand) and 2 (Ethernet), MTU codes 1 (256) to 5 (4096).
     #[must_use]
     pub fn to_bytes(&self) -> [u8; Self::ENCODED_LEN] {
-        let mut bytes = [0; Self::ENCODED_LEN];
-        // Numbers have 24 bits: the first byte is overwritten.
-        bytes[2..6].copy_from_slice(&self.number.0.to_be_bytes());
-        bytes[..3].copy_from_slice(&[VERSION, link_code(self.link_layer), self.mtu as u8]);
-        bytes[6..8].copy_from_slice(&self.lid.to_be_bytes());
-        bytes[8..16].copy_from_slice(&self.key.0.to_be_bytes());
-        bytes[16..].copy_from_slice(&self.gid.0);
-        bytes
+        address_codec::to_bytes(self)
     }
 
     /// What [`to_bytes`](Self::to_bytes) wrote.
@@ -58,19 +47,28 @@ impl DcAddress {
     ///
     /// [`EndpointError`] with the field that cannot be: the length, the version, or a value out of its range.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, EndpointError> {
-        let Ok(bytes) = <&[u8; Self::ENCODED_LEN]>::try_from(bytes) else {
-            return Err(EndpointError { field: "length", found: bytes.len() as u64, allowed: "32 bytes" });
-        };
-        let &[version, link_layer, mtu, n0, n1, n2, l0, l1, k0, k1, k2, k3, k4, k5, k6, k7, ref gid @ ..] = bytes;
-        within("version", version.into(), 0x41..=0x41, "65")?;
-        Ok(Self {
-            number: qpn_of("target number", u32::from_be_bytes([0, n0, n1, n2]))?,
-            key: DcKey(u64::from_be_bytes([k0, k1, k2, k3, k4, k5, k6, k7])),
-            gid: Gid(*gid),
-            lid: u16::from_be_bytes([l0, l1]),
-            link_layer: link_of(link_layer)?,
-            mtu: mtu_of(mtu)?,
-        })
+        address_codec::from_bytes(bytes)
+    }
+}
+
+impl Address for DcAddress {
+    // It is not a version of the endpoint of a queue pair, which is as long.
+    const VERSION: u8 = 0x41;
+    const ALLOWED_VERSION: &'static str = "65";
+
+    fn write(&self, out: &mut Writer) {
+        out.put(&[link_code(self.link_layer), self.mtu as u8]);
+        out.number(self.number.0);
+        out.put(&self.lid.to_be_bytes());
+        out.put(&self.key.0.to_be_bytes());
+        out.put(&self.gid.0);
+    }
+
+    fn read(bytes: &mut Reader<'_>) -> Result<Self, EndpointError> {
+        let (link_layer, mtu) = (bytes.link_layer()?, bytes.mtu()?);
+        let (number, lid) = (bytes.qpn("target number")?, bytes.lid());
+        let key = DcKey(u64::from_be_bytes(bytes.take()));
+        Ok(Self { number, key, gid: bytes.gid(), lid, link_layer, mtu })
     }
 }
 
@@ -79,10 +77,10 @@ impl DcAddress {
 mod form {
     use std::net::Ipv6Addr;
 
-    use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+    use serde::{Deserialize, Serialize};
 
+    use super::address_codec::{link_layer, mtu_of_bytes, qpn};
     use super::*;
-    use crate::op::mtu_of_bytes;
 
     #[derive(Serialize, Deserialize)]
     struct Fields {
@@ -120,39 +118,25 @@ mod form {
             let key = u64::from_str_radix(&fields.key, 16).ok().filter(|_| digits);
             let found = fields.key.len() as u64;
             Ok(Self {
-                number: qpn_of("target number", fields.number)?,
+                number: qpn("target number", fields.number)?,
                 key: DcKey(key.ok_or(EndpointError { field: "key", found, allowed: "16 hexadecimal digits" })?),
                 gid: Gid(fields.gid.octets()),
                 lid: fields.lid,
-                link_layer: link_of(fields.link_layer)?,
+                link_layer: link_layer(fields.link_layer)?,
                 mtu: mtu_of_bytes(fields.mtu)?,
             })
         }
     }
 
-    impl Serialize for DcAddress {
-        fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-            if serializer.is_human_readable() {
-                Fields::from(self).serialize(serializer)
-            } else {
-                self.to_bytes().serialize(serializer)
-            }
-        }
-    }
-
-    impl<'de> Deserialize<'de> for DcAddress {
-        fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-            if deserializer.is_human_readable() {
-                Self::try_from(Fields::deserialize(deserializer)?).map_err(de::Error::custom)
-            } else {
-                Self::from_bytes(&<[u8; Self::ENCODED_LEN]>::deserialize(deserializer)?).map_err(de::Error::custom)
-            }
-        }
-    }
+    address_codec::serde_address!(DcAddress, Fields);
 }
 
 #[cfg(test)]
 mod tests {
+    use super::address_codec::tests::{
+        assert_fields_are_named, assert_numbers_are_checked, assert_other_lengths_are_refused,
+        assert_random_bytes_are_refused_or_come_back,
+    };
     use super::*;
     use crate::op::QueuePairEndpoint;
 
@@ -180,38 +164,16 @@ mod tests {
 
     #[test]
     fn each_bad_field_is_named() {
-        for (at, value, field) in
-            [(0, 1, "version"), (0, 0x42, "version"), (1, 0, "link layer"), (2, 0, "MTU code"), (2, 6, "MTU code")]
-        {
-            let mut bytes = address().to_bytes();
-            bytes[at] = value;
-            assert_eq!(DcAddress::from_bytes(&bytes).unwrap_err().field, field, "byte {at} is {value}");
-        }
-        for number in [0u32, 1, 0x00ff_ffff] {
-            let mut bytes = address().to_bytes();
-            bytes[3..6].copy_from_slice(&number.to_be_bytes()[1..]);
-            assert_eq!(DcAddress::from_bytes(&bytes).unwrap_err().field, "target number");
-        }
-        for len in (0..32).chain(33..70) {
-            assert_eq!(DcAddress::from_bytes(&vec![0x41; len]).unwrap_err().field, "length");
-        }
+        let cases =
+            [(0, 1, "version"), (0, 0x42, "version"), (1, 0, "link layer"), (2, 0, "MTU code"), (2, 6, "MTU code")];
+        assert_fields_are_named(&address(), &cases);
+        assert_numbers_are_checked(&address(), 3, "target number");
+        assert_other_lengths_are_refused::<DcAddress>();
     }
 
-    /// Whatever is taken is given back the same: nothing of it is overlooked.
     #[test]
     fn random_bytes_are_refused_or_come_back() {
-        let (mut random, mut taken) = (fastrand::Rng::with_seed(7), 0);
-        for _ in 0..100_000 {
-            let mut bytes = address().to_bytes();
-            for _ in 0..random.usize(1..4) {
-                bytes[random.usize(..32)] = random.u8(..);
-            }
-            if let Ok(address) = DcAddress::from_bytes(&bytes) {
-                assert_eq!(address.to_bytes(), bytes);
-                taken += 1;
-            }
-        }
-        assert!(taken > 1000, "{taken} taken");
+        assert_random_bytes_are_refused_or_come_back(&address());
     }
 
     #[test]

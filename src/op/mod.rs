@@ -6,6 +6,7 @@
 
 #![forbid(unsafe_code)]
 
+pub(crate) mod address_codec;
 mod atomic;
 mod batch;
 mod checked;
@@ -20,6 +21,7 @@ mod send;
 mod shared_receive_queue;
 mod write;
 
+pub use address_codec::EndpointError;
 pub use atomic::Atomic;
 pub(crate) use atomic::AtomicRequest;
 pub use batch::{Batch, BatchOp, BatchResult};
@@ -28,10 +30,7 @@ pub use operation::Operation;
 pub(crate) use post::{Destination, SendRequest};
 pub(crate) use queue_pair::{Path, WeakQueuePair};
 pub use queue_pair::{QueuePair, QueuePairBuilder};
-#[cfg(feature = "serde")]
-pub(crate) use queue_pair_endpoint::mtu_of_bytes;
-pub use queue_pair_endpoint::{ConnectOptions, EndpointError, QueuePairEndpoint};
-pub(crate) use queue_pair_endpoint::{link_code, link_of, mtu_of, qpn_of, within};
+pub use queue_pair_endpoint::{ConnectOptions, QueuePairEndpoint};
 pub use read::Read;
 pub use recv::{Received, Recv};
 pub use send::{Send, SendTo};

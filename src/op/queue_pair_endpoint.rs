@@ -2,9 +2,7 @@
 
 #![forbid(unsafe_code)]
 
-use std::fmt;
-use std::io;
-
+use super::address_codec::{self, Address, EndpointError, Reader, Writer, link_code};
 use crate::error::LimitError;
 use crate::types::{AckTimeout, Gid, LinkLayer, Mtu, Psn, Qpn, RnrTimer, Transport};
 
@@ -32,12 +30,9 @@ pub struct QueuePairEndpoint {
     pub reads: u8,
 }
 
-/// Of [`QueuePairEndpoint::to_bytes`]; another layout will have another one.
-const VERSION: u8 = 1;
-
 impl QueuePairEndpoint {
     /// Bytes of the compact form.
-    pub const ENCODED_LEN: usize = 32;
+    pub const ENCODED_LEN: usize = address_codec::LEN;
 
     /// The compact form, numbers big-endian.
     ///
@@ -49,19 +44,7 @@ impl QueuePairEndpoint {
     /// Transports are 0 (RC), 1 (UC) and 2 (UD), link layers 1 (InfiniBand) and 2 (Ethernet), MTU codes 1 (256) to 5 (4096).
     #[must_use]
     pub fn to_bytes(&self) -> [u8; Self::ENCODED_LEN] {
-        let mut bytes = [0; Self::ENCODED_LEN];
-        bytes[..4].copy_from_slice(&[
-            VERSION,
-            transport_code(self.transport),
-            link_code(self.link_layer),
-            self.mtu as u8,
-        ]);
-        bytes[4..8].copy_from_slice(&self.qpn.0.to_be_bytes());
-        bytes[4] = self.reads;
-        bytes[8..12].copy_from_slice(&self.psn.value().to_be_bytes());
-        bytes[12..14].copy_from_slice(&self.lid.to_be_bytes());
-        bytes[16..].copy_from_slice(&self.gid.0);
-        bytes
+        address_codec::to_bytes(self)
     }
 
     /// What [`to_bytes`](Self::to_bytes) wrote.
@@ -70,23 +53,32 @@ impl QueuePairEndpoint {
     ///
     /// [`EndpointError`] with the field that cannot be: the length, the version, or a value out of its range.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, EndpointError> {
-        let Ok(bytes) = <&[u8; Self::ENCODED_LEN]>::try_from(bytes) else {
-            return Err(EndpointError { field: "length", found: bytes.len() as u64, allowed: "32 bytes" });
-        };
-        let &[version, transport, link_layer, mtu, reads, q0, q1, q2, zero, p0, p1, p2, l0, l1, z0, z1, ref gid @ ..] =
-            bytes;
-        within("version", version.into(), 1..=1, "1")?;
-        within("reserved bytes", u32::from_be_bytes([0, zero, z0, z1]), 0..=0, "0")?;
-        Ok(Self {
-            transport: transport_of(transport)?,
-            qpn: qpn_of("queue pair number", u32::from_be_bytes([0, q0, q1, q2]))?,
-            psn: Psn::new(u32::from_be_bytes([0, p0, p1, p2])),
-            gid: Gid(*gid),
-            lid: u16::from_be_bytes([l0, l1]),
-            link_layer: link_of(link_layer)?,
-            mtu: mtu_of(mtu)?,
-            reads,
-        })
+        address_codec::from_bytes(bytes)
+    }
+}
+
+impl Address for QueuePairEndpoint {
+    const VERSION: u8 = 1;
+    const ALLOWED_VERSION: &'static str = "1";
+
+    fn write(&self, out: &mut Writer) {
+        out.put(&[transport_code(self.transport), link_code(self.link_layer), self.mtu as u8, self.reads]);
+        out.number(self.qpn.0);
+        out.put(&[0]);
+        out.number(self.psn.value());
+        out.put(&self.lid.to_be_bytes());
+        out.put(&[0; 2]);
+        out.put(&self.gid.0);
+    }
+
+    fn read(bytes: &mut Reader<'_>) -> Result<Self, EndpointError> {
+        let transport = transport_of(bytes.byte())?;
+        let (link_layer, mtu, reads) = (bytes.link_layer()?, bytes.mtu()?, bytes.byte());
+        let qpn = bytes.qpn("queue pair number")?;
+        bytes.reserved::<1>()?;
+        let (psn, lid) = (Psn::new(bytes.number()), bytes.lid());
+        bytes.reserved::<2>()?;
+        Ok(Self { transport, qpn, psn, gid: bytes.gid(), lid, link_layer, mtu, reads })
     }
 }
 
@@ -95,7 +87,7 @@ fn transport_code(transport: Transport) -> u8 {
         Transport::Rc => 0,
         Transport::Uc => 1,
         Transport::Ud => 2,
-        // Not an end that anybody connects to, and refused by whoever is told.
+        // No peer connects to an initiator of dynamic connections, and a peer refuses this code.
         Transport::Dci => 3,
     }
 }
@@ -106,75 +98,6 @@ fn transport_of(code: u8) -> Result<Transport, EndpointError> {
         1 => Ok(Transport::Uc),
         2 => Ok(Transport::Ud),
         _ => Err(EndpointError { field: "transport", found: code.into(), allowed: "0 (RC), 1 (UC) or 2 (UD)" }),
-    }
-}
-
-/// Codes of `ibv_query_port(3)`.
-pub(crate) fn link_code(link_layer: LinkLayer) -> u8 {
-    match link_layer {
-        LinkLayer::InfiniBand => 1,
-        LinkLayer::Ethernet => 2,
-        LinkLayer::Other(code) => code,
-    }
-}
-
-pub(crate) fn link_of(code: u8) -> Result<LinkLayer, EndpointError> {
-    match code {
-        1 => Ok(LinkLayer::InfiniBand),
-        2 => Ok(LinkLayer::Ethernet),
-        // Two ends that agree on it may know what it is.
-        3.. => Ok(LinkLayer::Other(code)),
-        0 => Err(EndpointError { field: "link layer", found: 0, allowed: "1 (InfiniBand), 2 (Ethernet) or more" }),
-    }
-}
-
-pub(crate) fn mtu_of(code: u8) -> Result<Mtu, EndpointError> {
-    Mtu::from_code(code).ok_or(EndpointError { field: "MTU code", found: code.into(), allowed: "1 to 5" })
-}
-
-pub(crate) fn qpn_of(field: &'static str, number: u32) -> Result<Qpn, EndpointError> {
-    // 0 and 1 manage the port, the last one stands for many.
-    within(field, number, 2..=Qpn::MAX.0 - 1, "2 to 0xfffffe").map(Qpn)
-}
-
-/// From bytes.
-#[cfg(feature = "serde")]
-pub(crate) fn mtu_of_bytes(bytes: u16) -> Result<Mtu, EndpointError> {
-    let mtu = Mtu::ALL.into_iter().find(|mtu| mtu.bytes() == usize::from(bytes));
-    mtu.ok_or(EndpointError { field: "MTU", found: bytes.into(), allowed: "256, 512, 1024, 2048 or 4096" })
-}
-
-pub(crate) fn within(
-    field: &'static str,
-    found: u32,
-    range: std::ops::RangeInclusive<u32>,
-    allowed: &'static str,
-) -> Result<u32, EndpointError> {
-    if range.contains(&found) { Ok(found) } else { Err(EndpointError { field, found: found.into(), allowed }) }
-}
-
-/// A description of a queue pair or DC target that cannot be one.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct EndpointError {
-    /// Which part of it.
-    pub field: &'static str,
-    /// What was found there.
-    pub found: u64,
-    /// What may be there.
-    pub allowed: &'static str,
-}
-
-impl fmt::Display for EndpointError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} of the endpoint is {}, allowed: {}", self.field, self.found, self.allowed)
-    }
-}
-
-impl std::error::Error for EndpointError {}
-
-impl From<EndpointError> for io::Error {
-    fn from(error: EndpointError) -> Self {
-        Self::new(io::ErrorKind::InvalidData, error)
     }
 }
 
@@ -213,8 +136,9 @@ impl ConnectOptions {
 mod form {
     use std::net::Ipv6Addr;
 
-    use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+    use serde::{Deserialize, Serialize};
 
+    use super::address_codec::{link_layer, mtu_of_bytes, qpn, within};
     use super::*;
 
     #[derive(Serialize, Deserialize)]
@@ -273,40 +197,26 @@ mod form {
                     Service::Ud => Transport::Ud,
                     Service::Dci => transport_of(3)?,
                 },
-                qpn: qpn_of("queue pair number", fields.qpn)?,
+                qpn: qpn("queue pair number", fields.qpn)?,
                 psn: within("packet sequence number", fields.psn, 0..=0x00ff_ffff, "24 bits").map(Psn::new)?,
                 gid: Gid(fields.gid.octets()),
                 lid: fields.lid,
-                link_layer: link_of(fields.link_layer)?,
+                link_layer: link_layer(fields.link_layer)?,
                 mtu: mtu_of_bytes(fields.mtu)?,
                 reads: fields.reads,
             })
         }
     }
 
-    impl Serialize for QueuePairEndpoint {
-        fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-            if serializer.is_human_readable() {
-                Fields::from(self).serialize(serializer)
-            } else {
-                self.to_bytes().serialize(serializer)
-            }
-        }
-    }
-
-    impl<'de> Deserialize<'de> for QueuePairEndpoint {
-        fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-            if deserializer.is_human_readable() {
-                Self::try_from(Fields::deserialize(deserializer)?).map_err(de::Error::custom)
-            } else {
-                Self::from_bytes(&<[u8; Self::ENCODED_LEN]>::deserialize(deserializer)?).map_err(de::Error::custom)
-            }
-        }
-    }
+    address_codec::serde_address!(QueuePairEndpoint, Fields);
 }
 
 #[cfg(test)]
 mod tests {
+    use super::address_codec::tests::{
+        assert_fields_are_named, assert_numbers_are_checked, assert_other_lengths_are_refused,
+        assert_random_bytes_are_refused_or_come_back,
+    };
     use super::*;
 
     fn endpoint() -> QueuePairEndpoint {
@@ -346,36 +256,14 @@ mod tests {
             (0, 0, "version"),
             (1, 255, "transport"),
         ];
-        for (at, value, field) in cases {
-            let mut bytes = endpoint().to_bytes();
-            bytes[at] = value;
-            assert_eq!(QueuePairEndpoint::from_bytes(&bytes).unwrap_err().field, field, "byte {at} is {value}");
-        }
-        for qpn in [0u32, 1, 0x00ff_ffff] {
-            let mut bytes = endpoint().to_bytes();
-            bytes[5..8].copy_from_slice(&qpn.to_be_bytes()[1..]);
-            assert_eq!(QueuePairEndpoint::from_bytes(&bytes).unwrap_err().field, "queue pair number");
-        }
-        for len in (0..32).chain(33..70) {
-            assert_eq!(QueuePairEndpoint::from_bytes(&vec![1; len]).unwrap_err().field, "length");
-        }
+        assert_fields_are_named(&endpoint(), &cases);
+        assert_numbers_are_checked(&endpoint(), 5, "queue pair number");
+        assert_other_lengths_are_refused::<QueuePairEndpoint>();
     }
 
-    /// Whatever is taken is given back the same: nothing of it is overlooked.
     #[test]
     fn random_bytes_are_refused_or_come_back() {
-        let (mut random, mut taken) = (fastrand::Rng::with_seed(7), 0);
-        for _ in 0..100_000 {
-            let mut bytes = endpoint().to_bytes();
-            for _ in 0..random.usize(1..4) {
-                bytes[random.usize(..32)] = random.u8(..);
-            }
-            if let Ok(endpoint) = QueuePairEndpoint::from_bytes(&bytes) {
-                assert_eq!(endpoint.to_bytes(), bytes);
-                taken += 1;
-            }
-        }
-        assert!(taken > 1000, "{taken} taken");
+        assert_random_bytes_are_refused_or_come_back(&endpoint());
     }
 
     #[cfg(feature = "serde")]
