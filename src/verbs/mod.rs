@@ -34,5 +34,6 @@ pub use device::Device;
 pub(crate) use device::Inlet;
 pub(crate) use protection_domain::PdId;
 pub use protection_domain::ProtectionDomain;
-pub use qp::{PostError, Qp, QpOptions};
+pub use qp::{Qp, QpOptions};
+pub use rdma_provider::contract::PostError;
 pub use srq::Srq;

@@ -15,7 +15,7 @@ use crate::dispatch;
 use crate::dispatch::{ReceiveCounters, SendCounters};
 use crate::error::{LimitError, SetupError, VerbError};
 use crate::types::{QpAttr, QpCaps, QpState, Qpn, RecvWr, SendWr, TransitionError, Transport, check_transition};
-use rdma_provider::contract::{self, Context as _, Pd as _, Qp as _, QpInit};
+use rdma_provider::contract::{Context as _, Pd as _, PostError, Qp as _, QpInit};
 
 /// What a queue pair is made of.
 #[derive(Debug, Clone)]
@@ -253,7 +253,7 @@ impl Qp {
     #[inline]
     pub unsafe fn post_send(&self, list: &[SendWr<'_>]) -> Result<(), PostError> {
         // SAFETY: S1: promised by the caller.
-        unsafe { self.raw.post_send(list) }.map_err(PostError::from)
+        unsafe { self.raw.post_send(list) }
     }
 
     /// As [`post_send`](Self::post_send), of work requests that are put together where the device takes them.
@@ -267,7 +267,7 @@ impl Qp {
         list: impl Iterator<Item = impl Borrow<SendWr<'a>>>,
     ) -> Result<(), PostError> {
         // SAFETY: S1: promised by the caller.
-        unsafe { self.raw.post_sends(list) }.map_err(PostError::from)
+        unsafe { self.raw.post_sends(list) }
     }
 
     /// Posts one work request, as [`post_send`](Self::post_send).
@@ -293,7 +293,7 @@ impl Qp {
     #[inline]
     pub unsafe fn post_recv(&self, list: &[RecvWr<'_>]) -> Result<(), PostError> {
         // SAFETY: S1: promised by the caller.
-        unsafe { self.raw.post_recv(list) }.map_err(PostError::from)
+        unsafe { self.raw.post_recv(list) }
     }
 }
 
@@ -310,26 +310,3 @@ impl fmt::Debug for Qp {
         f.debug_struct("Qp").field("qpn", &self.qpn()).field("transport", &self.transport).finish_non_exhaustive()
     }
 }
-
-/// A post that stopped part-way: `bad_wr` of `ibv_post_send(3)`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct PostError {
-    /// Work requests of the list that were posted, all before the refused one.
-    pub posted: usize,
-    /// Why the next one was refused.
-    pub error: VerbError,
-}
-
-impl From<contract::PostError> for PostError {
-    fn from(error: contract::PostError) -> Self {
-        Self { posted: error.posted, error: error.error }
-    }
-}
-
-impl fmt::Display for PostError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} after {} work requests", self.error, self.posted)
-    }
-}
-
-impl std::error::Error for PostError {}

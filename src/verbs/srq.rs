@@ -86,7 +86,7 @@ impl Srq {
     /// last clone of this queue was dropped.
     pub unsafe fn post_recv(&self, list: &[RecvWr<'_>]) -> Result<(), PostError> {
         // SAFETY: S1: promised by the caller.
-        unsafe { self.inner.raw.post_recv(list) }.map_err(PostError::from)
+        unsafe { self.inner.raw.post_recv(list) }
     }
 
     /// Destroys it, if this is the last share, and says whether it is gone. Others are held by queue pairs only that went with

@@ -9,7 +9,7 @@
 #![allow(unsafe_code, missing_docs)]
 
 use std::borrow::Borrow;
-use std::fmt::Debug;
+use std::fmt::{self, Debug};
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 
@@ -294,9 +294,17 @@ pub trait Cq: Debug + Send + Sync {
 pub struct PostError {
     /// Work requests of the list that were posted, all before the refused one.
     pub posted: usize,
-    /// EINVAL: malformed, or wrong state. ENOMEM: queue full.
+    /// Why the next one was refused. EINVAL: malformed, or wrong state. ENOMEM: queue full.
     pub error: VerbError,
 }
+
+impl fmt::Display for PostError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} after {} work requests", self.error, self.posted)
+    }
+}
+
+impl std::error::Error for PostError {}
 
 /// Queue pair, `ibv_create_qp(3)`.
 pub trait Qp: Debug + Send + Sync {
