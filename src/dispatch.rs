@@ -335,16 +335,10 @@ impl contract::Qp for Qp {
         each!(self, inner => inner.query())
     }
 
-    #[inline]
-    unsafe fn post_sends<'a>(&self, list: impl Iterator<Item = impl Borrow<SendWr<'a>>>) -> Result<(), PostError> {
-        // SAFETY: S1: the caller's promise is passed on unchanged.
-        each!(self, inner => unsafe { inner.post_sends(list) })
-    }
-
     #[inline(always)]
-    unsafe fn post_send_one(&self, wr: SendWr<'_>) -> Result<(), VerbError> {
+    unsafe fn post_send<'a>(&self, list: impl IntoIterator<Item = impl Borrow<SendWr<'a>>>) -> Result<(), PostError> {
         // SAFETY: S1: the caller's promise is passed on unchanged.
-        each!(self, inner => unsafe { inner.post_send_one(wr) })
+        each!(self, inner => unsafe { inner.post_send(list) })
     }
 
     #[inline]

@@ -103,7 +103,7 @@ impl WorkQueue {
             unreachable!("batches are of send queues, and the caller saw it open")
         };
         // SAFETY: S1: the elements name buffers that the batch owns; see `post_one`.
-        let refused = unsafe { qp.post_sends(list) }.err();
+        let refused = unsafe { qp.post_in_place(list) }.err();
         let posted = refused.map_or(count, |refused| refused.posted);
         posting.posted += posted as u64;
         if is_traced() {

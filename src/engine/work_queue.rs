@@ -186,7 +186,7 @@ impl WorkQueue {
         let wr = SendWr { wr_id, op, flags, data: Data::Sges(&sges), target: None };
         // SAFETY: S1: the element names a buffer that the operation owns. It keeps it until the slot is COMPLETE,
         // or leaves it in the slot, which is emptied only when the device is done or the queue was destroyed.
-        if unsafe { qp.post_send_one(wr) }.is_err() {
+        if unsafe { qp.post_in_place(Some(wr)) }.is_err() {
             claim.release();
             return None;
         }

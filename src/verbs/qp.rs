@@ -256,29 +256,18 @@ impl Qp {
         unsafe { self.raw.post_send(list) }
     }
 
-    /// As [`post_send`](Self::post_send), of work requests that are put together where the device takes them.
-    ///
-    /// # Safety
-    ///
-    /// As [`post_send`](Self::post_send).
-    #[inline]
-    pub(crate) unsafe fn post_sends<'a>(
-        &self,
-        list: impl Iterator<Item = impl Borrow<SendWr<'a>>>,
-    ) -> Result<(), PostError> {
-        // SAFETY: S1: promised by the caller.
-        unsafe { self.raw.post_sends(list) }
-    }
-
-    /// Posts one work request, as [`post_send`](Self::post_send).
+    /// Posts work requests that are put together where the device takes them, as [`post_send`](Self::post_send) does.
     ///
     /// # Safety
     ///
     /// As [`post_send`](Self::post_send).
     #[inline(always)]
-    pub(crate) unsafe fn post_send_one(&self, wr: SendWr<'_>) -> Result<(), VerbError> {
+    pub(crate) unsafe fn post_in_place<'a>(
+        &self,
+        list: impl IntoIterator<Item = impl Borrow<SendWr<'a>>>,
+    ) -> Result<(), PostError> {
         // SAFETY: S1: promised by the caller.
-        unsafe { self.raw.post_send_one(wr) }
+        unsafe { self.raw.post_send(list) }
     }
 
     /// Posts a list, `ibv_post_recv(3)`.

@@ -118,6 +118,24 @@ impl Qp {
         self.raw.get().as_ptr()
     }
 
+    /// Posts a list of any length, whatever its operations.
+    ///
+    /// # Safety
+    ///
+    /// As [`post_send`](contract::Qp::post_send).
+    #[inline(never)]
+    unsafe fn post_list<'a>(&self, list: impl Iterator<Item = impl Borrow<SendWr<'a>>>) -> Result<(), PostError> {
+        self.check("ibv_post_send", QpState::Rts as u8)?;
+        match self.extended {
+            // SAFETY: S1: the memory of the list is kept by the caller; S3: the queue pair is alive.
+            Some(qp) => unsafe { ibv_post::extended(qp.as_ptr(), self.dc, self.transport, list) },
+            None => ibv_post::sends(self.transport, list, |first, refused| {
+                // SAFETY: S1: the memory of the list is kept by the caller; S3: the queue pair is alive, the chain ours.
+                sys::status("ibv_post_send", unsafe { ibv_post_send(self.raw(), first, refused) })
+            }),
+        }
+    }
+
     /// Refuses work in the states before `first`.
     #[inline]
     fn check(&self, verb: &'static str, first: u8) -> Result<(), PostError> {
@@ -197,30 +215,26 @@ impl contract::Qp for Qp {
     }
 
     #[inline(always)]
-    unsafe fn post_send_one(&self, wr: SendWr<'_>) -> Result<(), VerbError> {
+    unsafe fn post_send<'a>(&self, list: impl IntoIterator<Item = impl Borrow<SendWr<'a>>>) -> Result<(), PostError> {
+        let mut list = list.into_iter();
+        if list.size_hint().1 != Some(1) {
+            // SAFETY: S1: the caller's promise is passed on unchanged.
+            return unsafe { self.post_list(list) };
+        }
+        let Some(wr) = list.next() else { return Ok(()) };
+        // A copy, so that its fields stay in registers: only `post_list` needs it in memory.
+        let wr = *wr.borrow();
         if self.state.load(Ordering::Acquire) >= self.in_place && ibv_post::is_plain(&wr) {
-            return match self.extended {
+            let posted = match self.extended {
                 // SAFETY: S1: the memory of the request is kept by the caller; S3: the queue pair is alive.
                 Some(qp) => unsafe { ibv_post::extended_in_place(qp.as_ptr(), &wr) },
                 // SAFETY: S1, S3: as above.
                 None => unsafe { ibv_post::send_in_place(self.raw(), &wr) },
             };
+            return posted.map_err(|error| PostError { posted: 0, error });
         }
         // SAFETY: S1: as above.
-        unsafe { self.post_send(&[wr]) }.map_err(|refused| refused.error)
-    }
-
-    #[inline(never)]
-    unsafe fn post_sends<'a>(&self, list: impl Iterator<Item = impl Borrow<SendWr<'a>>>) -> Result<(), PostError> {
-        self.check("ibv_post_send", QpState::Rts as u8)?;
-        match self.extended {
-            // SAFETY: S1: the memory of the list is kept by the caller; S3: the queue pair is alive.
-            Some(qp) => unsafe { ibv_post::extended(qp.as_ptr(), self.dc, self.transport, list) },
-            None => ibv_post::sends(self.transport, list, |first, refused| {
-                // SAFETY: S1: the memory of the list is kept by the caller; S3: the queue pair is alive, the chain ours.
-                sys::status("ibv_post_send", unsafe { ibv_post_send(self.raw(), first, refused) })
-            }),
-        }
+        unsafe { self.post_list([wr].iter()) }
     }
 
     #[inline]

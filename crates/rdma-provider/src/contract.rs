@@ -319,8 +319,11 @@ pub trait Qp: Debug + Send + Sync {
     /// Current state and all attributes that have been set, `ibv_query_qp(3)`.
     fn query(&self) -> Result<(QpState, QpAttr), VerbError>;
 
-    /// Posts a list with one doorbell, `ibv_post_send(3)`. A slot of the send queue is free again when
+    /// Posts work requests with one doorbell, `ibv_post_send(3)`. A slot of the send queue is free again when
     /// a completion at or after it has been polled.
+    ///
+    /// The iterator may build each work request as it is posted. A caller with a single one passes `Some` of it: a provider that
+    /// is inlined then knows at compile time that there is only one, and most of its fields.
     ///
     /// A `BindWindow` without a window, one of another work request, and a `LocalInvalidate` with data are EINVAL.
     /// Work behind a binding finds it done; a `LocalInvalidate` waits for all work before it, and when it has completed
@@ -331,30 +334,7 @@ pub trait Qp: Debug + Send + Sync {
     ///
     /// The memory that the list names stays valid and untouched until its completion has been
     /// polled or the queue pair was dropped. The registration that a window is bound to outlives the window.
-    unsafe fn post_sends<'a>(&self, list: impl Iterator<Item = impl Borrow<SendWr<'a>>>) -> Result<(), PostError>;
-
-    /// As [`post_sends`](Self::post_sends), of a list that is there.
-    ///
-    /// # Safety
-    ///
-    /// As [`post_sends`](Self::post_sends).
-    #[inline]
-    unsafe fn post_send(&self, list: &[SendWr<'_>]) -> Result<(), PostError> {
-        // SAFETY: S1: the caller's promise is passed on unchanged.
-        unsafe { self.post_sends(list.iter()) }
-    }
-
-    /// Posts one work request, as [`post_send`](Self::post_send). By value, for who posts it knows most of it when the
-    /// program is compiled, and so does a provider that does it in place.
-    ///
-    /// # Safety
-    ///
-    /// As [`post_send`](Self::post_send).
-    #[inline(always)]
-    unsafe fn post_send_one(&self, wr: SendWr<'_>) -> Result<(), VerbError> {
-        // SAFETY: S1: the caller's promise is passed on unchanged.
-        unsafe { self.post_send(&[wr]) }.map_err(|refused| refused.error)
-    }
+    unsafe fn post_send<'a>(&self, list: impl IntoIterator<Item = impl Borrow<SendWr<'a>>>) -> Result<(), PostError>;
 
     /// Posts a list, `ibv_post_recv(3)`.
     ///

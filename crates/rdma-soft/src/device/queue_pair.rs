@@ -8,6 +8,7 @@ mod path_share;
 
 use std::borrow::Borrow;
 use std::fmt;
+use std::slice;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
@@ -396,6 +397,38 @@ impl Qp {
     pub fn counters(&self) -> (SendCounters, ReceiveCounters) {
         self.0.counters()
     }
+
+    /// Posts a list of any length. The caller keeps the promise of [`post_send`](contract::Qp::post_send).
+    #[inline(never)]
+    fn post_list<'a>(&self, list: impl Iterator<Item = impl Borrow<SendWr<'a>>>) -> Result<(), PostError> {
+        let qp = &self.0;
+        let deferred = Deferred::new();
+        let mut result = Ok(());
+        {
+            let mut sender = qp.sender.lock();
+            if matches!(sender.machine.state(), QpState::Reset | QpState::Init | QpState::Rtr) {
+                result = refuse("ibv_post_send", 0, VerbError::EINVAL);
+            } else {
+                for (posted, wr) in list.enumerate() {
+                    let wr = wr.borrow();
+                    let Some(length) = qp.check_send(wr) else {
+                        result = refuse("ibv_post_send", posted, VerbError::EINVAL);
+                        break;
+                    };
+                    let polled = qp.polled.send.load(Ordering::Acquire);
+                    let full = sender.machine.position().wrapping_sub(polled) >= qp.caps.max_send_wr;
+                    if full || qp.device().refuses() {
+                        result = refuse("ibv_post_send", posted, VerbError::ENOMEM);
+                        break;
+                    }
+                    sender.machine.post(wr, length, &mut SendSide { qp, deferred: &deferred });
+                }
+                qp.pump(&mut sender, &deferred);
+            }
+        }
+        deferred.run();
+        result
+    }
 }
 
 impl contract::Qp for Qp {
@@ -428,35 +461,14 @@ impl contract::Qp for Qp {
         Ok((state, QpAttr { state: Some(state), ..sender.attr }))
     }
 
-    #[inline(never)]
-    unsafe fn post_sends<'a>(&self, list: impl Iterator<Item = impl Borrow<SendWr<'a>>>) -> Result<(), PostError> {
-        let qp = &self.0;
-        let deferred = Deferred::new();
-        let mut result = Ok(());
-        {
-            let mut sender = qp.sender.lock();
-            if matches!(sender.machine.state(), QpState::Reset | QpState::Init | QpState::Rtr) {
-                result = refuse("ibv_post_send", 0, VerbError::EINVAL);
-            } else {
-                for (posted, wr) in list.enumerate() {
-                    let wr = wr.borrow();
-                    let Some(length) = qp.check_send(wr) else {
-                        result = refuse("ibv_post_send", posted, VerbError::EINVAL);
-                        break;
-                    };
-                    let polled = qp.polled.send.load(Ordering::Acquire);
-                    let full = sender.machine.position().wrapping_sub(polled) >= qp.caps.max_send_wr;
-                    if full || qp.device().refuses() {
-                        result = refuse("ibv_post_send", posted, VerbError::ENOMEM);
-                        break;
-                    }
-                    sender.machine.post(wr, length, &mut SendSide { qp, deferred: &deferred });
-                }
-                qp.pump(&mut sender, &deferred);
-            }
+    #[inline(always)]
+    unsafe fn post_send<'a>(&self, list: impl IntoIterator<Item = impl Borrow<SendWr<'a>>>) -> Result<(), PostError> {
+        let mut list = list.into_iter();
+        if list.size_hint().1 != Some(1) {
+            return self.post_list(list);
         }
-        deferred.run();
-        result
+        // By reference: a single request is written to memory once, and only for this device.
+        list.next().map_or(Ok(()), |wr| self.post_list(slice::from_ref(wr.borrow()).iter()))
     }
 
     unsafe fn post_recv(&self, list: &[RecvWr<'_>]) -> Result<(), PostError> {

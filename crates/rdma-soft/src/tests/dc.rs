@@ -159,7 +159,7 @@ impl Asking {
         let (flags, data) = (SendFlags::SIGNALED, Data::Sges(sges));
         let wr = SendWr { wr_id: WrId(wr_id), op, flags, data, target: Some(target.into()) };
         // SAFETY: buffers of a test outlive its queues.
-        unsafe { self.qp.post_send(&[wr]) }
+        unsafe { self.qp.post_send([wr]) }
     }
 
     pub(super) fn poll(&self) -> Vec<WorkCompletion> {
@@ -440,7 +440,7 @@ fn work_that_an_initiator_cannot_do_is_refused_when_posted() {
     let wr =
         SendWr { wr_id: WrId(0), op: SendOp::Send, flags: SendFlags::empty(), data: Data::Inline(&[]), target: None };
     // SAFETY: it names no memory.
-    assert!(refused(unsafe { a.qp.post_send(&[wr]) }));
+    assert!(refused(unsafe { a.qp.post_send([wr]) }));
     let caps = QpCaps { max_send_wr: 1, max_recv_wr: 1, max_send_sge: 1, max_recv_sge: 1, max_inline: 0 };
     let init = QpInit { transport: Transport::Dci, send_cq: &a.cq, recv_cq: &a.cq, srq: None, caps };
     assert!(a.pd.create_qp(&init).is_err(), "it receives nothing");

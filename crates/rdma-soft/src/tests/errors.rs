@@ -319,7 +319,7 @@ fn unsignaled_work_before_a_failure_is_silent_and_behind_it_flushed() {
         let none = SendFlags::empty();
         let list = [wr(1, good, none), wr(2, bad, none), wr(3, good, none), wr(4, good, SendFlags::SIGNALED)];
         // SAFETY: the buffers outlive the queue pair's work.
-        unsafe { a.qp.post_send(&list) }.unwrap();
+        unsafe { a.qp.post_send(list) }.unwrap();
         let expected = [(2, WcStatus::REM_ACCESS_ERR), (3, WcStatus::WR_FLUSH_ERR), (4, WcStatus::WR_FLUSH_ERR)];
         assert_eq!(outcome(&a.wait(3)), expected);
     }

@@ -215,7 +215,7 @@ impl End {
     fn send_with(&self, wr_id: u64, op: SendOp, flags: SendFlags, data: Data<'_>) -> Result<(), PostError> {
         let wr = SendWr { wr_id: WrId(wr_id), op, flags, data, target: None };
         // SAFETY: buffers of a test outlive its queue pairs' work.
-        unsafe { self.qp.post_send(&[wr]) }
+        unsafe { self.qp.post_send([wr]) }
     }
 
     fn send_to(&self, wr_id: u64, to: &Self, qpn: Qpn, qkey: Qkey, sges: &[Sge]) -> Result<(), PostError> {
@@ -224,7 +224,7 @@ impl End {
         let wr =
             SendWr { wr_id: WrId(wr_id), op: SendOp::Send, flags: SendFlags::SIGNALED, data: Data::Sges(sges), target };
         // SAFETY: as in `send_with`.
-        unsafe { self.qp.post_send(&[wr]) }
+        unsafe { self.qp.post_send([wr]) }
     }
 
     fn recv(&self, wr_id: u64, sges: &[Sge]) -> Result<(), PostError> {
