@@ -20,6 +20,7 @@ use super::target::Outcome;
 
 impl QpInner {
     /// Direct. True if there is more to do.
+    #[inline(never)]
     pub(crate) fn pump_initiator(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) -> bool {
         let here = self.device();
         let mut out = SendSide { qp: self, deferred };
@@ -100,6 +101,7 @@ impl QpInner {
     }
 
     /// Encoded onto the network.
+    #[inline(never)]
     pub(crate) fn pump_initiator_queued(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) -> bool {
         let here = self.device();
         // Nothing is underway to the target before: what comes next is asked of the way to this one.

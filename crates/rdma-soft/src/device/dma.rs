@@ -114,6 +114,7 @@ pub(crate) type Gather<'k> = SmallVec<[Segment<'k>; 16]>;
 /// What a packet carries: memory of the sender, or bytes that travelled.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Payload<'a, 'k> {
+    Segment(&'a Segment<'k>),
     Segments(&'a [Segment<'k>]),
     Bytes(&'a [u8]),
 }
@@ -121,8 +122,8 @@ pub(crate) enum Payload<'a, 'k> {
 impl Payload<'_, '_> {
     /// Bytes.
     pub(crate) fn len(&self) -> usize {
-        match self {
-            Self::Segments([one]) => one.len,
+        match *self {
+            Self::Segment(one) | Self::Segments([one]) => one.len,
             Self::Segments(segments) => segments.iter().map(Segment::len).sum(),
             Self::Bytes(bytes) => bytes.len(),
         }
@@ -131,8 +132,8 @@ impl Payload<'_, '_> {
     /// Copies all into `to`, which is at least as long.
     #[inline(always)]
     pub(crate) fn copy_to(&self, to: &[Segment<'_>]) {
-        match (self, to) {
-            (Self::Segments([from]), [to]) => {
+        match (*self, to) {
+            (Self::Segment(from) | Self::Segments([from]), [to]) => {
                 let len = from.len.min(to.len);
                 // SAFETY: S1: both ranges are live registrations (invariant of Segment), `len` is within both.
                 unsafe { copy(from.pointer, from.shared, to.pointer, to.shared, len) }
@@ -144,6 +145,7 @@ impl Payload<'_, '_> {
     fn scatter_to(&self, to: &[Segment<'_>]) {
         let mut cursor = Cursor::new(to);
         match self {
+            Self::Segment(from) => cursor.write(from.pointer, from.len, from.shared),
             Self::Segments(from) => {
                 for piece in *from {
                     cursor.write(piece.pointer, piece.len, piece.shared);
@@ -155,16 +157,16 @@ impl Payload<'_, '_> {
 
     /// Appends all to `out`.
     pub(crate) fn append_to(&self, out: &mut Vec<u8>) {
-        match self {
-            Self::Bytes(bytes) => out.extend_from_slice(bytes),
-            Self::Segments(segments) => {
-                for piece in *segments {
-                    let at = out.len();
-                    out.resize(at + piece.len, 0);
-                    // SAFETY: S1: source as in the invariant of Segment; target was just made `piece.len` long.
-                    unsafe { copy(piece.pointer, piece.shared, out[at..].as_mut_ptr(), false, piece.len) }
-                }
-            }
+        let segments = match *self {
+            Self::Bytes(bytes) => return out.extend_from_slice(bytes),
+            Self::Segment(one) => std::slice::from_ref(one),
+            Self::Segments(segments) => segments,
+        };
+        for piece in segments {
+            let at = out.len();
+            out.resize(at + piece.len, 0);
+            // SAFETY: S1: source as in the invariant of Segment; target was just made `piece.len` long.
+            unsafe { copy(piece.pointer, piece.shared, out[at..].as_mut_ptr(), false, piece.len) }
         }
     }
 }

@@ -211,6 +211,7 @@ impl DeviceInner {
         self.refusal.fetch_update(Ordering::Relaxed, Ordering::Relaxed, count) == Ok(0)
     }
 
+    #[inline]
     pub(super) fn is_linked(&self) -> bool {
         self.linked.load(Ordering::Relaxed)
     }

@@ -52,7 +52,8 @@ pub(crate) enum Half {
 
 impl QpInner {
     /// Sends what there is to send, up to a slice, and sees to what comes of it.
-    #[inline]
+    ///
+    /// Only the direct way of connected queue pairs is inlined here. The locals of the others would cost it registers.
     pub(crate) fn pump(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) {
         if !sender.continuing && sender.machine.has_work() {
             let network = &self.device().network;
@@ -111,12 +112,12 @@ impl QpInner {
                         let need = if reads_back { Access::LOCAL_WRITE } else { Access::empty() };
                         let Ok(found) = here.keys.resolve(sge.lkey.0, pd, sge.addr, length, need) else { break };
                         segment = found;
-                        Payload::Segments(std::slice::from_ref(&segment))
+                        Payload::Segment(&segment)
                     }
                     Data::Sges(_) | Data::Window(_) => break,
                 };
-                let done = match &payload {
-                    Payload::Segments([into]) if reads_back => {
+                let done = match payload {
+                    Payload::Segment(into) if reads_back => {
                         responder.on_whole_read(psn, &here.gid, whole.op, into, &there.keys).map(|()| true)
                     }
                     _ if reads_back => break,
@@ -220,6 +221,7 @@ impl QpInner {
     }
 
     /// Direct, datagrams: each may go somewhere else.
+    #[inline(never)]
     fn pump_datagrams(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) -> bool {
         let here = self.device();
         let mut out = SendSide { qp: self, deferred };
@@ -272,6 +274,7 @@ impl QpInner {
     }
 
     /// Encoded onto the network.
+    #[inline(never)]
     fn pump_queued(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) -> bool {
         let here = self.device();
         if !sender.may_go() {

@@ -83,7 +83,7 @@ impl Responder {
         }
         let from = self.remote(keys, remote, into.len(), need).ok()?;
         match atomic {
-            None => Payload::Segments(std::slice::from_ref(&from)).copy_to(std::slice::from_ref(into)),
+            None => Payload::Segment(&from).copy_to(std::slice::from_ref(into)),
             Some(op) => {
                 let original = dma::atomic(&from, op)?;
                 Payload::Bytes(&original.to_ne_bytes()).copy_to(std::slice::from_ref(into));
