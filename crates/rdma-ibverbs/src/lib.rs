@@ -1,9 +1,8 @@
-//! The provider for real devices: libibverbs, through rdma-mummy-sys, which opens the library when the program starts
-//! and so builds and runs without it.
+//! The provider for real devices: libibverbs, librdmacm and libmlx5. The binding, rdma-mummy-sys, opens the libraries when
+//! the program starts, so a program builds and runs without them.
 //!
-//! Each object is one handle of the C library and frees it on drop; parents outlive their children because the layer
-//! above holds them. [`sys`] undoes the C library's four ways to report an error, [`convert`] puts values from one form
-//! into the other. What is left in the other files is one verb per function; [`mlx5_dc`] has those of libmlx5.
+//! Each object owns one handle of the C library and frees it on drop. The caller keeps parents alive longer than their
+//! children. Each function is one verb.
 //!
 //! ```text
 //!   traits of rdma-provider ──▶ ibv_context, ibv_qp, ibv_cq, … ──▶ owned handle ──▶ libibverbs.so.1
@@ -11,12 +10,16 @@
 //!                               mlx5_dc ─────────────────────────────────▶ libmlx5.so.1
 //! ```
 //!
+//! `sys` undoes the C library's four ways to report an error, and `convert` translates values between C and Rust.
+//!
 //! ```
 //! match rdma_ibverbs::devices() {
 //!     Ok(names) => println!("devices: {names:?}"),
 //!     Err(error) => println!("no rdma-core on this machine: {error}"),
 //! }
 //! ```
+//!
+//! `examples/devices.rs` opens the devices and lists their ports and GIDs.
 
 #![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::todo, clippy::unimplemented))]
 
@@ -64,3 +67,9 @@ impl Provider for Ibverbs {
     type CmChannel = CmChannel;
     type CmId = CmId;
 }
+
+/// Compiles the examples of the README.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+#[derive(Debug)]
+pub struct Readme;

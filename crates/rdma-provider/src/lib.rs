@@ -1,5 +1,5 @@
-//! What an RDMA device is to the layers above it: the values of the verbs interface, the error of a verb, and the contract
-//! that every provider keeps.
+//! The interface between RDMA devices and the layers above them: the values of the verbs interface, the error of a verb, and
+//! the contract that each provider keeps.
 //!
 //! ```text
 //!   tokio-rdma      futures, connections, messages
@@ -10,14 +10,14 @@
 //!   rdma-ibverbs    libibverbs, librdmacm and libmlx5
 //! ```
 //!
-//! The traits are for these providers and may change with any version; the types are those of
-//! [`ibv_post_send(3)`](https://man7.org/linux/man-pages/man3/ibv_post_send.3.html) and its neighbours, and tokio-rdma passes
-//! them on.
+//! The traits are for these providers and may change with any version. The types are those of
+//! [`ibv_post_send(3)`](https://man7.org/linux/man-pages/man3/ibv_post_send.3.html) and related verbs; tokio-rdma and
+//! rdma-soft re-export them.
 //!
 //! ```
 //! use rdma_provider::types::{QpAttrMask, QpState, Transport, transition};
 //!
-//! // What ibv_modify_qp(3) requires of a reliable connection on its way to RTS.
+//! // The attributes that ibv_modify_qp(3) requires of a reliable connection on its way to RTS.
 //! let to_rts = transition(Transport::Rc, QpState::Rtr, QpState::Rts).unwrap();
 //! assert!(to_rts.required.contains(QpAttrMask::SQ_PSN | QpAttrMask::TIMEOUT));
 //! ```
@@ -36,3 +36,9 @@ pub use error::VerbError;
 #[cfg(miri)]
 #[doc(hidden)]
 pub use locks::{Condvar, Mutex, MutexGuard, RwLock};
+
+/// Compiles the examples of the README.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+#[derive(Debug)]
+pub struct Readme;

@@ -13,8 +13,8 @@ use std::cell::UnsafeCell;
 use std::error::Error;
 use std::ptr::NonNull;
 
-use rdma_provider::contract::{Context as _, Cq as _, Mr as _, Pd as _, Qp as _, QpInit};
-use rdma_provider::types::{
+use rdma_soft::contract::{Context as _, Cq as _, Mr as _, Pd as _, Qp as _, QpInit};
+use rdma_soft::types::{
     Access, AckTimeout, AddressVector, Data, Mtu, PortNum, Psn, QpAttr, QpCaps, QpState, RemoteAddr, RnrTimer,
     SendFlags, SendOp, SendWr, Sge, Transport, WcStatus, WorkCompletion, WrId,
 };

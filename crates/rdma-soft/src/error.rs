@@ -1,23 +1,22 @@
-//! Why a device of a network cannot be opened.
+//! Errors of opening a device of a network.
 
 use std::fmt;
 
 use rdma_provider::VerbError;
 
-/// Why [`Network::open`](crate::Network::open) failed.
+/// Error of [`Network::open`](crate::Network::open).
 #[derive(Debug, Clone, PartialEq, Eq)]
-
 pub enum OpenError {
     /// No device has this name.
     NotFound {
         /// Name asked for.
         name: String,
-        /// Names there are.
+        /// Names of the devices that exist.
         available: Vec<String>,
-        /// Why there are no others, if that is known.
+        /// Why no other device exists, if that is known.
         reason: Option<&'static str>,
     },
-    /// A verb of opening the device failed.
+    /// A verb failed while the device was opened.
     Verb {
         /// Name of the device.
         device: String,

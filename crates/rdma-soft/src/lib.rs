@@ -1,7 +1,7 @@
-//! The software device: a complete verbs device in user space, no hardware and no privilege needed.
+//! The software device: a complete verbs device in user space that needs neither hardware nor privilege.
 //!
-//! Not a mock. It has the state machine, the checks, the completion statuses and the events of a
-//! device for RoCE v2, and its channels are real descriptors, so that the layers above cannot tell.
+//! It is not a mock: it has the state machine, the checks, the completion statuses and the events of a
+//! device for RoCE v2, and its channels are real file descriptors.
 //!
 //! ```text
 //!   post_send                                              poll
@@ -15,10 +15,15 @@
 //!    network's thread                 dma ◀─ keys  srq
 //! ```
 //!
+//! # Use
+//!
+//! The API is synchronous verbs: a [`Network`] opens devices, a device creates objects, a queue pair posts, a completion
+//! queue polls. No runtime is involved. The methods are those of the traits in [`contract`]; the values are in [`types`].
+//!
 //! ```
-//! use rdma_provider::contract::Context as _;
-//! use rdma_provider::types::PortNum;
 //! use rdma_soft::Network;
+//! use rdma_soft::contract::Context as _;
+//! use rdma_soft::types::PortNum;
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let network = Network::new();
@@ -29,17 +34,26 @@
 //! # }
 //! ```
 //!
-//! `examples/write.rs` goes on from there: a WRITE between two devices, without a runtime.
+//! `examples/write.rs` continues from there: it connects two devices and executes a WRITE between them.
+//!
+//! | Network | Made by | Devices | Time |
+//! |---|---|---|---|
+//! | in memory | [`Network::new`] | of this process; a post copies the data once | real |
+//! | with faults | [`Network::with_faults`] | of this process, by encoded packets | real |
+//! | simulated | [`Network::simulated`] | of this process, by encoded packets | virtual, drawn from a seed |
+//! | UDP | [`Network::udp`] | of processes and hosts that speak RoCE v2 | real |
+//!
+//! # Structure
 //!
 //! Requester and responder are pure: packets and time go in, packets and deadlines come out. On a
-//! network without faults the thread that posts runs the whole exchange, copying once from the memory
-//! of the sender to the memory of the receiver; with faults, or in virtual time, the same machines
+//! network without faults the thread that posts runs the whole exchange and copies the data once from the memory
+//! of the sender to the memory of the receiver. With faults, or in virtual time, the same state machines
 //! exchange encoded packets.
 //!
-//! Locks, in the order they are taken: requester half of one queue pair, responder half of one queue
-//! pair or a DC target, then one of completion queue, shared receive queue, channel, windows, scheduler. What would need
-//! another order (a queue pair that takes a second one down with it) is put on a
-//! [`Deferred`](device::deferred::Deferred) list and done when no lock is held.
+//! Locks are taken in this order: requester half of one queue pair; responder half of one queue
+//! pair or a DC target; one of completion queue, shared receive queue, channel, windows, scheduler. An action that needs
+//! another order, for example a queue pair that takes a second one down with it, goes to a `Deferred` list and runs when no
+//! lock is held.
 
 #![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::todo, clippy::unimplemented))]
 
@@ -68,7 +82,7 @@ pub use error::OpenError;
 pub use net::{DeviceControl, Faults, LinkCounters, Network, UdpConfig, UdpError, interface_at};
 pub use roce::{ReceiveCounters, SendCounters};
 
-use rdma_provider::contract;
+pub use rdma_provider::{VerbError, cm_contract, contract, types};
 
 /// What a fuzzer feeds.
 #[cfg(fuzzing)]
@@ -78,7 +92,7 @@ pub mod fuzzing {
     pub use super::hostile::*;
 }
 
-/// The provider.
+/// The provider of software devices: names their object types.
 #[derive(Debug, Clone, Copy)]
 pub enum Soft {}
 
@@ -96,3 +110,9 @@ impl contract::Provider for Soft {
     type CmChannel = cm::CmChannel;
     type CmId = cm::CmId;
 }
+
+/// Compiles the examples of the README.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+#[derive(Debug)]
+pub struct Readme;

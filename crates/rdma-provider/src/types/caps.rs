@@ -156,7 +156,8 @@ pub struct PortAttr {
     pub lid: u16,
     /// The GID table without its empty entries.
     pub gids: Vec<GidEntry>,
-    /// Entries of the partition key table, which [`Device::pkey_table`](crate::Device::pkey_table) reads.
+    /// Entries of the partition key table, which
+    /// [`Context::pkey_table`](crate::contract::Context::pkey_table) reads.
     pub pkeys: u16,
 }
 

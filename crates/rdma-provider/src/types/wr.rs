@@ -102,7 +102,7 @@ pub enum Data<'a> {
 
 /// Binding of a memory window of type 2, `struct ibv_mw_bind_info` of `ibv_bind_mw(3)`.
 ///
-/// [`MemoryWindow::prepare`](crate::verbs::MemoryWindow::prepare) makes one.
+/// The numbers are those of [`Mw::handle`](crate::contract::Mw::handle) and [`Mr::handle`](crate::contract::Mr::handle).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WindowBind {
     /// The provider's number of the window: an `ibv_mw` of libibverbs.

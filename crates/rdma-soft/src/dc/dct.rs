@@ -188,16 +188,16 @@ fn merge(into: &mut QpAttr, given: &QpAttr) {
 
 /// Target of dynamic connections, see [`contract::Dct`].
 ///
-/// - A wrong key is `REM_ACCESS_ERR` at the initiator, an MTU larger than the target's `REM_INV_REQ_ERR`, and a number that
-///   nobody has `RETRY_EXC_ERR`.
-/// - An initiator whose session has been given up meanwhile gets `REM_OP_ERR`.
-/// - Of a target that is destroyed, or fails with its completion queue, a message half received gives its receive back to the
-///   shared queue.
+/// - A wrong key ends at the initiator as `REM_ACCESS_ERR`, an MTU larger than the target's as `REM_INV_REQ_ERR`, and an
+///   unknown number as `RETRY_EXC_ERR`.
+/// - An initiator whose session was evicted meanwhile gets `REM_OP_ERR`.
+/// - When a target is destroyed, or fails with its completion queue, the receive of a partly received message returns to
+///   the shared queue.
 #[derive(Debug)]
 pub struct Dct(Arc<DctInner>);
 
 impl Dct {
-    /// What it has received so far.
+    /// Returns its counters.
     pub fn counters(&self) -> TargetCounters {
         self.0.state.lock().machine.counters()
     }

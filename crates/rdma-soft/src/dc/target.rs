@@ -28,25 +28,25 @@ pub(crate) trait Surroundings: Receiver {
     fn random(&mut self) -> Option<u64>;
 }
 
-/// What a DC target has been through.
+/// Counters of a DC target.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TargetCounters {
     /// Packets received.
     pub packets: u64,
-    /// Sessions made.
+    /// Sessions created.
     pub sessions: u64,
-    /// Sessions that are there.
+    /// Sessions that exist now.
     pub open: u64,
-    /// Sessions given up because they were silent and others wanted their place.
+    /// Silent sessions evicted in favour of new ones.
     pub given_up: u64,
-    /// Sessions refused for want of room; their initiators come again.
+    /// Sessions refused because the table was full. Their initiators retry.
     pub full: u64,
-    /// Sessions refused for a wrong key, or an MTU larger than the target's.
+    /// Sessions refused for a wrong key or an MTU larger than the target's.
     pub refused: u64,
-    /// Packets of sessions that are not there.
+    /// Packets of sessions that do not exist.
     pub gone: u64,
-    /// Packets dropped without an answer.
+    /// Packets dropped without a response.
     pub dropped: u64,
 }
 

@@ -83,14 +83,14 @@ struct State {
     counters: CqCounters,
 }
 
-/// What a completion queue has seen.
+/// Counters of a completion queue.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct CqCounters {
-    /// Completions that entered it.
+    /// Completions added to the queue.
     pub completions: u64,
-    /// Events it raised on its channel.
+    /// Events raised on its channel.
     pub events: u64,
-    /// Completions lost because it was full.
+    /// Completions lost because the queue was full.
     pub lost: u64,
 }
 
@@ -300,7 +300,7 @@ impl Cq {
         Ok(count)
     }
 
-    /// What has happened so far.
+    /// Returns its counters.
     pub fn counters(&self) -> CqCounters {
         self.0.state.lock().counters
     }

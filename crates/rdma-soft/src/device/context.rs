@@ -47,7 +47,7 @@ impl ContextInner {
     }
 }
 
-/// Open device, see [`contract::Context`].
+/// An open device, see [`contract::Context`].
 #[derive(Debug)]
 pub struct Context(Arc<ContextInner>);
 
@@ -329,7 +329,7 @@ impl Drop for Mr {
     }
 }
 
-/// Memory window, see [`contract::Mw`]. A registration that ends first takes the access through its windows along.
+/// Memory window, see [`contract::Mw`]. Access through it ends with the registration that it is bound to, if that ends first.
 #[derive(Debug)]
 pub struct Mw {
     device: Arc<DeviceInner>,
@@ -365,7 +365,7 @@ impl Drop for Mw {
     }
 }
 
-/// Address handle, see [`contract::Ah`]. Datagrams name their route themselves, so there is nothing in it.
+/// Address handle, see [`contract::Ah`]. It is empty: work requests carry the whole address.
 #[derive(Debug)]
 pub struct Ah;
 

@@ -380,20 +380,20 @@ impl QpInner {
     }
 }
 
-/// Queue pair, see [`contract::Qp`].
+/// A queue pair, see [`contract::Qp`].
 ///
 /// - Slots of both queues are free again when a completion at or after them has been polled, the
-///   strict form of mlx5: a program that never asks for a completion fills its send queue.
-/// - Destroying or resetting it removes its completions from their queue.
+///   strict form of mlx5: a program that never requests a completion fills its send queue.
+/// - Destroying or resetting the queue pair removes its completions from the completion queue.
 /// - READ and atomics with `max_rd_atomic` 0 fail with `LOC_QP_OP_ERR`: they could never start.
 /// - A `SendWithInvalidate` that names no window bound by the receiving queue pair ends the receive with
-///   `REM_INV_REQ_ERR` and, as there is no NAK for it, the sender's retries run out.
-/// - Destroying it ends the access through all windows that it bound.
+///   `REM_INV_REQ_ERR`. As there is no NAK for this case, the sender's retries run out.
+/// - Destroying the queue pair ends the access through all windows that it bound.
 #[derive(Debug)]
 pub struct Qp(pub(crate) Arc<QpInner>);
 
 impl Qp {
-    /// What it has sent and received so far.
+    /// Returns the counters of its requester and its responder.
     pub fn counters(&self) -> (SendCounters, ReceiveCounters) {
         self.0.counters()
     }

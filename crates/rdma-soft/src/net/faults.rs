@@ -1,4 +1,4 @@
-//! What may go wrong between two devices.
+//! The fault model: loss, duplication, reordering, corruption and delay of packets between two devices.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -6,22 +6,22 @@ use std::time::Duration;
 
 use rdma_provider::types::Gid;
 
-/// Fault model of a network: how probable it is that a packet is lost, repeated, overtaken or
-/// corrupted, and how long it travels.
+/// Fault model of a network: the probabilities that a packet is lost, duplicated, reordered or
+/// corrupted, and its delay.
 ///
-/// The default has no faults. Probabilities outside 0 to 1 count as the nearer of the two.
+/// The default has no faults. Probabilities are clamped to the range 0 to 1.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Faults {
     /// Probability that a packet is lost.
     pub loss: f64,
-    /// Probability that a packet arrives twice.
+    /// Probability that a packet is duplicated.
     pub duplicate: f64,
-    /// Probability that a packet is held back, so that later ones overtake it.
+    /// Probability that a packet is delayed so that later packets overtake it.
     pub reorder: f64,
-    /// Probability that a bit of a packet is flipped. The receiver finds out and drops it.
+    /// Probability that one bit of a packet is flipped. The receiver detects the damage and drops the packet.
     pub corrupt: f64,
-    /// How long a packet travels. Packets stay in order unless `reorder` says otherwise.
+    /// Range from which the delay of a packet is drawn. Packets stay in order except by `reorder`.
     pub delay: Range<Duration>,
 }
 
@@ -32,7 +32,7 @@ impl Default for Faults {
 }
 
 impl Faults {
-    /// No faults, no delay.
+    /// Returns a model without faults and delay.
     #[must_use]
     pub fn none() -> Self {
         Self::default()
@@ -52,7 +52,7 @@ impl Faults {
         self
     }
 
-    /// Sets the probability of being overtaken.
+    /// Sets the probability of reordering.
     #[must_use]
     pub const fn reorder(mut self, probability: f64) -> Self {
         self.reorder = probability;
@@ -66,7 +66,7 @@ impl Faults {
         self
     }
 
-    /// Sets how long packets travel.
+    /// Sets the range of delays.
     #[must_use]
     pub const fn delay(mut self, delay: Range<Duration>) -> Self {
         self.delay = delay;
@@ -74,26 +74,27 @@ impl Faults {
     }
 }
 
-/// What a network with faults has done to its packets, and what one over UDP has sent and received.
+/// Packet counters of a network with faults or over UDP.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LinkCounters {
-    /// Packets handed to the network. Over UDP with faults, those that passed the fault model are counted once more as they
-    /// leave.
+    /// Packets that devices sent. Over UDP with faults, packets that pass the fault model are counted a second time when
+    /// they leave.
     pub sent: u64,
-    /// Packets lost, over UDP also those that the kernel did not take.
+    /// Packets lost. Over UDP this includes packets that the kernel refused.
     pub lost: u64,
-    /// Packets that arrived twice.
+    /// Packets duplicated.
     pub duplicated: u64,
-    /// Packets held back.
+    /// Packets reordered.
     pub reordered: u64,
-    /// Packets of which a bit was flipped.
+    /// Packets with a flipped bit.
     pub corrupted: u64,
-    /// Packets that reached a device and were found damaged there.
+    /// Packets whose ICRC did not match at the receiver.
     pub rejected: u64,
-    /// Packets received by UDP, whatever they were.
+    /// Datagrams received by UDP.
     pub received: u64,
-    /// Of them, those from peers that are not allowed, for nobody, or of a kind that is not spoken here.
+    /// Received datagrams that were dropped: from a peer that is not allowed, for an unknown queue pair, or of an unsupported
+    /// kind.
     pub unwanted: u64,
 }
 

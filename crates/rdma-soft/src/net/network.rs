@@ -31,12 +31,12 @@ const MANAGEMENT_QKEY: Qkey = Qkey(0x8001_0000);
 /// Bytes of a management datagram (IBTA 13.4.2).
 pub(crate) const MAD: usize = 256;
 
-/// Network of software devices: within this process, or by [`udp`](Self::udp) with other processes, hosts and adapters.
+/// A network of software devices: within this process, or over [`udp`](Self::udp) with other processes, hosts and adapters.
 ///
-/// Devices of one network within the process reach each other, those of different networks do not. On such a network
-/// without faults, packets are never built: the posting thread moves the data itself.
+/// Devices of one network within the process reach each other; devices of different networks do not. On such a network
+/// without faults no packets are built: the posting thread copies the data itself.
 ///
-/// Cloning gives another handle to the same network.
+/// A clone is another handle to the same network.
 #[derive(Clone)]
 pub struct Network(pub(crate) Arc<NetworkInner>);
 
@@ -74,40 +74,40 @@ pub(crate) struct Delivery {
 }
 
 impl Network {
-    /// A network without faults, in real time.
+    /// Creates a network without faults, in real time.
     #[must_use]
     pub fn new() -> Self {
         Self::with(Scheduler::real(), None, 0, Faults::none(), false)
     }
 
-    /// A network with faults, in real time. The faults are drawn from `seed`; what happens also depends
-    /// on the timing of threads, see [`simulated`](Self::simulated).
+    /// Creates a network with faults, in real time. The faults are drawn from `seed`, but the outcome also depends
+    /// on the timing of threads. [`simulated`](Self::simulated) networks repeat exactly.
     #[must_use]
     pub fn with_faults(seed: u64, faults: Faults) -> Self {
         Self::with(Scheduler::real(), None, seed, faults, true)
     }
 
-    /// A network in virtual time: nothing moves until [`step`](Self::step) or
-    /// [`run_until_idle`](Self::run_until_idle) is called. Everything is drawn from `seed`, numbers of
-    /// queue pairs and keys included, so a program that uses it from one thread runs the same each time.
+    /// Creates a network in virtual time: nothing moves until [`step`](Self::step) or
+    /// [`run_until_idle`](Self::run_until_idle) is called. Everything is drawn from `seed`, including queue pair
+    /// numbers and keys, so a program that uses the network from one thread repeats exactly.
     #[must_use]
     pub fn simulated(seed: u64, faults: Faults) -> Self {
         let random = fastrand::Rng::with_seed(seed ^ 0x9e37_79b9_7f4a_7c15);
         Self::with(Scheduler::virtual_time(), Some(Mutex::new(random)), seed, faults, true)
     }
 
-    /// The network of this process, on which the device `soft0` lives.
+    /// Returns the network of this process, which has the device `soft0`.
     #[must_use]
     pub fn global() -> &'static Self {
         static GLOBAL: OnceLock<Network> = OnceLock::new();
         GLOBAL.get_or_init(Self::new)
     }
 
-    /// A network that speaks RoCE v2 over UDP, with the devices of `config`. Their sockets are bound and receive from now on,
-    /// until the network and all that was opened in it is gone.
+    /// Creates a network that speaks RoCE v2 over UDP, with the devices of `config`. Their sockets are bound and receive from
+    /// now on, until the network and all objects opened in it are dropped.
     ///
-    /// Whoever speaks RoCE v2 can be the peer: another process with this crate, a kernel with SoftRoCE, an adapter. It
-    /// takes no privilege, and Linux; docs/software-device.md says what it is for, what it costs, and what it exposes.
+    /// Any RoCE v2 implementation can be the peer: another process with this crate, a kernel with SoftRoCE, an adapter. UDP
+    /// needs Linux, but no privilege. docs/software-device.md describes the costs and what the device exposes to the network.
     ///
     /// # Errors
     ///
@@ -116,8 +116,8 @@ impl Network {
         Self::of_sockets(config, true)
     }
 
-    /// A network over UDP with one device, at the first of these addresses whose port nobody has. If others are left to try,
-    /// no port is waited for. With `only`, the device hears no other address.
+    /// Creates a network over UDP with one device, at the first of these addresses whose port is free. Only the last
+    /// address is waited for. With `only`, the device accepts packets from no other address.
     ///
     /// # Errors
     ///
@@ -125,7 +125,7 @@ impl Network {
     pub fn at_first_free(port: u16, addresses: &[IpAddr], only: Option<IpAddr>) -> Result<(Self, IpAddr), UdpError> {
         let (&[first, ..], &[.., last]) = (addresses, addresses) else { return Err(UdpError::NoDevice) };
         for &address in addresses {
-            // Whoever names an address wants it to be reached.
+            // A caller that names an address wants it to be reached.
             let config = UdpConfig::new().address(address).port(port).expose();
             let config = only.into_iter().fold(config, |config, peer| config.allow(peer, UdpConfig::whole(peer)));
             match Self::of_sockets(&config, first == last) {
@@ -184,11 +184,11 @@ impl Network {
         }
     }
 
-    /// Opens the device `name`, and makes it if it does not exist; over UDP there are those of the configuration.
+    /// Opens the device `name`, and creates it if it does not exist. Over UDP only the devices of the configuration exist.
     ///
     /// # Errors
     ///
-    /// [`OpenError`]: there is no such device and none can be made, or it is gone.
+    /// [`OpenError`]: the device does not exist and cannot be created, or it is lost.
     pub fn open(&self, name: &str) -> Result<Context, OpenError> {
         let mut names = self.0.names.lock();
         let next = names.len();
@@ -214,27 +214,27 @@ impl Network {
         Context::open(device).map_err(OpenError::of(name))
     }
 
-    /// Control over the device `name`; `None` if nobody has it open.
+    /// Returns control over the device `name`; `None` if it is not open.
     #[must_use]
     pub fn control(&self, name: &str) -> Option<DeviceControl> {
         self.0.names.lock().get(name)?.device.upgrade().map(DeviceControl)
     }
 
-    /// Changes the fault model. From then on packets are encoded, also where the network was made
-    /// without faults. Over UDP it stands between the devices of this network and their sockets: what they receive
-    /// suffers nothing.
+    /// Changes the fault model. From then on packets are encoded, also if the network was created
+    /// without faults. Over UDP the model applies to packets that the devices of this network send, not to packets that they
+    /// receive.
     pub fn set_faults(&self, faults: Faults) {
         self.0.link.lock().faults = faults;
         self.0.encode();
     }
 
-    /// Changes the probability of loss only; see [`set_faults`](Self::set_faults).
+    /// Changes only the probability of loss; see [`set_faults`](Self::set_faults).
     pub fn set_loss(&self, probability: f64) {
         self.0.link.lock().faults.loss = probability;
         self.0.encode();
     }
 
-    /// What has happened to packets. A network within the process and without faults has none.
+    /// Returns counters of packets. On a network within the process and without faults they stay 0.
     #[must_use]
     pub fn counters(&self) -> LinkCounters {
         let mut counters = self.0.link.lock().counters;
@@ -244,20 +244,19 @@ impl Network {
         counters
     }
 
-    /// Time since the network was made; virtual where that is simulated.
+    /// Returns the time since the network was created; virtual if the network is simulated.
     #[must_use]
     pub fn now(&self) -> Duration {
         Duration::from_nanos(self.0.scheduler.now())
     }
 
-    /// Handles the next packet or timer of a simulated network and moves the clock to it. False if there
+    /// Handles the next packet or timer of a simulated network and advances the clock to it. False if there
     /// is none; always false in real time.
     pub fn step(&self) -> bool {
         self.0.scheduler.step(u64::MAX)
     }
 
-    /// Steps until there is nothing left to do, or nothing before `limit` of virtual time from now has
-    /// passed. True if nothing is left.
+    /// Steps until the network is idle, or until `limit` of virtual time has passed. True if the network is idle.
     pub fn run_until_idle(&self, limit: Duration) -> bool {
         let limit = self.0.scheduler.now().saturating_add(u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX));
         while self.0.scheduler.step(limit) {}
@@ -455,24 +454,24 @@ impl Delivery {
     }
 }
 
-/// Makes a device fail, for tests of what depends on it.
+/// Control over a device, for tests of programs that must survive its failure.
 #[derive(Debug, Clone)]
 pub struct DeviceControl(Arc<DeviceInner>);
 
 impl DeviceControl {
-    /// The device is lost: `DEVICE_FATAL`, every queue pair goes to ERR and flushes, later verbs fail.
-    /// Once everything of it has been closed, opening its name makes a new device.
+    /// Removes the device: it raises `DEVICE_FATAL`, every queue pair enters ERR and flushes, later verbs fail.
+    /// Once all its objects are dropped, opening its name creates a new device.
     pub fn kill(&self) {
         self.0.kill();
     }
 
-    /// Takes the port down or up. While it is down packets are lost, in both directions.
+    /// Takes the port down or up. While the port is down, packets are lost in both directions.
     pub fn set_port(&self, up: bool) {
         self.0.set_port(up);
     }
 
-    /// Every opening of the device is told of `event`, and nothing else happens: as an adapter that is pulled out says
-    /// [`AsyncEvent::DeviceFatal`] and is silent from then on.
+    /// Raises `event` at every opening of the device and changes nothing else. An adapter that is unplugged behaves like
+    /// this: it raises [`AsyncEvent::DeviceFatal`] and is silent from then on.
     pub fn announce(&self, event: AsyncEvent) {
         self.0.announce(event);
     }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! valgrind --tool=callgrind --toggle-collect='*post_and_poll*' --callgrind-out-file=/dev/null \
-//!     target/release/deps/tokio_rdma-* --ignored --exact provider::soft::tests::cost::write_of_8_bytes
+//!     target/release/deps/rdma_soft-* --ignored --exact tests::cost::write_of_8_bytes
 //! ```
 //!
 //! The count it collects is of 1000 operations.

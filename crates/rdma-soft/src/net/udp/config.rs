@@ -1,16 +1,17 @@
-//! What a network over UDP is made of.
+//! The configuration of a network over UDP.
 
 use std::net::IpAddr;
 
 use crate::UdpError;
 
-/// Devices and rules of a [`Network`](crate::Network) that speaks RoCE v2 over UDP.
+/// Configuration of a [`Network`](crate::Network) that speaks RoCE v2 over UDP.
 ///
-/// Each device is one address of this host, where it has a socket of its own. Without more, only loopback addresses are
-/// taken, for whoever reaches the socket can talk to its queue pairs: RoCE v2 encrypts nothing and knows no passwords.
+/// Each device has one address of this host and a socket of its own. By default only loopback addresses are
+/// accepted, because any peer that reaches the socket can talk to its queue pairs: RoCE v2 has no encryption and no
+/// authentication.
 ///
 /// ```
-/// use tokio_rdma::software::UdpConfig;
+/// use rdma_soft::UdpConfig;
 ///
 /// let config = UdpConfig::new().device("left", "127.0.0.2".parse()?).device("right", "127.0.0.3".parse()?);
 /// # Ok::<(), std::net::AddrParseError>(())
@@ -24,10 +25,10 @@ pub struct UdpConfig {
 }
 
 impl UdpConfig {
-    /// The port of RoCE v2.
+    /// UDP port of RoCE v2.
     pub const PORT: u16 = 4791;
 
-    /// No device, [`PORT`](Self::PORT), loopback only, all peers.
+    /// Creates a configuration without devices: [`PORT`](Self::PORT), loopback only, all peers allowed.
     #[must_use]
     pub const fn new() -> Self {
         Self { devices: Vec::new(), port: Self::PORT, exposed: false, peers: Vec::new() }
@@ -46,39 +47,40 @@ impl UdpConfig {
         self
     }
 
-    /// Another port than [`PORT`](Self::PORT), the same for all who talk to each other. Kernels and NICs have no other.
+    /// Sets a port other than [`PORT`](Self::PORT). Devices reach each other only on the same port; kernels and NICs support
+    /// only the default.
     #[must_use]
     pub const fn port(mut self, port: u16) -> Self {
         self.port = port;
         self
     }
 
-    /// Lets devices have addresses that other hosts reach.
+    /// Allows devices at addresses that other hosts can reach.
     #[must_use]
     pub const fn expose(mut self) -> Self {
         self.exposed = true;
         self
     }
 
-    /// Listens to peers whose address begins with the first `prefix` bits of `address`, and to no others than those of all
-    /// such calls. What others send is dropped before it is looked at.
+    /// Allows peers whose address begins with the first `prefix` bits of `address`. Once called, packets of peers that no call
+    /// allows are dropped unread.
     #[must_use]
     pub fn allow(mut self, address: IpAddr, prefix: u8) -> Self {
         self.peers.push((address.to_canonical(), prefix));
         self
     }
 
-    /// Length of the prefix that is one address.
+    /// Returns the length of a prefix that covers one address.
     pub(crate) const fn whole(address: IpAddr) -> u8 {
         bits(address)
     }
 
-    /// Name and address of each device.
+    /// Iterates over the name and address of each device.
     pub(crate) fn devices(&self) -> impl Iterator<Item = (&str, IpAddr)> {
         self.devices.iter().map(|(name, address)| (name.as_str(), *address))
     }
 
-    /// What is wrong with it, before anything is asked of the kernel.
+    /// Validates the configuration before any system call.
     pub(crate) fn check(&self) -> Result<(), UdpError> {
         if self.devices.is_empty() {
             return Err(UdpError::NoDevice);
@@ -102,7 +104,7 @@ impl UdpConfig {
         }
     }
 
-    /// True if packets of `peer` are looked at.
+    /// Returns true if packets of `peer` are accepted.
     pub(super) fn allows(&self, peer: IpAddr) -> bool {
         self.peers.is_empty() || self.peers.iter().any(|&(address, prefix)| begins_with(peer, address, prefix))
     }

@@ -1,4 +1,4 @@
-//! Why a software device cannot speak over UDP.
+//! Errors of creating a network over UDP.
 
 use std::fmt;
 use std::io;
@@ -6,90 +6,90 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use rdma_provider::VerbError;
 
-/// Why a network over UDP could not be made.
+/// Error of creating a network over UDP.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum UdpError {
     /// The configuration has no device.
     NoDevice,
-    /// Port 0, which peers could not know.
+    /// The port is 0, which peers cannot address.
     NoPort,
-    /// A name or an address that an earlier device has.
+    /// An earlier device has the same name or address.
     Repeated {
-        /// Name of the later one.
+        /// Name of the later device.
         name: String,
         /// Its address.
         address: IpAddr,
     },
-    /// An address that is not one host's: unspecified, of a group, or of all.
+    /// The address is unspecified, multicast or broadcast.
     NotOneHost {
-        /// As given.
+        /// Address as given.
         address: IpAddr,
     },
-    /// An address that others reach, without [`UdpConfig::expose`](crate::UdpConfig::expose).
+    /// Other hosts can reach the address, and [`UdpConfig::expose`](crate::UdpConfig::expose) was not called.
     NotLoopback {
-        /// As given.
+        /// Address as given.
         address: IpAddr,
     },
-    /// More bits than the address has.
+    /// The prefix has more bits than the address.
     Prefix {
         /// Address of the peers.
         address: IpAddr,
-        /// Bits asked for.
+        /// Bits of the prefix.
         prefix: u8,
-        /// Bits there are.
+        /// Bits of the address.
         longest: u8,
     },
     /// Another socket has the port.
     PortTaken {
-        /// Of the device.
+        /// Address of the device.
         address: IpAddr,
-        /// Of the configuration.
+        /// Port of the configuration.
         port: u16,
-        /// It is the kernel: module `rdma_rxe` takes the port of RoCE v2 on all addresses of its network namespace, even
-        /// while it has no device.
+        /// The kernel has the port: module `rdma_rxe` takes the port of RoCE v2 on all addresses of its network namespace,
+        /// even without a device.
         soft_roce: bool,
-        /// Name of the device that has it, if that is one of this process.
+        /// Name of the device that has the port, if it belongs to this process.
         device: Option<String>,
     },
     /// The port is taken at each address from which the peer could be reached.
     AllTaken {
-        /// The first that was tried.
+        /// First address tried.
         first: IpAddr,
-        /// The last.
+        /// Last address tried.
         last: IpAddr,
-        /// The same of all.
+        /// Port, the same at all addresses.
         port: u16,
     },
-    /// Nothing leads from this host to the peer.
+    /// This host has no route to the peer.
     NoRoute {
-        /// As given.
+        /// Address as given.
         peer: IpAddr,
-        /// What the kernel says of it.
+        /// Error of the kernel.
         error: VerbError,
     },
     /// This host does not have the address.
     NotLocal {
-        /// As given.
+        /// Address as given.
         address: IpAddr,
     },
-    /// This is not Linux, whose sockets alone tell what the check of RoCE v2 must cover.
+    /// The system is not Linux. The ICRC covers header fields that only sockets of Linux control.
     NotLinux,
-    /// The system refused.
+    /// A system call failed.
     System {
-        /// Address of the device, or of the peer that it is opened for.
+        /// Address of the device, or of the peer for which it is opened.
         address: IpAddr,
-        /// The call and its error.
+        /// System call and its error.
         error: VerbError,
     },
 }
 
 impl UdpError {
-    /// `Ok` unless it is seen from the address that more than one host has it, or none.
+    /// Checks that the address can belong to one host.
     ///
     /// # Errors
     ///
-    /// [`NotOneHost`](Self::NotOneHost) of such an address.
+    /// [`NotOneHost`](Self::NotOneHost) if the address is unspecified, multicast or broadcast.
     pub fn check_host(address: IpAddr) -> Result<(), Self> {
         let broadcast = [Ipv4Addr::BROADCAST, Ipv4Addr::new(127, 255, 255, 255)].map(IpAddr::V4);
         let bad = address.is_unspecified() || address.is_multicast() || broadcast.contains(&address);
@@ -141,7 +141,7 @@ impl fmt::Display for UdpError {
     }
 }
 
-/// Says whether another address of this host may help.
+/// Says whether another address of this host is available.
 fn other_address(f: &mut fmt::Formatter<'_>, taken: IpAddr) -> fmt::Result {
     if taken == IpAddr::V6(Ipv6Addr::LOCALHOST) {
         f.write_str("; IPv6 has no other loopback address, IPv4 has 127.0.0.0/8")?;

@@ -1,10 +1,10 @@
-//! The network interface that has an address.
+//! Finds the network interface of an address.
 
 use std::fs;
 use std::net::IpAddr;
 use std::path::Path;
 
-/// Name of the network interface that has `address`; `None` if packets to it leave this host, or are not delivered.
+/// Returns the name of the network interface that has `address`; `None` if no interface of this host has it.
 #[must_use]
 pub fn interface_at(address: IpAddr) -> Option<String> {
     if address.is_loopback() {

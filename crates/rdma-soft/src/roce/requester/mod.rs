@@ -96,25 +96,25 @@ pub(crate) struct SendConfig {
     pub(crate) flow: Flow,
 }
 
-/// What a requester has been through.
+/// Counters of the requester of a queue pair.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct SendCounters {
-    /// Request packets sent, repetitions included.
+    /// Request packets sent, retransmissions included.
     pub packets: u64,
     /// Responses received.
     pub responses: u64,
-    /// Packets sent again.
+    /// Packets retransmitted.
     pub retransmitted: u64,
-    /// Times that no acknowledgement came in time.
+    /// Acknowledgement timeouts.
     pub timeouts: u64,
-    /// Times that the peer had no receive posted.
+    /// RNR NAKs: the peer had no receive posted.
     pub rnr_naks: u64,
-    /// Sequence errors reported by the peer, or inferred from a gap in its responses.
+    /// Sequence errors reported by the peer or inferred from a gap in its responses.
     pub sequence_naks: u64,
-    /// Responses that answer nothing outstanding.
+    /// Responses that match no outstanding request.
     pub stale: u64,
-    /// Sessions that an initiator of dynamic connections has opened: one for each time that it turned to another target, or
-    /// came back to the same one after a second or more.
+    /// Sessions opened by an initiator of dynamic connections: one for each change of its target, and for each return to the
+    /// same target after a second or more.
     pub sessions: u64,
 }
 

@@ -58,20 +58,20 @@ pub(crate) struct ReceiveConfig {
     pub(crate) max_dest_rd_atomic: u8,
 }
 
-/// What a responder has been through.
+/// Counters of the responder of a queue pair.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ReceiveCounters {
     /// Requests received.
     pub packets: u64,
-    /// Replies sent.
+    /// Responses sent.
     pub replies: u64,
-    /// Requests that had been executed already.
+    /// Duplicate requests.
     pub duplicates: u64,
-    /// Requests that came after a gap.
+    /// Requests received after a gap.
     pub out_of_sequence: u64,
     /// Requests refused because no receive was posted.
     pub not_ready: u64,
-    /// Requests dropped without an answer.
+    /// Requests dropped without a response.
     pub dropped: u64,
 }
 
