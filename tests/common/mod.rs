@@ -3,6 +3,8 @@
 //! The device is the one that `TOKIO_RDMA_DEVICE` names, or a software device on a network of its own, so that
 //! faults of one test do not reach another.
 
+#[allow(dead_code, reason = "a program may have one wire only")]
+pub(crate) mod by_wire;
 pub(crate) mod pair;
 pub(crate) mod raw;
 pub(crate) mod rxe;

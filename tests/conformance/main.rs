@@ -17,4 +17,4 @@ mod shared_queues;
 #[path = "mod.rs"]
 mod suite;
 
-use by_wire::wire;
+use common::by_wire::wire;

@@ -32,6 +32,23 @@ pub fn modes<F: Future<Output = ()>>(what: &'static str, test: impl Fn() -> F + 
     }
 }
 
+/// Runs `test` in every completion mode, and the usual one on each runtime.
+pub fn run<F: Future<Output = ()>>(what: &'static str, test: impl Fn() -> F + Send + Copy + 'static) {
+    let settings = [
+        (Mode::Event, Flavour::CurrentThread),
+        (Mode::Event, Flavour::MultiThread),
+        (Mode::BusyPoll, Flavour::MultiThread),
+        (Mode::Cooperative, Flavour::CurrentThread),
+        (Mode::Hybrid, Flavour::MultiThread),
+    ];
+    for (mode, flavour) in settings {
+        bounded(what, LONG, move || {
+            use_mode(mode);
+            flavour.runtime().block_on(test());
+        });
+    }
+}
+
 /// Settings of tests: a peer that is gone is found out in some tens of milliseconds on the software device.
 pub fn config() -> ConnectionConfig {
     let config = ConnectionConfig::default().mode(MODE.get().make());

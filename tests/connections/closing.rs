@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use crate::connected::{self, config, pair, pair_in, pattern, recv, two};
+use crate::connected::{self, config, pair, pair_in, pattern, recv, run, two};
 use crate::torture::{
     Flavour, LONG, Mode, Seed, bounded, device, eventually, hardware, scaled, slow_network, soon, yields,
 };
@@ -16,23 +16,6 @@ use tokio_rdma::{
     Access, Batch, CloseReason, Connection, ConnectionConfig, Device, Listener, MessageError, OpError, OpErrorKind,
     Pool,
 };
-
-/// Runs `test` in every completion mode, and the usual one on each runtime.
-fn run<F: Future<Output = ()>>(what: &'static str, test: impl Fn() -> F + Send + Copy + 'static) {
-    let settings = [
-        (Mode::Event, Flavour::CurrentThread),
-        (Mode::Event, Flavour::MultiThread),
-        (Mode::BusyPoll, Flavour::MultiThread),
-        (Mode::Cooperative, Flavour::CurrentThread),
-        (Mode::Hybrid, Flavour::MultiThread),
-    ];
-    for (mode, flavour) in settings {
-        bounded(what, LONG, move || {
-            connected::use_mode(mode);
-            flavour.runtime().block_on(test());
-        });
-    }
-}
 
 fn closed<T>(result: Result<T, MessageError>) -> CloseReason {
     match result {

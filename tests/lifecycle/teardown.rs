@@ -13,7 +13,8 @@ use std::thread;
 use std::time::Duration;
 
 use crate::torture::{
-    self, Flavour, LONG, Mode, Seed, block_on, bounded, connect, device, pair, scaled, slow_network, software, soon,
+    self, Flavour, LONG, Mode, Seed, block_on, bounded, connect, device, narrow, pair, scaled, slow_network, software,
+    soon,
 };
 use fastrand::Rng;
 use tokio_rdma::memory::Storage;
@@ -327,18 +328,6 @@ impl Drop for Tracked {
 
 fn is_freed(freed: &AtomicBool) -> bool {
     freed.load(Ordering::SeqCst)
-}
-
-/// Two connected queue pairs with room for two sends and one receive, on a network where nothing moves; buffers, and memory of the
-/// same device.
-fn narrow(buffers: usize) -> (Network, [QueuePair; 2], Pool, ExposedRegion) {
-    let network = Network::simulated(1, Faults::none());
-    let (device, pd) = software(&network);
-    let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
-    let [a, b] = [(); 2].map(|()| QueuePair::builder(&pd, &queue).max_send_wr(2).max_recv_wr(1).build().unwrap());
-    connect(&a, &b);
-    let region = ExposedRegion::new(&pd, vec![0; 64], Access::REMOTE_ALL).unwrap();
-    (network, [a, b], Pool::new(&pd, 64, buffers).unwrap(), region)
 }
 
 #[test]

@@ -15,7 +15,7 @@ use tokio::runtime::{Builder, Runtime};
 use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::software::{Faults, Network};
 use tokio_rdma::types::{AckTimeout, RnrTimer};
-use tokio_rdma::{CompletionMode, CompletionQueue, Device, ProtectionDomain, QueuePair};
+use tokio_rdma::{Access, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, ProtectionDomain, QueuePair};
 
 /// No wait of a test that works takes anywhere near this long, on however slow a machine.
 pub const LONG: Duration = Duration::from_secs(60);
@@ -198,6 +198,18 @@ pub fn pair(pd: &ProtectionDomain, queue: &CompletionQueue) -> (QueuePair, Queue
     let (a, b) = (new(), new());
     connect(&a, &b);
     (a, b)
+}
+
+/// Two connected queue pairs with room for two sends and one receive, on a network where nothing moves; buffers, and memory of the
+/// same device.
+pub fn narrow(buffers: usize) -> (Network, [QueuePair; 2], Pool, ExposedRegion) {
+    let network = Network::simulated(1, Faults::none());
+    let (device, pd) = software(&network);
+    let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
+    let [a, b] = [(); 2].map(|()| QueuePair::builder(&pd, &queue).max_send_wr(2).max_recv_wr(1).build().unwrap());
+    connect(&a, &b);
+    let region = ExposedRegion::new(&pd, vec![0; 64], Access::REMOTE_ALL).unwrap();
+    (network, [a, b], Pool::new(&pd, 64, buffers).unwrap(), region)
 }
 
 /// Waits until `condition` holds: what other threads are about to do.
