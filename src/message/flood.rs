@@ -5,8 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use super::listener::GRACE;
-use super::{Connection, ConnectionConfig, Handshake, Listener};
+use super::{Connection, Handshake, Listener};
 use crate::software::{Network, UdpConfig};
 use crate::types::Gid;
 use crate::verbs::Device;
@@ -79,7 +78,8 @@ async fn serve_beside_forged(sources: u32) {
     let forged = u64::from(HONEST * FORGED);
     // One source has more than its share with each round. Those of many may be given up before there are too many of them.
     assert!(stats.gave_way <= forged && (stats.gave_way > 0 || sources > 1), "{stats:?}");
-    let (queue_pairs, known) = network.known_at(gid);
+    let control = network.control("server").unwrap();
+    let (queue_pairs, known) = (control.queue_pairs(), control.connections());
     assert_eq!(queue_pairs, HONEST as usize, "none for a peer that has not answered");
     assert!(known as u64 <= forged - stats.gave_way + u64::from(HONEST), "{known} are remembered, {stats:?}");
     drop((theirs, ours));
@@ -93,48 +93,6 @@ fn honest_clients_are_served_beside_a_flood_from_one_forged_address() {
 #[test]
 fn honest_clients_are_served_beside_a_flood_from_two_hundred_forged_addresses() {
     run(|| serve_beside_forged(200));
-}
-
-/// A listener whose program answers each request, as on devices whose manager is the kernel's, with forged requests that wait,
-/// and the device of an honest client.
-async fn beset(handshakes: u32, sources: u32, forged: u32) -> (Device, Listener) {
-    let network = Network::new();
-    let (server, client) =
-        (Device::software_in(&network, "server").unwrap(), Device::software_in(&network, "client").unwrap());
-    let gid = server.default_path().unwrap().1.gid;
-    let config = ConnectionConfig::default().handshakes(handshakes);
-    let listener = Listener::bind_with(&server, (gid.to_ip(), 0), &config).await.unwrap();
-    listener.never_answer();
-    Forger { network, to: listener.local_addr(), sources, sent: 0 }.send(forged);
-    (client, listener)
-}
-
-#[test]
-fn handshakes_that_are_not_confirmed_give_way_where_the_program_answers() {
-    run(|| async {
-        let (client, listener) = beset(4, 3, 20).await;
-        let to = listener.local_addr();
-        let (theirs, ours) = tokio::join!(Connection::connect(&client, to), listener.accept());
-        let (theirs, ours) = (theirs.expect("an honest client connects"), ours.unwrap());
-        theirs.send("here").await.unwrap();
-        assert_eq!(ours.recv().await.unwrap().unwrap(), "here");
-        let stats = listener.stats();
-        assert!(stats.gave_way >= 16, "{stats:?}");
-    });
-}
-
-#[test]
-fn handshake_gives_way_after_its_grace_in_real_time_under_a_paused_clock() {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
-    runtime.block_on(async {
-        let (client, listener) = beset(1, 1, 1).await;
-        let to = listener.local_addr();
-        let start = Instant::now();
-        let (theirs, ours) = tokio::join!(Connection::connect(&client, to), listener.accept());
-        assert!(theirs.is_ok() && ours.is_ok());
-        assert_eq!(listener.stats().gave_way, 1);
-        assert!(start.elapsed() >= GRACE, "the forged handshake gave way early");
-    });
 }
 
 /// Sends forged requests over UDP from so many addresses, at `rate` in a second, until it is told to stop; how many it was.

@@ -41,7 +41,11 @@ mod message_memory;
 mod one_sided;
 mod outbound;
 #[cfg(all(test, not(loom)))]
+mod stranger;
+#[cfg(all(test, not(loom)))]
 mod unaccepted;
+#[cfg(all(test, not(loom)))]
+mod unconfirmed;
 mod waiters;
 
 pub use admission::{ListenerStats, Refusal};

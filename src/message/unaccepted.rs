@@ -1,16 +1,16 @@
 //! A listener and peers that leave, fall silent or are too many before they are accepted.
 
 use std::future::Future;
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use futures::future::{join_all, poll_immediate};
 use futures::pin_mut;
 
-use super::{CloseReason, Connection, ConnectionConfig, EstablishError, Handshake, Listener, MessageError, Refusal};
+use super::stranger::Stranger;
+use super::{CloseReason, Connection, ConnectionConfig, EstablishError, Listener, MessageError, Refusal};
 use crate::cm::{ConnectError, Step};
 use crate::software::Network;
-use crate::types::Gid;
 use crate::verbs::Device;
 
 /// Only a hang takes this long.
@@ -23,7 +23,6 @@ fn run<F: Future<Output = ()>>(test: impl FnOnce() -> F) {
 
 struct Sides {
     network: Network,
-    gid: Gid,
     client: Device,
     listener: Listener,
     address: SocketAddr,
@@ -35,16 +34,16 @@ impl Sides {
         let network = Network::new();
         let (server, client) =
             (Device::software_in(&network, "server").unwrap(), Device::software_in(&network, "client").unwrap());
-        let gid = server.default_path().unwrap().1.gid;
-        let listener = Listener::bind_with(&server, (gid.to_ip(), 0), config).await.unwrap();
+        let address = server.default_path().unwrap().1.gid.to_ip();
+        let listener = Listener::bind_with(&server, (address, 0), config).await.unwrap();
         assert!(poll_immediate(Box::pin(listener.accept())).await.is_none());
         let address = listener.local_addr();
-        Self { network, gid, client, listener, address }
+        Self { network, client, listener, address }
     }
 
     /// True if the manager of the listener's device has forgotten all connections, TIMEWAIT included.
     fn forgotten(&self) -> bool {
-        self.network.known_at(self.gid).1 == 0
+        self.network.control("server").is_some_and(|server| server.connections() == 0)
     }
 }
 
@@ -119,11 +118,11 @@ fn service_that_accepts_each_request_in_turn_serves_peers_behind_silent_ones() {
         // Longer than an honest client waits.
         let patient = ConnectionConfig::default().connect_timeout(2 * HANG);
         let sides = Sides::new(&patient).await;
-        let handshake = Handshake { buffer_size: 8192, receives: 68, max_message: 1 << 20 }.encode(b"").unwrap();
         drop(poll_immediate(Box::pin(sides.listener.request())).await);
-        for number in 1..=4 {
-            let silent = Gid::from(Ipv4Addr::from(0x7f40_0000 + number));
-            sides.network.forge_request(silent, number, sides.address, &handshake);
+        let mut silent: Vec<_> =
+            (0..4).map(|number| Stranger::new(&sides.network, &format!("silent{number}"))).collect();
+        for peer in &mut silent {
+            peer.request(sides.address);
         }
         let serve = async {
             let mut gave_way = 0;

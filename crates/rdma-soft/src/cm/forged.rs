@@ -63,15 +63,4 @@ impl Network {
         crate::roce::icrc::seal(from, to.ip(), &mut image);
         image
     }
-
-    /// Queue pairs of the device at `gid`, and connections that its manager knows.
-    ///
-    /// # Panics
-    ///
-    /// If no device of this network has the GID.
-    #[must_use]
-    pub fn known_at(&self, gid: Gid) -> (usize, usize) {
-        let device = self.0.device(gid).expect("a device has the GID");
-        (device.queue_pair_count(), device.cm.connections())
-    }
 }

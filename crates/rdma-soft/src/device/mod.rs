@@ -242,7 +242,6 @@ impl DeviceInner {
         self.queue_pairs.read().get(&qpn)?.upgrade()
     }
 
-    #[cfg(any(test, feature = "forged"))]
     pub(super) fn queue_pair_count(&self) -> usize {
         self.queue_pairs.read().len()
     }

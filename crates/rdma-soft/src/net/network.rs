@@ -476,6 +476,19 @@ impl DeviceControl {
         self.0.announce(event);
     }
 
+    /// Returns the number of queue pairs that exist.
+    #[must_use]
+    pub fn queue_pairs(&self) -> usize {
+        self.0.queue_pair_count()
+    }
+
+    /// Returns the number of connections that the device's connection manager knows, including connections that are not
+    /// confirmed yet or in TIMEWAIT.
+    #[must_use]
+    pub fn connections(&self) -> usize {
+        self.0.cm.connections()
+    }
+
     /// Refuses, or no longer, to end registrations, windows, queue pairs and shared receive queues (EBUSY), as a driver does
     /// that has lost track of them: this crate leaks then what the device may still touch.
     pub fn refuse_ends(&self, refuse: bool) {
