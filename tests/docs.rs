@@ -283,7 +283,7 @@ fn pages() -> Vec<String> {
 /// Names of all functions in source, tests and examples.
 fn functions() -> BTreeSet<String> {
     let mut found = BTreeSet::new();
-    for path in sources(&["src", "crates", "tests", "examples"]) {
+    for path in sources(&["src", "crates", "tests", "testing", "examples"]) {
         let text = fs::read_to_string(&path).expect("a source file");
         let names = text.split("fn ").skip(1);
         found.extend(names.filter_map(|rest| rest.split(['(', '<']).next()).map(str::to_owned));

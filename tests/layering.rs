@@ -1,5 +1,5 @@
 //! Rules on the source that no compiler and no lint holds: which module of this crate may name which, that each `unsafe` names an
-//! invariant of docs/safety.md, and how long a file may be.
+//! invariant of docs/safety.md, how long a file may be, and which builds have the test controls of the software device.
 //!
 //! `cargo test --test layering`. What the workspace holds by itself is not here: the crates below cannot name those above
 //! (`cargo tree`), Tokio is no dependency of theirs, only rdma-ibverbs has the C binding, `unsafe_code` is denied but in files
@@ -8,6 +8,7 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 /// Modules of this crate from the bottom. A module may name those of its own layer and below.
 const LAYERS: [&[&str]; 9] = [
@@ -43,6 +44,25 @@ fn each_unsafe_names_an_invariant() {
 fn no_file_is_too_long() {
     let long = all_files().into_iter().filter(|file| file.text.lines().count() > LONGEST).map(|file| file.name);
     assert_eq!(long.collect::<Vec<_>>(), [""; 0], "more than {LONGEST} lines");
+}
+
+/// Test controls add a check to each post. Cargo unifies the features of a crate among all packages that it builds at once, so a
+/// dev-dependency would put them into the benches whose instructions are counted.
+#[test]
+fn benches_and_examples_are_built_without_test_controls() {
+    assert!(test_controls(&["--package", "misbehaviour"]), "the tests of testing/misbehaviour need them");
+    assert!(!test_controls(&["--package", "tokio-rdma", "--all-features"]));
+    assert!(!test_controls(&["--workspace", "--exclude", "misbehaviour"]));
+}
+
+/// True if a build of `packages`, with the tests, benches and examples, has feature `testing` of rdma-soft.
+fn test_controls(packages: &[&str]) -> bool {
+    let mut tree = Command::new(env!("CARGO"));
+    tree.current_dir(env!("CARGO_MANIFEST_DIR"));
+    tree.args(["tree", "--offline", "--locked", "--edges", "features", "--invert", "rdma-soft"]).args(packages);
+    let output = tree.output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8_lossy(&output.stdout).contains("rdma-soft feature \"testing\"")
 }
 
 /// Lines of a file of `src` that name a module of a layer above.

@@ -24,8 +24,6 @@ mod driver;
 mod ending;
 mod error;
 mod fetching;
-#[cfg(all(test, not(loom)))]
-mod flood;
 mod flow_control;
 #[cfg(all(test, not(loom)))]
 mod flow_model;

@@ -1,7 +1,7 @@
 //! Batches: signalled at the end, in between, always; their results when all goes well and when not.
 
 use tokio_rdma::error::{LimitError, TryError};
-use tokio_rdma::types::{QpState, Qpn, Rkey, Transport, WcStatus};
+use tokio_rdma::types::{Qpn, Rkey, Transport, WcStatus};
 use tokio_rdma::{Batch, BufMut, Imm, OpErrorKind, RemoteRegion};
 
 use crate::common::pair::{Pair, Shape, Side, fenced};
@@ -13,7 +13,6 @@ in_every_mode! {
     failure_splits_the_results,
     batch_can_be_used_again,
     full_queue_gives_the_batch_back_or_lets_it_wait,
-    part_that_is_refused_ends_the_queue_pair_before_the_batch,
 }
 
 fn small(transport: Transport, mode: &str, depth: u32) -> Pair {
@@ -232,38 +231,4 @@ fn what_a_transport_does_not_have_is_refused_in_a_batch_too() {
         assert_eq!(result.results(), [Err(OpErrorKind::Unsupported { what: "a batch" })]);
         assert_ne!(a.qp.qpn(), Qpn(0));
     });
-}
-
-async fn part_that_is_refused_ends_the_queue_pair_before_the_batch(mode: &str) {
-    // Posted at once, and from the line, behind work that leaves no room.
-    for waits in [false, true] {
-        for posted in 0..6 {
-            let Some((setup, control, _)) = Setup::controlled("part_that_is_refused") else { return };
-            let build = |builder: tokio_rdma::op::QueuePairBuilder| builder.max_send_wr(8);
-            let Pair { a, b, .. } = Pair::shaped(setup, &Shape { build: &build, ..Shape::new(Transport::Rc, mode) });
-            let region = b.region(8);
-            let fill = if waits { 4 } else { 0 };
-            // They wait for a receive, and so hold their places.
-            let before: Vec<_> = (0..fill).map(|_| a.qp.send(())).collect();
-            control.refuse_send(posted);
-            let mut batch = Batch::new();
-            for at in 0..6_u8 {
-                batch.write(a.buffer(&[1]), region.grant().slice(u64::from(at)..u64::from(at) + 1).unwrap());
-            }
-            let batch = a.qp.post_batch(batch);
-            let _receives: Vec<_> = (0..fill).map(|_| b.qp.recv(())).collect();
-            let result = within("batch", batch).await;
-            for send in before {
-                // Done, or flushed with the rest.
-                drop(within("send", send).await);
-            }
-            let (posted, case) = (posted as usize, format!("waits: {waits}, refused after {posted}"));
-            assert!(result.results()[posted..].iter().all(Result::is_err), "{case}: {:?}", result.results());
-            assert_eq!(result.buffers().len(), 6, "{case}");
-            assert_eq!(a.state(), if posted > 0 { QpState::Err } else { QpState::Rts }, "{case}");
-            let mut there = [0; 8];
-            region.read(0, &mut there).unwrap();
-            assert_eq!(there[posted..], [0; 8][posted..], "{case}: nothing behind the refused one was done");
-        }
-    }
 }

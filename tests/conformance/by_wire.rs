@@ -9,18 +9,18 @@ use crate::common::by_wire::run;
 /// answers later than from memory.
 #[test]
 fn over_packets() {
-    run("packets", &["suite::", "pool::"], 616);
+    run("packets", &["suite::", "pool::"], 608);
 }
 
 /// RoCE v2 over UDP: each end is a device of its own network, and the networks share nothing but sockets.
 #[test]
 fn over_udp() {
-    run("udp", &["suite::"], 469);
+    run("udp", &["suite::"], 461);
 }
 
 /// The operations on a network with faults, which a reliable connection must hide. `TOKIO_RDMA_SEED` replays the faults of a
 /// failure that printed it, as far as threads run in the same order.
 #[test]
 fn with_faults() {
-    run("faults", &["suite::batches::", "suite::leases::", "suite::operations::"], 228);
+    run("faults", &["suite::batches::", "suite::leases::", "suite::operations::"], 220);
 }

@@ -58,24 +58,6 @@ fn both_close_at_once_and_it_is_clean() {
     });
 }
 
-#[test]
-fn message_that_the_driver_refuses_ends_the_connection_though_nobody_asks_for_it() {
-    run("refused", || async {
-        let network = Network::new();
-        let [(_, one_pd), (_, other_pd)] = two(&network);
-        // No keepalive, which would find out by and by that the peer misses a message.
-        let config = config().keepalive(None);
-        let (a, b) = pair_in(&one_pd, &other_pd, &config, &config);
-        a.send("before").await.unwrap();
-        assert_eq!(&recv(&b).await[..], b"before");
-        network.control("one").unwrap().refuse_send(0);
-        // Taken, and never posted.
-        a.send("lost").await.unwrap();
-        let reason = closed(soon("the end", a.recv()).await);
-        assert!(matches!(reason, CloseReason::Operation(OpErrorKind::Post(_))), "{reason:?}");
-    });
-}
-
 /// Some memory of a peer.
 fn grant_of(connection: &Connection) -> tokio_rdma::RemoteRegion {
     connection.expose(vec![0; 64], Access::REMOTE_ALL).unwrap().grant()

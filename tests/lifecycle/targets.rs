@@ -246,32 +246,6 @@ fn receives_are_there_for_the_next_target_however_many_have_ended_under_load() {
     });
 }
 
-/// As [`DcTarget`] says: then nothing of what it draws from is ever free.
-#[test]
-fn receives_of_a_target_that_is_not_destroyed_are_not_given_back() {
-    bounded("target", LONG, || {
-        let network = Network::new();
-        let (_device, pd) = software(&network);
-        let own = queue(&pd);
-        let srq = SharedReceiveQueue::new(&pd, &own, 8, 1).unwrap();
-        let pool = Pool::new(&pd, 64, 8).unwrap();
-        let (stuck, other) = (DcTarget::new(&pd, &srq).unwrap(), DcTarget::new(&pd, &srq).unwrap());
-        let mut receive = srq.recv(pool.try_alloc(8).unwrap());
-        let control = network.control("torture0").unwrap();
-        control.refuse_ends(true);
-        drop(stuck);
-        control.refuse_ends(false);
-        drop(other);
-        control.announce(AsyncEvent::CqError { cq: own.id() });
-        for _ in 0..100_000 {
-            look(&own);
-            assert!(poll(&mut receive).is_pending());
-        }
-        drop((srq, receive));
-        assert_eq!(pool.available() + 1, pool.total(), "the buffer stays with the device");
-    });
-}
-
 #[test]
 fn a_peer_that_takes_smaller_packets_is_refused_by_whoever_names_it() {
     bounded("peer", LONG, || {

@@ -1,4 +1,6 @@
-//! Connection requests with a forged source, for tests of the layers above (feature `forged`).
+//! Connection requests with a forged source, for tests of the layers above (feature `testing`).
+
+#![allow(clippy::expect_used, reason = "a test that misuses these functions fails")]
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
@@ -12,7 +14,7 @@ use crate::net::network::{MAD, Network};
 use crate::roce::packet::{Body, Packet};
 
 impl Network {
-    /// Gives the device at `to` a connection request from `from`. The answer reaches no device.
+    /// Delivers a connection request from `from` to the device at `to`. The answer reaches no device.
     ///
     /// # Panics
     ///
@@ -22,7 +24,7 @@ impl Network {
         Manager::on_datagram(&device, from, &Self::forged_request(from, number, to, private_data));
     }
 
-    /// A connection request from `from`.
+    /// Returns a connection request from `from`.
     fn forged_request(from: Gid, number: u32, to: SocketAddr, private_data: &[u8]) -> [u8; MAD] {
         let gid = Gid::from(to.ip());
         let mut machine = Machine::new(from, 1, Mtu::Mtu1024, u64::from(number));
@@ -46,7 +48,7 @@ impl Network {
         }
     }
 
-    /// The same as a datagram of UDP to port 4791, with its check.
+    /// Returns a connection request as a UDP payload for port 4791, with its ICRC.
     #[must_use]
     pub fn forged_datagram(from: IpAddr, number: u32, to: SocketAddr, private_data: &[u8]) -> Vec<u8> {
         let mad = Self::forged_request(from.into(), number, to, private_data);

@@ -17,7 +17,7 @@ mod answering;
 mod arrivals;
 mod channel;
 mod connection;
-#[cfg(any(test, feature = "forged"))]
+#[cfg(feature = "testing")]
 mod forged;
 #[cfg(any(fuzzing, test))]
 #[allow(unreachable_pub, reason = "a fuzzer reaches it")]

@@ -11,6 +11,7 @@ pub(crate) mod memory_windows;
 mod numbers;
 pub(crate) mod pump;
 pub(crate) mod queue_pair;
+mod refusals;
 pub(crate) mod ring;
 pub(crate) mod scheduler;
 pub(crate) mod shared_receive_queue;
@@ -33,6 +34,7 @@ use self::keys::{Keys, MAX_REGISTRATIONS};
 use self::numbers::Numbers;
 pub use self::queue_pair::Qp;
 use self::queue_pair::QpInner;
+use self::refusals::Refusals;
 pub use self::shared_receive_queue::Srq;
 use super::cm::Manager;
 use super::dc::DctInner;
@@ -73,15 +75,9 @@ pub(super) struct DeviceInner {
     port_up: AtomicBool,
     /// Packets pass: neither dead nor down. One word for the hot path.
     linked: AtomicBool,
-    /// Sends to be posted before one is refused; [`NO_REFUSAL`] if none is to be.
-    refusal: AtomicU32,
-    /// Nothing of it can be ended.
-    stuck: AtomicBool,
-    /// Queue pairs stay as they are when they are moved to the error state.
-    unflushed: AtomicBool,
+    /// Requested by a test.
+    pub(super) refusals: Refusals,
 }
-
-const NO_REFUSAL: u32 = u32::MAX;
 
 impl fmt::Debug for DeviceInner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -149,9 +145,7 @@ impl DeviceInner {
             dead: AtomicBool::new(false),
             port_up: AtomicBool::new(true),
             linked: AtomicBool::new(true),
-            refusal: AtomicU32::new(NO_REFUSAL),
-            stuck: AtomicBool::new(false),
-            unflushed: AtomicBool::new(false),
+            refusals: Refusals::new(),
         });
         if let Some(endpoint) = &device.endpoint {
             endpoint.attach(&device);
@@ -175,40 +169,9 @@ impl DeviceInner {
         &self.attr
     }
 
-    /// Refuses to end anything, until it is told otherwise.
-    pub(super) fn refuse_ends(&self, refuse: bool) {
-        self.stuck.store(refuse, Ordering::Relaxed);
-    }
-
-    /// EBUSY if it is to refuse the end of an object.
+    /// Fails with EBUSY if a test has the device refuse to destroy objects.
     pub(super) fn ends(&self, verb: &'static str) -> Result<(), VerbError> {
-        if self.stuck.load(Ordering::Relaxed) { Err(VerbError::new(verb, VerbError::EBUSY)) } else { Ok(()) }
-    }
-
-    /// Ignores changes to the error state, until it is told otherwise.
-    pub(super) fn ignore_errors(&self, ignore: bool) {
-        self.unflushed.store(ignore, Ordering::Relaxed);
-    }
-
-    pub(super) fn ignores_errors(&self) -> bool {
-        self.unflushed.load(Ordering::Relaxed)
-    }
-
-    /// Refuses one send after `posted` more.
-    pub(super) fn refuse_send(&self, posted: u32) {
-        self.refusal.store(posted.min(NO_REFUSAL - 1), Ordering::Relaxed);
-    }
-
-    /// True if the next send is to be refused.
-    #[inline]
-    pub(super) fn refuses(&self) -> bool {
-        self.refusal.load(Ordering::Relaxed) != NO_REFUSAL && self.count_refusal()
-    }
-
-    #[cold]
-    fn count_refusal(&self) -> bool {
-        let count = |left: u32| (left != NO_REFUSAL).then(|| left.checked_sub(1).unwrap_or(NO_REFUSAL));
-        self.refusal.fetch_update(Ordering::Relaxed, Ordering::Relaxed, count) == Ok(0)
+        if self.refusals.destroy() { Err(VerbError::new(verb, VerbError::EBUSY)) } else { Ok(()) }
     }
 
     #[inline]

@@ -417,7 +417,7 @@ impl Qp {
                     };
                     let polled = qp.polled.send.load(Ordering::Acquire);
                     let full = sender.machine.position().wrapping_sub(polled) >= qp.caps.max_send_wr;
-                    if full || qp.device().refuses() {
+                    if full || qp.device().refusals.send() {
                         result = refuse("ibv_post_send", posted, VerbError::ENOMEM);
                         break;
                     }

@@ -456,7 +456,7 @@ impl Delivery {
 
 /// Control over a device, for tests of programs that must survive its failure.
 #[derive(Debug, Clone)]
-pub struct DeviceControl(Arc<DeviceInner>);
+pub struct DeviceControl(pub(crate) Arc<DeviceInner>);
 
 impl DeviceControl {
     /// Removes the device: it raises `DEVICE_FATAL`, every queue pair enters ERR and flushes, later verbs fail.
@@ -487,24 +487,6 @@ impl DeviceControl {
     #[must_use]
     pub fn connections(&self) -> usize {
         self.0.cm.connections()
-    }
-
-    /// Refuses, or no longer, to end registrations, windows, queue pairs and shared receive queues (EBUSY), as a driver does
-    /// that has lost track of them: this crate leaks then what the device may still touch.
-    pub fn refuse_ends(&self, refuse: bool) {
-        self.0.refuse_ends(refuse);
-    }
-
-    /// Ignores, or no longer, that queue pairs are moved to the error state: nothing is flushed, and what was posted goes on, as
-    /// on a device that does not come to it. What is in flight then ends when its queue pair is destroyed.
-    pub fn ignore_errors(&self, ignore: bool) {
-        self.0.ignore_errors(ignore);
-    }
-
-    /// Takes `posted` more sends and refuses the one after them, once, as a driver that runs out of memory does:
-    /// ENOMEM, and nothing that stands behind it in the same list is posted.
-    pub fn refuse_send(&self, posted: u32) {
-        self.0.refuse_send(posted);
     }
 }
 

@@ -42,7 +42,7 @@ impl QpInner {
                 self.reset(sender, receiver, deferred);
                 return Ok(());
             }
-            QpState::Err if self.device().ignores_errors() => return Ok(()),
+            QpState::Err if self.device().refusals.flush() => return Ok(()),
             QpState::Err => {
                 self.flush_both(sender, receiver, deferred);
                 return Ok(());

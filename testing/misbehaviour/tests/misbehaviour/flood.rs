@@ -1,14 +1,14 @@
-//! A listener and requests of peers that never answer, beside those of peers that do.
+//! A listener and requests of peers that never answer, beside requests of peers that do.
 
 use std::future::Future;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use super::{Connection, Handshake, Listener};
-use crate::software::{Network, UdpConfig};
-use crate::types::Gid;
-use crate::verbs::Device;
+use tokio_rdma::message::Handshake;
+use tokio_rdma::software::{Network, UdpConfig};
+use tokio_rdma::types::Gid;
+use tokio_rdma::{Connection, Device, Listener};
 
 /// Only a hang takes this long.
 const HANG: Duration = Duration::from_secs(120);
@@ -127,7 +127,7 @@ async fn echo_once(client: &Device, to: SocketAddr) -> Result<(), Box<dyn std::e
     Ok(())
 }
 
-/// Measures; the numbers are in docs/messages.md. `cargo test --release --lib flood -- --ignored --nocapture`
+/// Measures; the numbers are in docs/messages.md. `cargo test --release -p misbehaviour flood -- --ignored --nocapture`
 #[test]
 #[ignore = "takes a minute, and asserts nothing about time"]
 fn how_long_honest_clients_take_over_udp() {
