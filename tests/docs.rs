@@ -180,13 +180,21 @@ fn tests_benches_and_examples_named_in_commands_exist() {
                 let rest = &text[at + option.len()..];
                 let name: String = rest.chars().take_while(|&c| c.is_alphanumeric() || c == '_').collect();
                 let files = [format!("{directory}/{name}.rs"), format!("{directory}/{name}/main.rs")];
-                if !files.iter().map(Path::new).any(|file| exists(file) || exists(&beside(&page, file))) {
+                let of_package = |file: &Path| package(&text[..at]).is_some_and(|package| exists(&package.join(file)));
+                let known = |file: &Path| exists(file) || exists(&beside(&page, file)) || of_package(file);
+                if !files.iter().map(Path::new).any(known) {
                     missing.push(format!("{page}: {option}{name}"));
                 }
             }
         }
     }
     assert!(missing.is_empty(), "\n{}\n", missing.join("\n"));
+}
+
+/// Directory of the package that a command names by `-p`, in the line that ends `text`.
+fn package(text: &str) -> Option<PathBuf> {
+    let name = text.lines().next_back()?.rsplit('`').next()?.split_once("-p ")?.1.split(' ').next()?;
+    ["crates", "examples", "testing"].map(|group| Path::new(group).join(name)).into_iter().find(|path| exists(path))
 }
 
 /// A path from the directory of a page, where a package of its own has files of its own.
