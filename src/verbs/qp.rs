@@ -248,7 +248,7 @@ impl Qp {
     /// queue pair was [destroyed](Self::destroy). The window that a [`BindWindow`](crate::types::SendOp::BindWindow) names
     /// is alive, and no other binding of it is posted at the same time. If completions go to the queue of a [`CompletionQueue`](crate::CompletionQueue), no work
     /// request number is taken for that of an operation there: the queue would give back what that operation holds.
-    /// What a window is bound to stays registered, and untouched but through its [`ExposedRegion`](super::ExposedRegion),
+    /// What a window is bound to stays registered, and untouched but through its [`ExposedRegion`](crate::ExposedRegion),
     /// until the window was invalidated or dropped; windows that it bound are dropped before this queue pair.
     #[inline]
     pub unsafe fn post_send(&self, list: &[SendWr<'_>]) -> Result<(), PostError> {

@@ -6,7 +6,7 @@
 //!                             or whoever waits
 //! ```
 //!
-//! Linux only: elsewhere nothing says which identification the kernel writes into IPv4 headers, see [`icrc`].
+//! Linux only: elsewhere nothing says which identification the kernel writes into IPv4 headers, see [`icrc`](crate::roce::icrc).
 
 mod batch;
 mod config;
