@@ -15,10 +15,11 @@ use tokio::net::ToSocketAddrs;
 use super::admission::{Admitted, Refusal};
 use super::config::{Completions, ConnectionConfig};
 use super::core::{ConnectionCounters, Core};
-use super::driver::{Shared, Times, drive};
+use super::driver::drive;
 use super::error::{CloseReason, EstablishError, MessageError};
 use super::halves::{RecvHalf, SendHalf, Turn};
 use super::handshake::{Handshake, HandshakeError, Rejection};
+use super::shared::Shared;
 use crate::cm::{self, Link, clock};
 use crate::dispatch::{ReceiveCounters, SendCounters};
 use crate::engine::CompletionQueue;
@@ -220,7 +221,7 @@ impl Connection {
         let mut turn = Turn::new(&handle.shared, Core::leave_flushers);
         let mut gone = async || {
             poll_fn(|context| {
-                handle.shared.poll(context, |core, bell, guest| core.poll_gone(&mut turn.ticket, bell, guest))
+                handle.shared.poll(context, |core, bell, guest| core.poll_closed(&mut turn.ticket, bell, guest))
             })
             .await
         };
@@ -411,7 +412,7 @@ impl PreparedConnection {
         let pool = |buffers: u32| Pool::new(pd, size, buffers as usize);
         let pools = [pool(receives.saturating_add(config.spare_buffers))?, pool(config.send_buffers)?];
         let core = Core::new(qp.clone(), config, pools);
-        match core.flushed {
+        match core.protocol.phase().failure() {
             Some(OpErrorKind::Post(error) | OpErrorKind::State { error, .. }) => return Err(error.into()),
             Some(_) => return Err(SetupError::Closed),
             None => {}
@@ -459,9 +460,9 @@ impl PreparedConnection {
         let runtime = NoRuntime::or_current()?;
         let addresses = link.as_ref().map(|link| (link.local_addr(), link.peer_addr()));
         let link = link.map(Arc::new);
-        self.core.meet(self.config.receives(), &peer, link.clone());
+        self.core.meet(&self.config, &peer, link.clone());
         let shared = Shared::new(self.core, self.qp, runtime.clone(), admitted);
-        drop(runtime.spawn(drive(shared.clone(), Times::new(&self.config), link)));
+        drop(runtime.spawn(drive(shared.clone(), link)));
         let handle = Arc::new(Handle {
             shared,
             close_timeout: self.config.close_timeout,

@@ -12,22 +12,26 @@
 
 use std::collections::VecDeque;
 use std::future::Future;
+use std::ops::ControlFlow;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
+use std::time::Instant;
 
 use bytes::Bytes;
 use smallvec::SmallVec;
 
 use super::config::ConnectionConfig;
-use super::ending::is_flush;
 use super::error::{CloseReason, Violation};
-use super::flow_control::Flow;
 use super::frame::{Header, Kind, decode_offer};
 use super::handshake::Handshake;
+use super::helper::Chores;
 use super::inbound::{Inbox, Incoming};
+use super::lifecycle::Event;
 use super::message_memory::{Chore, Landings, Made};
 use super::outbound::{Block, Sent};
+use super::protocol::{Due, Protocol};
+use super::timers::{Observed, Times};
 use super::waiters::Waiters;
 use crate::cm::Link;
 use crate::contained::contained;
@@ -41,7 +45,7 @@ pub(super) const BATCH: usize = 128;
 /// One end of a connection.
 #[derive(Debug)]
 pub(super) struct Core {
-    pub(super) flow: Flow,
+    pub(super) protocol: Protocol,
     /// The connection manager's part, which ends the connection at the peer when it is dropped.
     pub(super) link: Option<Arc<Link>>,
     pub(super) qp: QueuePair,
@@ -49,13 +53,11 @@ pub(super) struct Core {
     pub(super) receive_pool: Pool,
     pub(super) send_pool: Pool,
     pub(super) landings: Landings,
-    /// For a thread that may block.
-    pub(super) chores: VecDeque<Chore>,
-    /// There is one that does them.
-    pub(super) helped: bool,
+    pub(super) chores: Chores,
 
     pub(super) receives: VecDeque<Recv<BufMut>>,
     pub(super) inbox: Inbox,
+    /// Frames on their way. After the end: the `Abort` that the driver awaits, if there is one.
     pub(super) sends: VecDeque<Sent>,
     /// Frames before them.
     pub(super) reaped: u64,
@@ -71,27 +73,6 @@ pub(super) struct Core {
     /// What the first of those that flush waits for.
     pub(super) mark: Option<Mark>,
 
-    /// This end finishes as soon as it may.
-    pub(super) finishing: bool,
-    /// This end takes no more messages: those of the peer are thrown away.
-    pub(super) closing: bool,
-    /// The service has seen the end of the peer's messages.
-    pub(super) end_seen: bool,
-    /// All that the service held is dropped.
-    pub(super) abandoned: bool,
-    /// The peer was told that this end is gone.
-    pub(super) parting: bool,
-    /// That word, if the connection has ended at once and it is on its way.
-    pub(super) goodbye: Option<Sent>,
-    /// A flush was seen, and what had failed was not found yet.
-    pub(super) flushed: Option<OpErrorKind>,
-    pub(super) ended: Option<CloseReason>,
-    /// The queue pair is closed.
-    pub(super) gone: bool,
-    /// Something has arrived since that was last asked.
-    pub(super) heard: bool,
-    /// A message of the peer has arrived, or was announced.
-    pub(super) begun: bool,
     pub(super) counters: ConnectionCounters,
     pub(super) after: After,
 }
@@ -171,10 +152,9 @@ impl Core {
             receive_memory: config.receive_memory,
         };
         let mut core = Self {
-            flow: Flow::new(config.receives(), 0),
+            protocol: Protocol::new(config.receives()),
             landings: Landings::new(qp.protection_domain(), config.receive_memory),
-            chores: VecDeque::new(),
-            helped: false,
+            chores: Chores::None,
             link: None,
             qp,
             limits,
@@ -191,17 +171,6 @@ impl Core {
             receivers: Waiters::default(),
             flushers: Waiters::default(),
             mark: None,
-            finishing: false,
-            closing: false,
-            end_seen: false,
-            abandoned: false,
-            parting: false,
-            goodbye: None,
-            flushed: None,
-            ended: None,
-            gone: false,
-            heard: false,
-            begun: false,
             counters: ConnectionCounters::default(),
             after: After::default(),
         };
@@ -215,9 +184,9 @@ impl Core {
     }
 
     /// The peer is connected, and has said what it takes.
-    pub(super) fn meet(&mut self, receives: u32, peer: &Handshake, link: Option<Arc<Link>>) {
+    pub(super) fn meet(&mut self, config: &ConnectionConfig, peer: &Handshake, link: Option<Arc<Link>>) {
         self.link = link;
-        self.flow = Flow::new(receives, peer.receives);
+        self.protocol.meet(config.receives(), peer.receives, Times::new(config), Instant::now());
         self.limits.eager = self.limits.eager.min(peer.buffer_size as usize);
         self.limits.send = peer.max_message;
     }
@@ -231,32 +200,53 @@ impl Core {
 
     /// Does what can be done now; all operations wake `bell`.
     pub(super) fn progress(&mut self, bell: &Waker) {
-        if self.ended.is_some() {
+        if self.ended().is_some() {
             return;
         }
         let context = &mut Context::from_waker(bell);
         let result = self.work(context);
         if let Err(reason) = result {
-            self.end(reason);
+            self.on(Event::End(reason));
         }
         self.wake();
     }
 
+    /// Makes progress for the driver. Returns when it has to look again by itself, until the connection has ended.
+    pub(super) fn drive(&mut self, bell: &Waker) -> ControlFlow<CloseReason, Option<Instant>> {
+        self.progress(bell);
+        if self.is_abort_taken(bell) {
+            self.on(Event::End(CloseReason::Local));
+        }
+        self.ended().map_or(ControlFlow::Continue(self.protocol.deadline()), ControlFlow::Break)
+    }
+
+    /// Does what is due at `now`.
+    pub(super) fn on_time(&mut self, now: Instant) {
+        let stalled_at = (!self.senders.is_empty()).then_some(self.counters.sent);
+        let observed = Observed { stalled_at, begun: self.inbox.has_begun() };
+        while let (None, Some(due)) = (self.ended(), self.protocol.due(now, observed)) {
+            match due {
+                Due::Frame(header) => self.send_bare(header),
+                Due::End(reason) => self.on(Event::End(reason)),
+            }
+        }
+    }
+
     fn work(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
         self.take_frames(context)?;
-        if let Some(kind) = self.flushed {
+        if let Some(kind) = self.protocol.phase().failure() {
             return self.failed(kind, context);
         }
         self.reap();
         self.fetch(context)?;
-        if self.closing {
+        if !self.protocol.phase().takes_messages() {
             self.discard()?;
         }
-        self.say();
+        self.send_due();
         self.watch_sends(context)?;
-        match self.flushed {
+        match self.protocol.phase().failure() {
             Some(kind) => self.failed(kind, context),
-            None if self.flow.is_over() && self.sends.is_empty() => Err(CloseReason::Clean),
+            None if self.protocol.flow.is_over() && self.sends.is_empty() => Err(CloseReason::Clean),
             None => Ok(()),
         }
     }
@@ -270,8 +260,7 @@ impl Core {
             match result {
                 Ok(received) => self.on_frame(received)?,
                 Err(error) => {
-                    // What comes after a failure says less than that.
-                    self.flushed = self.flushed.filter(|&first| !is_flush(first)).or(Some(error.kind()));
+                    self.on(Event::Fail(error.kind()));
                     return Ok(());
                 }
             }
@@ -288,9 +277,7 @@ impl Core {
         if !header.kind.is_message() && !buffer.is_empty() {
             return Err(Violation::FrameLength { len: buffer.len() }.into());
         }
-        let fetched = self.flow.receive(header)?;
-        self.heard = true;
-        self.begun |= header.kind.is_message();
+        let fetched = self.protocol.receive(header)?;
         for _ in 0..fetched {
             if let Some(region) = self.offers.pop_front() {
                 self.offered -= region.len();
@@ -304,20 +291,18 @@ impl Core {
                     return Err(Violation::TooLong { len, allowed }.into());
                 }
                 self.inbox.push(Incoming::Here(buffer));
-                return Ok(());
             }
             Kind::Offer => {
                 let region = decode_offer(&buffer, self.limits.receive)?;
                 self.post(buffer);
                 // The peer keeps the credit until the message was handed out.
                 self.inbox.push(Incoming::Offered(region));
-                return Ok(());
             }
-            Kind::Abort if !self.flow.is_over() => return Err(CloseReason::Dropped),
-            Kind::Ack | Kind::Ping | Kind::Fin | Kind::Abort => {}
+            Kind::Ack | Kind::Ping | Kind::Fin | Kind::Abort => {
+                self.post(buffer);
+                self.protocol.flow.release_control();
+            }
         }
-        self.post(buffer);
-        self.flow.release_control();
         Ok(())
     }
 
@@ -334,7 +319,7 @@ impl Core {
     /// all before it have ended.
     pub(super) fn note_refusal(&mut self, refusal: Option<OpErrorKind>) {
         if let Some(kind) = refusal {
-            self.flushed.get_or_insert(kind);
+            self.on(Event::Fail(kind));
             self.after.ring = true;
         }
     }
@@ -346,25 +331,22 @@ impl Core {
             if let Some(mut sent) = self.sends.pop_front()
                 && let Poll::Ready(Err(kind)) = sent.poll(&mut Context::from_waker(Waker::noop()))
             {
-                self.flushed.get_or_insert(kind);
+                self.on(Event::Fail(kind));
             }
         }
     }
 
-    /// Says what is due: that offers are done, that receives are free, that this end has finished.
-    pub(super) fn say(&mut self) {
-        if self.finishing && self.flow.may_send(Kind::Fin) {
-            self.send_bare(Kind::Fin);
-        }
-        if self.flow.ack_due() {
-            self.counters.acks += 1;
-            self.send_bare(Kind::Ack);
+    /// Sends the frames that are due: that offers are done, that receives are free, that this end has finished.
+    pub(super) fn send_due(&mut self) {
+        while let Some(header) = self.protocol.next_frame() {
+            self.counters.acks += u64::from(header.kind == Kind::Ack);
+            self.send_bare(header);
         }
     }
 
     /// Has the driver woken by sends that somebody waits for.
     fn watch_sends(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
-        let waited_for = if self.flow.is_over() {
+        let waited_for = if self.protocol.flow.is_over() {
             self.sends.back_mut()
         } else if let Some(last) = self.mark.and_then(|mark| mark.frames.checked_sub(self.reaped + 1)) {
             self.sends.get_mut(last as usize)
@@ -387,7 +369,7 @@ impl Core {
 
     /// Tells those who wait for something that has happened.
     fn wake(&mut self) {
-        let ended = self.ended.is_some();
+        let ended = self.ended().is_some();
         if ended || self.inbox.is_ready() || self.is_at_end() {
             self.after.wakers.extend(self.receivers.first());
         }
@@ -401,11 +383,11 @@ impl Core {
     }
 
     fn is_unblocked(&self) -> bool {
-        if self.ended.is_some() || self.finishing {
+        if self.protocol.phase().check_open().is_err() {
             return true;
         }
         match self.blocked {
-            Block::Credits => self.flow.may_send(Kind::Data),
+            Block::Credits => self.protocol.flow.may_send(Kind::Data),
             Block::Buffers => self.send_pool.available() > 0,
             Block::Memory(len) => self.offers.is_empty() || self.offered + len <= self.limits.send_memory,
         }
@@ -423,28 +405,12 @@ impl Core {
 
     /// True if the peer's messages have all been handed out.
     pub(super) fn is_at_end(&self) -> bool {
-        self.flow.peer_has_finished() && self.inbox.messages.is_empty() && !self.inbox.lost
+        self.protocol.flow.peer_has_finished() && self.inbox.messages.is_empty() && !self.inbox.lost
     }
 
-    /// Asks the peer for an answer, if there is a credit for that: there is one if the peer is alive.
-    pub(super) fn ping(&mut self) {
-        if self.ended.is_none() && self.flow.may_send(Kind::Ping) {
-            self.send_bare(Kind::Ping);
-        }
-    }
-
-    /// True if something has arrived since this was last asked.
-    pub(super) fn take_heard(&mut self) -> bool {
-        std::mem::take(&mut self.heard)
-    }
-
-    /// Messages sent, if somebody is waiting to send.
-    pub(super) fn stalled_at(&self) -> Option<u64> {
-        (!self.senders.is_empty()).then_some(self.counters.sent)
-    }
-
+    /// Why the connection has ended, if it has.
     pub(super) fn ended(&self) -> Option<CloseReason> {
-        self.ended
+        self.protocol.phase().ended()
     }
 
     pub(super) fn max_message(&self) -> u64 {
@@ -452,7 +418,7 @@ impl Core {
     }
 
     pub(super) fn counters(&self) -> ConnectionCounters {
-        ConnectionCounters { credits: self.flow.credits(), inbox: self.inbox.messages.len(), ..self.counters }
+        ConnectionCounters { credits: self.protocol.flow.credits(), inbox: self.inbox.messages.len(), ..self.counters }
     }
 }
 
@@ -499,7 +465,7 @@ mod tests {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(core.qp.clone().close());
         core.post(spare);
-        assert_eq!(core.flushed, Some(OpErrorKind::Closed));
+        assert_eq!(core.protocol.phase().failure(), Some(OpErrorKind::Closed));
         assert!(core.take_after().ring, "and the driver is told");
         core.progress(Waker::noop());
         assert!(matches!(core.ended(), Some(CloseReason::Operation(_))), "{:?}", core.ended());

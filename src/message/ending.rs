@@ -1,36 +1,35 @@
 //! How a connection ends: both have finished, one is gone, or something has failed.
 
 use std::task::{Context, Poll, Waker};
+use std::time::Instant;
 
 use smallvec::SmallVec;
 
 use super::admission::Refusal;
 use super::core::{BATCH, Core};
 use super::error::{CloseReason, MessageError};
-use super::frame::Kind;
 use super::handshake::Rejection;
 use super::inbound::Incoming;
+use super::lifecycle::{Action, End, Event, Phase, is_flush};
 use super::message_memory::Arrived;
+use super::outbound::Sent;
 use super::waiters::{Guest, Ticket};
 use crate::error::OpErrorKind;
-use crate::types::WcStatus;
 
 impl Core {
     /// An operation has failed, and the queue pair with it: finds out which was the first.
     pub(super) fn failed(&mut self, kind: OpErrorKind, context: &mut Context<'_>) -> Result<(), CloseReason> {
-        if self.flushed.is_none_or(is_flush) {
-            self.flushed = Some(kind);
-        }
+        self.on(Event::Fail(kind));
         // What had arrived before counts. It may have been found together with the failure, behind the look for frames: the
         // last of a peer that closes is followed by its end.
         for _ in 0..=self.receives.len() / BATCH {
             self.take_frames(context)?;
         }
-        if self.flow.is_over() {
+        if self.protocol.flow.is_over() {
             // The peer has heard and said all, and is gone.
             return Err(CloseReason::Clean);
         }
-        let mut reason = self.flushed.unwrap_or(kind);
+        let mut reason = self.protocol.phase().failure().unwrap_or(kind);
         if is_flush(reason) {
             // What has failed may be the service's. Its completion comes before those of what is flushed because of it, but
             // perhaps nobody has looked.
@@ -63,7 +62,7 @@ impl Core {
             }
         }
         landed.into_iter().for_each(|chore| self.add_chore(chore));
-        self.flushed = Some(reason);
+        self.on(Event::Fail(reason));
         if self.inbox.messages.iter().any(|message| matches!(message, Incoming::Releasing)) {
             // They are there: whoever releases them comes back.
             return Ok(());
@@ -77,13 +76,39 @@ impl Core {
         }
     }
 
-    /// Ends the connection: nothing is sent or received any more, what has arrived can still be taken unless the service takes no
-    /// more.
-    pub(super) fn end(&mut self, reason: CloseReason) {
-        if self.ended.is_some() {
-            return;
+    /// Goes on to the next phase, and does what that asks for.
+    pub(super) fn on(&mut self, event: Event) {
+        let actions = self.protocol.on(event);
+        self.act(actions);
+    }
+
+    fn act(&mut self, actions: &[Action]) {
+        for action in actions {
+            match action {
+                Action::SendAbort => {
+                    if let Some(header) = self.protocol.abort_frame() {
+                        self.send_bare(header);
+                    }
+                }
+                Action::StopSending => self.qp.stop_sending(),
+                Action::Release => self.release(None),
+                Action::ReleaseAllButAbort => {
+                    let abort = self.sends.back().is_some_and(Sent::is_posted_abort).then(|| self.sends.pop_back());
+                    self.release(abort.flatten());
+                }
+                Action::ReleaseOffers => self.after.fetched.extend(self.offers.drain(..)),
+                Action::ReleaseLink => self.after.link = self.link.take(),
+                Action::WakeSenders => self.after.wakers.extend(self.senders.all()),
+                Action::WakeReceivers => self.after.wakers.extend(self.receivers.all()),
+                Action::WakeFlushers => self.after.wakers.extend(self.flushers.all()),
+            }
         }
-        self.ended = Some(reason);
+    }
+
+    /// Detaches all operations but an `Abort` that is awaited. Messages that have arrived can still be received, unless the
+    /// service takes no more.
+    fn release(&mut self, abort: Option<Sent>) {
+        let Some(End { reason, readable }) = self.protocol.phase().end() else { unreachable!("an end releases") };
         match reason {
             CloseReason::Clean | CloseReason::Local | CloseReason::Aborted => {
                 tracing::debug!(qpn = %self.qp.qpn(), %reason, "connection ended")
@@ -92,55 +117,44 @@ impl Core {
         }
         // The memory of messages that are being fetched is the device's until the queue pair is closed.
         let here = |message: &&Incoming| matches!(message, Incoming::Here(_) | Incoming::Landed(_));
-        let kept = if self.closing { 0 } else { self.inbox.messages.iter().take_while(here).count() };
+        let kept = if readable { self.inbox.messages.iter().take_while(here).count() } else { 0 };
         let lost = self.inbox.messages.split_off(kept);
         self.inbox.lost = !lost.is_empty();
-        if self.closing {
+        if !readable {
             self.counters.discarded += lost.iter().filter(here).count() as u64;
         }
         let operations = (std::mem::take(&mut self.receives), std::mem::take(&mut self.sends), lost);
         self.after.operations.push(operations);
-        if !self.parting {
-            // Else with the queue pair: a peer that is refused what it fetches would take that for the reason.
-            self.after.fetched.extend(self.offers.drain(..));
-        }
-        self.offered = 0;
-        self.after.chores = std::mem::take(&mut self.chores);
-        self.after.wakers.extend(self.receivers.all());
-        self.after.wakers.extend(self.senders.all());
-        self.after.wakers.extend(self.flushers.all());
+        self.sends.extend(abort);
+        self.after.chores = self.chores.take();
     }
 
     /// Sends no more messages.
     pub(super) fn finish(&mut self, bell: &Waker) -> Result<(), MessageError> {
-        if let Some(reason) = self.ended.filter(|&reason| reason != CloseReason::Clean) {
+        if let Some(reason) = self.ended().filter(|&reason| reason != CloseReason::Clean) {
             return Err(MessageError::Closed(reason));
         }
-        self.finishing = true;
+        self.on(Event::Finish);
         self.progress(bell);
-        self.after.wakers.extend(self.senders.all());
         Ok(())
     }
 
     /// Neither sends nor receives any more messages.
     pub(super) fn close(&mut self, bell: &Waker) {
-        self.finishing = true;
-        self.closing = true;
+        self.on(Event::Close);
         self.progress(bell);
-        self.after.wakers.extend(self.senders.all());
-        self.after.wakers.extend(self.receivers.all());
     }
 
-    /// How it ended, once the queue pair is gone.
-    pub(super) fn poll_gone(
+    /// How it ended, once the queue pair is closed.
+    pub(super) fn poll_closed(
         &mut self,
         ticket: &mut Option<Ticket>,
         bell: &Waker,
         guest: &mut Guest<'_>,
     ) -> Poll<CloseReason> {
         self.progress(bell);
-        match self.ended {
-            Some(reason) if self.gone => {
+        match self.protocol.phase() {
+            &Phase::Closed(End { reason, .. }) => {
                 self.leave_flushers(ticket);
                 Poll::Ready(reason)
             }
@@ -151,76 +165,34 @@ impl Core {
         }
     }
 
-    /// The service has dropped all it held of it.
-    pub(super) fn abandon(&mut self) {
-        self.abandoned = true;
+    /// The service has dropped its last handle.
+    pub(super) fn abandon(&mut self, bell: &Waker) {
+        // What has arrived may be the peer's end.
+        self.progress(bell);
+        let actions = self.protocol.abandon(self.is_at_end(), Instant::now());
+        self.act(actions);
     }
 
-    /// True if the service has dropped it, and nothing was said about that.
-    pub(super) fn take_abandoned(&mut self) -> bool {
-        std::mem::take(&mut self.abandoned) && self.ended.is_none()
-    }
-
-    /// Says goodbye for a service that does not: if it has seen the peer's last message it has finished, else it is gone.
-    pub(super) fn part(&mut self, bell: &Waker) {
-        if self.end_seen || self.flow.has_finished() && self.is_at_end() {
-            return self.close(bell);
-        }
-        self.say_gone();
-    }
-
-    /// Tells the peer that this end is gone, unless it has no receive for that.
-    fn say_gone(&mut self) -> bool {
-        (self.closing, self.parting) = (true, true);
-        let may = self.flow.may_send(Kind::Abort);
-        if may {
-            self.send_bare(Kind::Abort);
-        }
-        may
-    }
-
-    /// Ends the connection at once, without having finished. Nothing more is posted, of the service's neither; what is in line is
-    /// not waited for, nor is a goodbye behind that.
+    /// Ends the connection at once, without having finished. Nothing more is posted, of the service's neither; operations that
+    /// are queued are not waited for, nor is an `Abort` behind them.
     pub(super) fn leave(&mut self, reason: CloseReason, bell: &Waker) {
-        if self.ended.is_some() {
+        if self.ended().is_some() {
             return;
         }
         // There may be a credit in what has arrived.
         self.qp.take_completions();
         if let Err(ended) = self.take_frames(&mut Context::from_waker(bell)) {
-            // The service was first, and this is still its end; the goodbye fails, or is not minded.
+            // The service was first, and this is still its end; the `Abort` fails, or is ignored.
             tracing::debug!(qpn = %self.qp.qpn(), %ended, "the peer has ended the connection, too");
         }
-        let said = self.say_gone();
-        self.stop(said);
-        self.end(reason);
+        self.on(Event::Leave(reason));
     }
 
-    /// Sends no more frames, and nothing of the service's. If the last was the word that this end is gone, and the device has
-    /// that, it may go on its way, whatever lined up behind it meanwhile.
-    fn stop(&mut self, said: bool) {
-        self.qp.stop_sending();
-        if said && self.sends.back().is_some_and(|word| !word.is_in_line()) {
-            self.goodbye = self.sends.pop_back();
-        }
-    }
-
-    /// True if the peer's device has taken a goodbye without an end.
-    pub(super) fn has_parted(&mut self, bell: &Waker) -> bool {
-        if !self.parting {
-            return false;
-        }
+    /// True if the service has dropped the connection, and all that was sent then, the `Abort` last, was taken by the peer's
+    /// device.
+    pub(super) fn is_abort_taken(&mut self, bell: &Waker) -> bool {
         let context = &mut Context::from_waker(bell);
-        let polled = self.sends.back_mut().map_or(Poll::Ready(Ok(())), |sent| sent.poll(context));
-        polled.is_ready()
-    }
-
-    /// The queue pair is closed.
-    pub(super) fn gone(&mut self) {
-        self.gone = true;
-        self.after.fetched.extend(self.offers.drain(..));
-        self.after.link = self.link.take();
-        self.after.wakers.extend(self.flushers.all());
+        self.protocol.phase().is_aborting() && self.sends.back_mut().is_none_or(|sent| sent.poll(context).is_ready())
     }
 
     /// The connection manager says that the peer has disconnected: what had arrived before counts, though the thread that
@@ -230,8 +202,8 @@ impl Core {
         for _ in 0..=self.receives.len() / BATCH {
             self.progress(bell);
         }
-        let reason = if self.flow.is_over() { CloseReason::Clean } else { self.disconnection() };
-        self.end(reason);
+        let reason = if self.protocol.flow.is_over() { CloseReason::Clean } else { self.disconnection() };
+        self.on(Event::End(reason));
     }
 
     /// Reason of a connection that the connection manager has ended.
@@ -247,16 +219,13 @@ impl Core {
     }
 }
 
-pub(super) fn is_flush(kind: OpErrorKind) -> bool {
-    kind.status() == Some(WcStatus::WR_FLUSH_ERR) || kind == OpErrorKind::Closed
-}
-
 #[cfg(all(test, not(loom)))]
 mod tests {
     use std::time::{Duration, Instant};
 
     use super::*;
 
+    use crate::message::frame::Kind;
     use crate::message::{Connection, ConnectionConfig};
     use crate::software::Network;
     use crate::types::Access;
@@ -295,12 +264,15 @@ mod tests {
                 let remote = two.expose(vec![0; 64], Access::REMOTE_ALL).unwrap();
                 let write = || one.write(one.copy_from(b"x").unwrap(), remote.grant());
                 let mut writes: Vec<_> = (0..before).map(|_| write()).collect();
-                one.handle().shared.with(|core, _| assert!(core.say_gone()));
+                one.handle().shared.with(|core, _| {
+                    core.on(Event::Drop { at_end: false });
+                    assert!(matches!(core.sends.back(), Some(Sent::Abort(_))));
+                });
                 writes.extend((0..2 * DEPTH).map(|_| write()));
                 one.handle().shared.with(|core, _| {
                     assert!(core.qp.send_counters().waiting > 0);
-                    core.stop(true);
-                    assert_eq!(core.goodbye.is_some(), said);
+                    core.on(Event::Leave(CloseReason::Aborted));
+                    assert_eq!(!core.sends.is_empty(), said);
                 });
             });
         }
@@ -312,11 +284,13 @@ mod tests {
             let [one, two] = ends(false);
             let shared = [&one, &two].map(|end| &end.handle().shared);
             shared[0].with(|core, _| {
-                while core.flow.may_send(Kind::Ping) {
-                    core.send_bare(Kind::Ping);
+                while core.protocol.flow.may_send(Kind::Ping) {
+                    let ping = core.protocol.flow.send(Kind::Ping);
+                    core.send_bare(ping);
                 }
-                core.send_bare(Kind::Ack);
-                assert!(!core.flow.may_send(Kind::Abort));
+                let ack = core.protocol.flow.send(Kind::Ack);
+                core.send_bare(ack);
+                assert!(!core.protocol.flow.may_send(Kind::Abort));
             });
             let deadline = Instant::now() + Duration::from_secs(60);
             let wait = |done: &dyn Fn() -> bool| {
@@ -335,9 +309,9 @@ mod tests {
                 })
             });
             shared[0].with(|core, bell| {
-                assert!(!core.flow.may_send(Kind::Abort));
+                assert!(!core.protocol.flow.may_send(Kind::Abort));
                 core.leave(CloseReason::Aborted, bell);
-                assert!(core.goodbye.is_some());
+                assert!(core.sends.back().is_some_and(Sent::is_posted_abort));
             });
             wait(&|| {
                 shared[1].with(|core, bell| {

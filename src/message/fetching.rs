@@ -7,13 +7,14 @@ use bytes::Bytes;
 use super::core::Core;
 use super::error::CloseReason;
 use super::inbound::Incoming;
+use super::lifecycle::Event;
 use super::message_memory::{Arrived, Chore, Done, Landing, Made};
 
 impl Core {
     /// Starts to fetch long messages, and takes those that are there.
     pub(super) fn fetch(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
         while let Some(&number) = self.inbox.waiting.front()
-            && !self.closing
+            && self.protocol.phase().takes_messages()
         {
             let Some(message) = self.inbox.messages.get_mut((number - self.inbox.base) as usize) else {
                 unreachable!("it is offered")
@@ -55,22 +56,14 @@ impl Core {
                 Incoming::Here(_) | Incoming::Offered(_) | Incoming::Lost => unreachable!("it is being fetched"),
             }
             self.inbox.fetching.pop_front();
-            self.flow.done();
+            self.protocol.flow.done();
         }
         Ok(())
     }
 
     /// Leaves something to a thread that may block.
     pub(super) fn add_chore(&mut self, chore: Chore) {
-        self.chores.push_back(chore);
-        self.after.help |= !std::mem::replace(&mut self.helped, true);
-    }
-
-    /// The next thing for that thread to do; if there is none, it goes.
-    pub(super) fn next_chore(&mut self) -> Option<Chore> {
-        let next = self.chores.pop_front();
-        self.helped = next.is_some();
-        next
+        self.after.help |= self.chores.add(chore);
     }
 
     /// It has done something.
@@ -79,7 +72,7 @@ impl Core {
         // Of an end that has ended there is nothing left that is being fetched.
         let message = self.inbox.get(done.number);
         match (message, done.result) {
-            (_, Err(reason)) => self.end(reason),
+            (_, Err(reason)) => self.on(Event::End(reason)),
             (Some(message @ Incoming::Preparing(_)), Ok(made)) => {
                 let Incoming::Preparing(remote) = *message else { unreachable!("as matched") };
                 *message = Incoming::Landing(match made {
@@ -103,7 +96,7 @@ impl Core {
             if let Some(message) = self.inbox.get(number) {
                 *message = Incoming::Landed(Bytes::new());
             }
-            self.flow.done();
+            self.protocol.flow.done();
         }
         while let Some(message) = self.inbox.pop() {
             self.counters.discarded += 1;
@@ -115,7 +108,7 @@ impl Core {
                 }
                 _ => unreachable!("only what is ready is taken"),
             }
-            self.flow.release_message();
+            self.protocol.flow.release_message();
         }
         Ok(())
     }
@@ -150,9 +143,9 @@ mod tests {
         core.progress(Waker::noop());
         assert!(!core.take_after().help, "and not another");
         for _ in 0..3 {
-            assert!(matches!(core.next_chore().unwrap().run().result, Ok(Made::Buffer(_) | Made::Region(_))));
+            assert!(matches!(core.chores.pop().unwrap().run().result, Ok(Made::Buffer(_) | Made::Region(_))));
         }
-        assert!(core.next_chore().is_none());
+        assert!(core.chores.pop().is_none());
         assert!(core.ended().is_none());
     }
 
@@ -161,7 +154,7 @@ mod tests {
         let config = ConnectionConfig::default().receive_memory(1 << 20);
         let mut core = offered(&config, std::iter::repeat_n(600_000, 10));
         core.progress(Waker::noop());
-        assert_eq!((core.chores.len(), core.inbox.waiting.len()), (1, 9));
+        assert_eq!((core.chores.take().len(), core.inbox.waiting.len()), (1, 9));
     }
 
     #[test]
@@ -190,13 +183,13 @@ mod tests {
     fn memory_for_an_end_that_has_ended_is_dropped() {
         let mut core = offered(&ConnectionConfig::default(), [20_000]);
         core.progress(Waker::noop());
-        let done = core.next_chore().unwrap().run();
-        core.end(CloseReason::Silent);
+        let done = core.chores.pop().unwrap().run();
+        core.on(Event::End(CloseReason::Silent));
         core.on_done(done, Waker::noop());
         assert_eq!(core.take_after().unneeded.len(), 1);
         let mut core = offered(&ConnectionConfig::default(), [20_000]);
         core.progress(Waker::noop());
-        let done = core.next_chore().unwrap().run();
+        let done = core.chores.pop().unwrap().run();
         core.on_done(done, Waker::noop());
         // It is read at once; here that is refused.
         let refused = matches!(core.ended(), Some(CloseReason::Operation(OpErrorKind::State { .. })));

@@ -214,14 +214,14 @@ impl Flow {
         self.done = self.done.wrapping_add(1);
     }
 
+    /// Frames of the peer that have arrived, modulo 2^32.
+    pub(super) fn arrived(&self) -> u32 {
+        self.arrived
+    }
+
     /// True if the peer is done with all that was offered to it.
     pub(super) fn all_fetched(&self) -> bool {
         self.offered == self.fetched
-    }
-
-    /// True if we have sent `Fin`.
-    pub(super) fn has_finished(&self) -> bool {
-        self.finished
     }
 
     /// True if the peer has.
@@ -243,6 +243,11 @@ impl Flow {
 
 #[cfg(test)]
 impl Flow {
+    /// True if we have sent `Fin`.
+    pub(super) fn has_finished(&self) -> bool {
+        self.finished
+    }
+
     /// All that decides what it does next, and no more: counts matter by their differences.
     pub(super) fn shape(&self) -> [u32; 9] {
         let flags = [self.asked, self.peer_finished, self.answered, self.finished, self.finish_heard];

@@ -11,9 +11,9 @@ use futures::{Sink, Stream};
 
 use super::connection::Handle;
 use super::core::Core;
-use super::driver::Shared;
 use super::error::{CloseReason, MessageError};
 use super::outbound::Flush;
+use super::shared::Shared;
 use super::waiters::Ticket;
 
 /// A place in a line of the connection that is given up when this is dropped.

@@ -7,6 +7,7 @@ use bytes::Bytes;
 
 use super::core::Core;
 use super::error::{CloseReason, MessageError};
+use super::lifecycle::Event;
 use super::message_memory::Landing;
 use super::waiters::{Guest, Ticket};
 use crate::memory::BufMut;
@@ -52,6 +53,11 @@ impl Inbox {
         self.messages.push_back(message);
     }
 
+    /// True if a message has arrived, or was announced.
+    pub(super) fn has_begun(&self) -> bool {
+        self.base > 0 || !self.messages.is_empty()
+    }
+
     pub(super) fn get(&mut self, number: u64) -> Option<&mut Incoming> {
         self.messages.get_mut((number - self.base) as usize)
     }
@@ -82,12 +88,12 @@ impl Core {
                 self.progress(bell);
             }
             // After `close`, those before it may be gone.
-            if !self.closing
+            if self.protocol.phase().takes_messages()
                 && let Some(message) = self.take_message()
             {
                 self.next_receiver(ticket);
-                if self.ended.is_none() {
-                    self.say();
+                if self.ended().is_none() {
+                    self.send_due();
                     if !self.inbox.waiting.is_empty() {
                         self.progress(bell);
                     }
@@ -106,20 +112,20 @@ impl Core {
     pub(super) fn end_of_messages(&mut self) -> Option<Result<Option<Bytes>, MessageError>> {
         // Only to whoever has received all of them.
         if self.is_at_end() && self.counters.discarded == 0 {
-            self.end_seen = true;
+            self.on(Event::EndReceived);
             return Some(Ok(None));
         }
-        if self.closing {
-            let reason = self.ended.filter(|&reason| reason == CloseReason::Aborted).unwrap_or(CloseReason::Local);
+        if !self.protocol.phase().takes_messages() {
+            let reason = self.ended().filter(|&reason| reason == CloseReason::Aborted).unwrap_or(CloseReason::Local);
             return Some(Err(MessageError::Closed(reason)));
         }
-        self.ended.map(|reason| Err(MessageError::Closed(reason)))
+        self.ended().map(|reason| Err(MessageError::Closed(reason)))
     }
 
     /// Leaves the line of receivers.
     pub(super) fn next_receiver(&mut self, ticket: &mut Option<Ticket>) {
         self.after.spent.extend(self.receivers.leave(ticket));
-        if self.ended.is_some() || self.inbox.is_ready() || self.is_at_end() {
+        if self.ended().is_some() || self.inbox.is_ready() || self.is_at_end() {
             self.after.wakers.extend(self.receivers.first());
         }
     }
@@ -127,7 +133,7 @@ impl Core {
     pub(super) fn take_message(&mut self) -> Option<Bytes> {
         let message = self.inbox.pop()?;
         self.counters.received += 1;
-        let open = self.ended.is_none();
+        let open = self.ended().is_none();
         let bytes = match message {
             Incoming::Landed(bytes) => {
                 self.inbox.memory -= bytes.len() as u64;
@@ -141,7 +147,7 @@ impl Core {
             | Incoming::Lost => unreachable!("it was ready"),
         };
         if open {
-            self.flow.release_message();
+            self.protocol.flow.release_message();
         }
         Some(bytes)
     }

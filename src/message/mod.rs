@@ -33,11 +33,16 @@ mod frame;
 pub mod fuzzing;
 mod halves;
 mod handshake;
+mod helper;
 mod inbound;
+mod lifecycle;
 mod listener;
 mod message_memory;
 mod one_sided;
 mod outbound;
+mod protocol;
+mod shared;
+mod timers;
 #[cfg(all(test, not(loom)))]
 mod stranger;
 #[cfg(all(test, not(loom)))]

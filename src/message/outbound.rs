@@ -8,7 +8,7 @@ use bytes::Bytes;
 
 use super::core::{Core, Mark};
 use super::error::{CloseReason, MessageError};
-use super::frame::Kind;
+use super::frame::{Header, Kind};
 use super::waiters::{Guest, Ticket};
 use crate::error::{LimitError, OpErrorKind};
 use crate::memory::{BufMut, PoolError, ReadOnlyRegion};
@@ -22,13 +22,15 @@ const LOOK: usize = 256;
 pub(super) enum Sent {
     Inline(Send<()>),
     Copied(Send<BufMut>),
+    /// An `Abort`.
+    Abort(Send<()>),
     Done,
 }
 
 impl Sent {
     pub(super) fn is_finished(&self) -> bool {
         match self {
-            Self::Inline(send) => send.is_finished(),
+            Self::Inline(send) | Self::Abort(send) => send.is_finished(),
             Self::Copied(send) => send.is_finished(),
             Self::Done => true,
         }
@@ -36,24 +38,20 @@ impl Sent {
 
     fn refusal(&self) -> Option<OpErrorKind> {
         match self {
-            Self::Inline(send) => send.refusal(),
+            Self::Inline(send) | Self::Abort(send) => send.refusal(),
             Self::Copied(send) => send.refusal(),
             Self::Done => None,
         }
     }
 
-    /// True if the device has not seen it.
-    pub(super) fn is_in_line(&self) -> bool {
-        match self {
-            Self::Inline(send) => send.is_in_line(),
-            Self::Copied(send) => send.is_in_line(),
-            Self::Done => false,
-        }
+    /// True if it is an `Abort` that the device has.
+    pub(super) fn is_posted_abort(&self) -> bool {
+        matches!(self, Self::Abort(send) if !send.is_in_line())
     }
 
     pub(super) fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<(), OpErrorKind>> {
         let result = match self {
-            Self::Inline(send) => Pin::new(send).poll(context).map_err(|error| error.kind()),
+            Self::Inline(send) | Self::Abort(send) => Pin::new(send).poll(context).map_err(|error| error.kind()),
             Self::Copied(send) => Pin::new(send).poll(context).map_ok(drop).map_err(|error| error.kind()),
             Self::Done => return Poll::Ready(Ok(())),
         };
@@ -92,10 +90,10 @@ impl Flush {
 }
 
 impl Core {
-    /// Posts a frame of which there is nothing but its header. The caller has asked whether it may be sent.
-    pub(super) fn send_bare(&mut self, kind: Kind) {
-        let header = self.flow.send(kind);
-        self.add_sent(Sent::Inline(self.qp.send_inline_with_imm(&[], header.encode())));
+    /// Posts a frame of which there is nothing but its header.
+    pub(super) fn send_bare(&mut self, header: Header) {
+        let send = self.qp.send_inline_with_imm(&[], header.encode());
+        self.add_sent(if header.kind == Kind::Abort { Sent::Abort(send) } else { Sent::Inline(send) });
     }
 
     fn add_sent(&mut self, sent: Sent) {
@@ -129,7 +127,7 @@ impl Core {
                     return Poll::Ready(Err(error));
                 }
             }
-        } else if let Err(error) = self.check_open() {
+        } else if let Err(error) = self.protocol.phase().check_open() {
             self.next_sender(ticket);
             return Poll::Ready(Err(error));
         }
@@ -148,26 +146,17 @@ impl Core {
         self.after.wakers.extend(self.senders.first());
     }
 
-    pub(super) fn check_open(&self) -> Result<(), MessageError> {
-        match self.ended {
-            Some(reason) => Err(MessageError::Closed(reason)),
-            None if self.closing => Err(MessageError::Closed(CloseReason::Local)),
-            None if self.finishing => Err(MessageError::Finished),
-            None => Ok(()),
-        }
-    }
-
     /// Sends a message, or says why not now.
     pub(super) fn try_send(&mut self, message: &Bytes) -> Result<Option<Block>, MessageError> {
-        self.check_open()?;
+        self.protocol.phase().check_open()?;
         let len = message.len();
         LimitError::check("message bytes (max_message of the peer)", len as u64, self.limits.send)
             .map_err(MessageError::TooLong)?;
-        if !self.flow.may_send(Kind::Data) {
+        if !self.protocol.flow.may_send(Kind::Data) {
             return Ok(Some(Block::Credits));
         }
         if len <= self.limits.inline && len <= self.limits.eager {
-            let header = self.flow.send(Kind::Data);
+            let header = self.protocol.flow.send(Kind::Data);
             self.add_sent(Sent::Inline(self.qp.send_inline_with_imm(message, header.encode())));
         } else if len <= self.limits.eager {
             self.reap();
@@ -177,7 +166,7 @@ impl Core {
                 Err(PoolError::TooLong(limit)) => return Err(MessageError::TooLong(limit)),
                 Err(PoolError::Register(error)) => return Err(MessageError::Register(error)),
             };
-            let header = self.flow.send(Kind::Data);
+            let header = self.protocol.flow.send(Kind::Data);
             self.add_sent(Sent::Copied(self.qp.send_with_imm(buffer, header.encode())));
         } else {
             let bytes = len as u64;
@@ -186,7 +175,7 @@ impl Core {
             }
             let region = ReadOnlyRegion::new(self.qp.protection_domain(), message.clone());
             let region = region.map_err(MessageError::Register)?;
-            let header = self.flow.send(Kind::Offer);
+            let header = self.protocol.flow.send(Kind::Offer);
             let grant = region.grant().to_bytes();
             self.add_sent(Sent::Inline(self.qp.send_inline_with_imm(&grant, header.encode())));
             self.offers.push_back(region);
@@ -218,7 +207,7 @@ impl Core {
         self.flushers.wait(&mut flush.ticket, guest);
         self.mark = Some(self.mark.map_or(target, |mark| mark.min(target)));
         self.progress(bell);
-        let result = match self.ended {
+        let result = match self.ended() {
             Some(CloseReason::Clean) => Ok(()),
             Some(reason) => Err(MessageError::Closed(reason)),
             None if self.has_reached(target) => Ok(()),

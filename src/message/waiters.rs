@@ -10,7 +10,7 @@ use smallvec::SmallVec;
 pub(super) struct Ticket(u64);
 
 /// A task that checks a condition under the lock, and may have to wait. Cloning and dropping its waker runs code of the user, so
-/// both happen without the lock: [`Shared::poll`](super::driver::Shared::poll) checks a second time with a clone if the task
+/// both happen without the lock: [`Shared::poll`](super::shared::Shared::poll) checks a second time with a clone if the task
 /// has to wait.
 ///
 /// A guest is registered at most once in a poll. Whether `will_wake` recognises the clone is irrelevant: it is best effort,

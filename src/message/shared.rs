@@ -1,0 +1,158 @@
+//! What the tasks of a connection share: one end of it under a lock, and the bell that wakes its driver.
+
+use std::cell::Cell;
+use std::ptr;
+use std::sync::{Arc, Weak};
+use std::task::{Context, Poll, Waker};
+
+use parking_lot::Mutex;
+use tokio::runtime::Handle;
+
+use super::admission::Admitted;
+use super::core::Core;
+use super::error::CloseReason;
+use super::helper::Helper;
+use super::waiters::Guest;
+use crate::engine::Deferral;
+use crate::op::QueuePair;
+
+thread_local! {
+    /// Bell of the driver that is polled on this thread, and whether it has rung since.
+    static POLLED: Cell<(*const Bell, bool)> = const { Cell::new((ptr::null(), false)) };
+}
+
+/// What an operation wakes: the driver of its connection.
+#[derive(Debug, Default)]
+pub(super) struct Bell {
+    driver: futures::task::AtomicWaker,
+}
+
+impl Bell {
+    pub(super) fn register(&self, waker: &Waker) {
+        self.driver.register(waker);
+    }
+
+    pub(super) fn ring(&self) {
+        if ptr::eq(POLLED.get().0, self) {
+            POLLED.set((self, true));
+        } else {
+            self.driver.wake();
+        }
+    }
+
+    /// Lets go of the driver.
+    pub(super) fn take(&self) -> Option<Waker> {
+        self.driver.take()
+    }
+}
+
+impl std::task::Wake for Bell {
+    fn wake(self: Arc<Self>) {
+        self.ring();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        self.ring();
+    }
+}
+
+/// The driver of a bell is being polled, and need not be woken for what it rings itself.
+pub(super) struct Polled {
+    bell: *const Bell,
+    before: (*const Bell, bool),
+}
+
+impl Polled {
+    pub(super) fn begin(bell: &Bell) -> Self {
+        Self { bell, before: POLLED.replace((bell, false)) }
+    }
+
+    /// True if it has rung.
+    pub(super) fn end(self) -> bool {
+        POLLED.get() == (self.bell, true)
+    }
+}
+
+impl Drop for Polled {
+    fn drop(&mut self) {
+        POLLED.set(self.before);
+    }
+}
+
+/// What the tasks of a connection share.
+#[derive(Debug)]
+pub(super) struct Shared {
+    core: Mutex<Core>,
+    pub(super) bell: Arc<Bell>,
+    /// The bell as what operations wake.
+    waker: Waker,
+    pub(super) qp: QueuePair,
+    /// Where it has its task.
+    pub(super) runtime: Handle,
+    /// Its place among the connections of a listener.
+    _admitted: Option<Admitted>,
+    this: Weak<Self>,
+}
+
+impl Shared {
+    pub(super) fn new(core: Core, qp: QueuePair, runtime: Handle, admitted: Option<Admitted>) -> Arc<Self> {
+        let bell = Arc::new(Bell::default());
+        let waker = bell.clone().into();
+        Arc::new_cyclic(|this| Self {
+            core: Mutex::new(core),
+            waker,
+            bell,
+            qp,
+            runtime,
+            _admitted: admitted,
+            this: this.clone(),
+        })
+    }
+
+    /// Does something under the lock, and after it what that has left to do, for this connection and, as operations are polled,
+    /// for others: whatever that may run, such as wakers and drops of the service's, may come back here.
+    pub(super) fn with<R>(&self, work: impl FnOnce(&mut Core, &Waker) -> R) -> R {
+        let deferral = Deferral::begin();
+        let mut core = self.core.lock();
+        let result = work(&mut core, &self.waker);
+        let after = core.take_after();
+        drop(core);
+        drop(deferral);
+        if after.help {
+            let helper = Helper::new(self.this.clone());
+            drop(self.runtime.spawn_blocking(move || helper.run()));
+        }
+        if after.ring {
+            self.bell.ring();
+        }
+        after.run();
+        result
+    }
+
+    /// As [`with`](Self::with), for a task that may have to wait.
+    pub(super) fn poll<R>(
+        &self,
+        context: &mut Context<'_>,
+        mut work: impl FnMut(&mut Core, &Waker, &mut Guest<'_>) -> Poll<R>,
+    ) -> Poll<R> {
+        let mut guest = Guest::new(context.waker());
+        let first = self.with(|core, bell| work(core, bell, &mut guest));
+        if first.is_ready() || !guest.clone_if_needed() {
+            return first;
+        }
+        // With the clone the task is registered: a third time is never needed.
+        self.with(|core, bell| work(core, bell, &mut guest))
+    }
+
+    /// The service has dropped all it held.
+    pub(super) fn abandon(&self) {
+        self.with(|core, waker| core.abandon(waker));
+        self.bell.ring();
+    }
+
+    /// Ends the connection at once, without having finished.
+    pub(super) fn leave(&self, reason: CloseReason) {
+        self.with(|core, waker| core.leave(reason, waker));
+        self.bell.ring();
+    }
+}

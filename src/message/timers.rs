@@ -1,0 +1,190 @@
+//! Deadlines of a connection. Time is an argument: the driver reads the clock.
+
+use std::time::{Duration, Instant};
+
+use super::config::ConnectionConfig;
+use super::error::CloseReason;
+
+/// Longest wait for the peer after the service has dropped or aborted the connection, and for the queue pair to be flushed. On a
+/// network that works both take less than a millisecond.
+pub(super) const LINGER: Duration = Duration::from_secs(1);
+
+/// Settings that are about time.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Times {
+    keepalive: Option<(Duration, Duration)>,
+    stall: Option<Duration>,
+    first_message: Option<Duration>,
+}
+
+impl Times {
+    pub(super) fn new(config: &ConnectionConfig) -> Self {
+        let (keepalive, stall) = (config.keepalive, config.stall_timeout);
+        Self { keepalive, stall, first_message: config.first_message_timeout }
+    }
+}
+
+/// What the connection has done until a deadline.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Observed {
+    /// Messages sent, if a task waits to send.
+    pub(super) stalled_at: Option<u64>,
+    /// A message of the peer has arrived, or was announced.
+    pub(super) begun: bool,
+}
+
+/// A deadline that has passed.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Expired {
+    /// Nothing was heard of the peer: it is to be asked.
+    Silence,
+    /// The connection ends.
+    End(CloseReason),
+}
+
+/// When to look at what.
+#[derive(Debug, Clone)]
+pub(super) struct Timers {
+    times: Times,
+    /// When to look whether a frame has arrived.
+    silence: Option<Instant>,
+    /// Frames that had arrived when that was last looked at.
+    arrived: u32,
+    /// The peer was asked then.
+    asked: bool,
+    /// When to look whether a message was sent.
+    stall: Option<Instant>,
+    /// Messages that had been sent when a task was found waiting, and since when there were no more.
+    stalled: Option<(u64, Instant)>,
+    /// When the first message of the peer has to be there.
+    first_message: Option<Instant>,
+    /// When a connection that the service has dropped ends at the latest.
+    linger: Option<Instant>,
+}
+
+impl Timers {
+    /// None is set.
+    pub(super) fn unset() -> Self {
+        Self {
+            times: Times::default(),
+            silence: None,
+            arrived: 0,
+            asked: false,
+            stall: None,
+            stalled: None,
+            first_message: None,
+            linger: None,
+        }
+    }
+
+    /// Those of a connection that begins at `now`.
+    pub(super) fn new(times: Times, now: Instant) -> Self {
+        let first = |time: Option<Duration>| time.and_then(|time| now.checked_add(time));
+        Self {
+            times,
+            silence: first(times.keepalive.map(|(interval, _)| interval)),
+            stall: first(times.stall.map(|stall| stall / 2)),
+            first_message: first(times.first_message),
+            ..Self::unset()
+        }
+    }
+
+    /// The service has dropped the connection.
+    pub(super) fn linger(&mut self, now: Instant) {
+        self.linger = Some(now + LINGER);
+    }
+
+    /// The earliest.
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        [self.silence, self.stall, self.first_message, self.linger].into_iter().flatten().min()
+    }
+
+    /// One that has passed and asks for something. Those that are looked at again are set anew.
+    pub(super) fn expire(&mut self, now: Instant, arrived: u32, observed: Observed) -> Option<Expired> {
+        let is_due = |time: Option<Instant>| time.is_some_and(|time| time <= now);
+        if let (true, Some((interval, patience))) = (is_due(self.silence), self.times.keepalive) {
+            let heard = arrived != self.arrived;
+            let asked = std::mem::replace(&mut self.asked, !heard);
+            self.arrived = arrived;
+            self.silence = now.checked_add(if heard { interval } else { patience });
+            if !heard {
+                return Some(if asked { Expired::End(CloseReason::Silent) } else { Expired::Silence });
+            }
+        }
+        if let (true, Some(stall)) = (is_due(self.stall), self.times.stall) {
+            self.stalled = match (observed.stalled_at, self.stalled) {
+                (Some(sent), Some((before, since))) if sent == before => Some((before, since)),
+                (Some(sent), _) => Some((sent, now)),
+                (None, _) => None,
+            };
+            self.stall = now.checked_add(stall / 2);
+            if self.stalled.is_some_and(|(_, since)| now.duration_since(since) >= stall) {
+                return Some(Expired::End(CloseReason::Stalled));
+            }
+        }
+        if is_due(self.first_message) {
+            self.first_message = None;
+            if !observed.begun {
+                return Some(Expired::End(CloseReason::NoFirstMessage));
+            }
+        }
+        if is_due(self.linger) {
+            self.linger = None;
+            return Some(Expired::End(CloseReason::Local));
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const QUIET: Observed = Observed { stalled_at: None, begun: true };
+
+    fn timers(times: Times) -> (Timers, impl Fn(u64) -> Instant) {
+        let start = Instant::now();
+        (Timers::new(times, start), move |millis| start + Duration::from_millis(millis))
+    }
+
+    #[test]
+    fn silent_peer_is_asked_once_and_then_given_up() {
+        let keepalive = Some((Duration::from_millis(10), Duration::from_millis(30)));
+        let (mut timers, at) = timers(Times { keepalive, ..Times::default() });
+        assert_eq!(timers.expire(at(9), 0, QUIET), None);
+        assert_eq!(timers.expire(at(10), 1, QUIET), None, "a frame has arrived");
+        assert_eq!(timers.deadline(), Some(at(20)));
+        assert_eq!(timers.expire(at(20), 1, QUIET), Some(Expired::Silence));
+        assert_eq!(timers.deadline(), Some(at(50)), "the peer is given its time to answer");
+        assert_eq!(timers.expire(at(50), 2, QUIET), None, "it has answered");
+        assert_eq!(timers.expire(at(60), 2, QUIET), Some(Expired::Silence));
+        assert_eq!(timers.expire(at(90), 2, QUIET), Some(Expired::End(CloseReason::Silent)));
+    }
+
+    #[test]
+    fn sender_stalls_only_if_nothing_is_sent_while_it_waits() {
+        let stall = Some(Duration::from_millis(20));
+        let (mut timers, at) = timers(Times { stall, ..Times::default() });
+        let waits = |sent| Observed { stalled_at: sent, begun: true };
+        assert_eq!(timers.expire(at(10), 0, waits(Some(5))), None);
+        assert_eq!(timers.expire(at(20), 0, waits(Some(6))), None, "one was sent");
+        assert_eq!(timers.expire(at(30), 0, waits(None)), None, "none waits");
+        assert_eq!(timers.expire(at(40), 0, waits(Some(6))), None);
+        assert_eq!(timers.expire(at(50), 0, waits(Some(6))), None);
+        assert_eq!(timers.expire(at(60), 0, waits(Some(6))), Some(Expired::End(CloseReason::Stalled)));
+    }
+
+    #[test]
+    fn first_message_is_waited_for_once_and_a_dropped_connection_lingers() {
+        let first_message = Some(Duration::from_millis(10));
+        for (begun, end) in [(true, None), (false, Some(Expired::End(CloseReason::NoFirstMessage)))] {
+            let (mut timers, at) = timers(Times { first_message, ..Times::default() });
+            assert_eq!(timers.expire(at(10), 0, Observed { stalled_at: None, begun }), end);
+            assert_eq!(timers.deadline(), None);
+            timers.linger(at(20));
+            assert_eq!(timers.deadline(), Some(at(20) + LINGER));
+            assert_eq!(timers.expire(at(20) + LINGER, 0, QUIET), Some(Expired::End(CloseReason::Local)));
+            assert_eq!(timers.deadline(), None);
+        }
+    }
+}
