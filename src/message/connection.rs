@@ -228,7 +228,7 @@ impl Connection {
         let reason = match clock::timeout(handle.close_timeout, gone()).await {
             Some(reason) => reason,
             None => {
-                handle.shared.leave(CloseReason::CloseTimeout);
+                handle.shared.abort(CloseReason::CloseTimeout);
                 gone().await
             }
         };

@@ -1,7 +1,7 @@
 //! One end at work: frames in, frames out, under one lock.
 //!
 //! ```text
-//!  poll_send ─▶ inline │ copied │ offered ─▶ sends ─▶ peer        credits, order, end: flow.rs
+//!  poll_send ─▶ inline │ copied │ offered ─▶ sends ─▶ peer        credits, phases, time: protocol.rs
 //!  poll_recv ◀─ inbox ◀─ receives ◀───────────────── peer
 //!                 └─ long: READ, then done ────────▶ peer
 //! ```

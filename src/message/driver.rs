@@ -1,10 +1,10 @@
-//! The task of a connection: progress when no task of the service asks for any, time, and the end.
+//! The driver: the task that runs a connection while no task of the service does.
 //!
-//! Why there is one: credits, fetches and answers to the peer must go on while the service waits for something else, and so
-//! must time. Why only one, and no work in it that a task of the service could not do: a task that sends or receives makes
-//! progress itself, so that the driver is a hop that no task waits for as long as both ends keep talking.
+//! Credits, fetches, answers to the peer and deadlines must continue while the service waits for something else. The driver does
+//! no work that a task of the service cannot do: a task that sends or receives makes progress itself, so that no task waits for
+//! the driver as long as both ends send and receive.
 //!
-//! It ends with the connection: when that is closed or has failed, or when all that the service held of it is dropped.
+//! The driver ends with the connection: when that is closed or has failed, or after the service has dropped its last handle.
 
 use std::future::{Future, poll_fn};
 use std::ops::ControlFlow;
@@ -37,25 +37,24 @@ pub(super) fn drive(shared: Arc<Shared>, link: Option<Arc<Link>>) -> impl Future
             let result = poll(&shared, &mut sleep, disconnected.as_mut(), context);
             let again = polled.end() && result.is_pending();
             if again && alone {
-                // Behind all others: as long as tasks wake themselves, as those do whose operations spin, a runtime of one thread
-                // comes to its own future, that of `block_on` or a `LocalSet`, and to its sockets once in 61 times only. It is
-                // pending, and woken then.
+                // A runtime of one thread polls its own future, that of `block_on` or a `LocalSet`, and its sockets only once in
+                // 61 polls as long as tasks wake themselves. A yield wakes the driver after them.
                 let _ = pin!(yield_now()).poll(context);
             } else if again {
-                // Others may take it over if what comes next on this thread takes long.
+                // Another thread may steal the driver if the next task on this thread runs for long.
                 context.waker().wake_by_ref();
             }
             result
         })
         .await;
         if let Some(mut abort) = shared.with(|core, _| core.sends.pop_back()) {
-            // In the error state it would not be sent.
+            // In the error state the device would not send it.
             let taken = timeout(LINGER, poll_fn(|context| abort.poll(context))).await;
             tracing::debug!(qpn = %shared.qp.qpn(), ?taken, "abort");
         }
-        // In order: what is in flight ends first, flushed. Not so if sending was stopped: then nothing can be posted behind it
-        // to wait for, and what has no completion when the queue pair is destroyed ends as closed. A device that does not flush
-        // is not waited for: what it may still touch is kept until the queue pair is destroyed.
+        // Operations in flight are flushed first. If sending was stopped, no marker can be posted behind them, and operations
+        // without a completion end as closed when the queue pair is destroyed. A device that does not flush is not awaited:
+        // memory that it may still access is kept until the queue pair is destroyed.
         if timeout(LINGER, shared.qp.clone().close()).await.is_none() {
             tracing::warn!(qpn = %shared.qp.qpn(), "a queue pair is not flushed");
         }
@@ -65,7 +64,7 @@ pub(super) fn drive(shared: Arc<Shared>, link: Option<Arc<Link>>) -> impl Future
     }
 }
 
-/// Ready when the peer has disconnected, if there is a manager that tells.
+/// Waits until the peer has disconnected; for ever without a connection manager.
 async fn disconnected(link: Option<Arc<Link>>) {
     match link {
         Some(link) => drop(link.disconnected().await),
@@ -105,7 +104,7 @@ impl Drop for End {
             let ended = shared.qp.modify(&crate::types::QpAttr::to_state(crate::types::QpState::Err));
             tracing::debug!(qpn = %shared.qp.qpn(), ?ended, "the runtime of a connection has shut down");
             shared.with(|core, _| core.on(Event::End(CloseReason::Runtime)));
-            // Nothing else would: if sending was stopped, a flush does not move queued operations.
+            // If sending was stopped, a flush does not end queued operations.
             shared.qp.end();
             shared.with(|core, _| core.on(Event::QueuePairClosed));
         }

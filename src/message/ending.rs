@@ -76,7 +76,7 @@ impl Core {
         }
     }
 
-    /// Goes on to the next phase, and does what that asks for.
+    /// Makes the transition of `event`, and executes its actions.
     pub(super) fn on(&mut self, event: Event) {
         let actions = self.protocol.on(event);
         self.act(actions);
@@ -105,8 +105,7 @@ impl Core {
         }
     }
 
-    /// Detaches all operations but an `Abort` that is awaited. Messages that have arrived can still be received, unless the
-    /// service takes no more.
+    /// Detaches all operations except an `Abort` that the driver awaits. Drops the messages that cannot be received any more.
     fn release(&mut self, abort: Option<Sent>) {
         let Some(End { reason, readable }) = self.protocol.phase().end() else { unreachable!("an end releases") };
         match reason {
@@ -129,7 +128,7 @@ impl Core {
         self.after.chores = self.chores.take();
     }
 
-    /// Sends no more messages.
+    /// Finishes: the service sends no more messages.
     pub(super) fn finish(&mut self, bell: &Waker) -> Result<(), MessageError> {
         if let Some(reason) = self.ended().filter(|&reason| reason != CloseReason::Clean) {
             return Err(MessageError::Closed(reason));
@@ -139,13 +138,13 @@ impl Core {
         Ok(())
     }
 
-    /// Neither sends nor receives any more messages.
+    /// Closes: the service neither sends nor receives any more messages.
     pub(super) fn close(&mut self, bell: &Waker) {
         self.on(Event::Close);
         self.progress(bell);
     }
 
-    /// How it ended, once the queue pair is closed.
+    /// Returns the reason of the end once the queue pair is closed.
     pub(super) fn poll_closed(
         &mut self,
         ticket: &mut Option<Ticket>,
@@ -165,38 +164,38 @@ impl Core {
         }
     }
 
-    /// The service has dropped its last handle.
+    /// Continues without the service, which has dropped its last handle.
     pub(super) fn abandon(&mut self, bell: &Waker) {
-        // What has arrived may be the peer's end.
+        // The peer's `Fin` may be among the frames that have arrived.
         self.progress(bell);
         let actions = self.protocol.abandon(self.is_at_end(), Instant::now());
         self.act(actions);
     }
 
-    /// Ends the connection at once, without having finished. Nothing more is posted, of the service's neither; operations that
-    /// are queued are not waited for, nor is an `Abort` behind them.
-    pub(super) fn leave(&mut self, reason: CloseReason, bell: &Waker) {
+    /// Ends the connection at once, without having finished. Neither the connection nor the service posts after it. Queued
+    /// operations are not awaited, nor is an `Abort` behind them.
+    pub(super) fn abort(&mut self, reason: CloseReason, bell: &Waker) {
         if self.ended().is_some() {
             return;
         }
-        // There may be a credit in what has arrived.
+        // A frame that has arrived may carry a credit.
         self.qp.take_completions();
         if let Err(ended) = self.take_frames(&mut Context::from_waker(bell)) {
-            // The service was first, and this is still its end; the `Abort` fails, or is ignored.
+            // The reason stays the service's. The `Abort` fails, or the peer ignores it.
             tracing::debug!(qpn = %self.qp.qpn(), %ended, "the peer has ended the connection, too");
         }
-        self.on(Event::Leave(reason));
+        self.on(Event::Abort(reason));
     }
 
-    /// True if the service has dropped the connection, and all that was sent then, the `Abort` last, was taken by the peer's
-    /// device.
+    /// True if the service has dropped the connection, and the peer's device has acknowledged all frames, the last of which is
+    /// the `Abort`.
     pub(super) fn is_abort_taken(&mut self, bell: &Waker) -> bool {
         let context = &mut Context::from_waker(bell);
         self.protocol.phase().is_aborting() && self.sends.back_mut().is_none_or(|sent| sent.poll(context).is_ready())
     }
 
-    /// The connection manager says that the peer has disconnected: what had arrived before counts, though the thread that
-    /// polls in busy-poll mode may not have come to see it.
+    /// Ends a connection whose peer has disconnected, according to the connection manager. Frames that had arrived before count,
+    /// though the busy-poll thread may not have polled them yet.
     pub(super) fn disconnected(&mut self, bell: &Waker) {
         self.qp.take_completions();
         for _ in 0..=self.receives.len() / BATCH {
@@ -271,7 +270,7 @@ mod tests {
                 writes.extend((0..2 * DEPTH).map(|_| write()));
                 one.handle().shared.with(|core, _| {
                     assert!(core.qp.send_counters().waiting > 0);
-                    core.on(Event::Leave(CloseReason::Aborted));
+                    core.on(Event::Abort(CloseReason::Aborted));
                     assert_eq!(!core.sends.is_empty(), said);
                 });
             });
@@ -310,7 +309,7 @@ mod tests {
             });
             shared[0].with(|core, bell| {
                 assert!(!core.protocol.flow.may_send(Kind::Abort));
-                core.leave(CloseReason::Aborted, bell);
+                core.abort(CloseReason::Aborted, bell);
                 assert!(core.sends.back().is_some_and(Sent::is_posted_abort));
             });
             wait(&|| {

@@ -123,7 +123,7 @@ impl SendHalf {
 
     /// As [`Connection::abort`](super::Connection::abort): ends both directions.
     pub fn abort(&self) {
-        self.handle.shared.leave(CloseReason::Aborted);
+        self.handle.shared.abort(CloseReason::Aborted);
     }
 
     /// Sends the message that the sink holds.
@@ -228,7 +228,7 @@ impl RecvHalf {
 
     /// As [`Connection::abort`](super::Connection::abort): ends both directions.
     pub fn abort(&self) {
-        self.handle.shared.leave(CloseReason::Aborted);
+        self.handle.shared.abort(CloseReason::Aborted);
     }
 }
 

@@ -1,4 +1,4 @@
-//! What may block: chores of a connection, and the thread that does them.
+//! Chores of a connection, which may block, and the thread that does them.
 
 use std::collections::VecDeque;
 use std::sync::Weak;
@@ -8,18 +8,18 @@ use super::lifecycle::Event;
 use super::message_memory::Chore;
 use super::shared::Shared;
 
-/// What a thread that may block has to do for a connection.
+/// Chores of a connection.
 #[derive(Debug, Default)]
 pub(super) enum Chores {
-    /// Nothing, and there is no thread.
+    /// There are no chores, and there is no thread.
     #[default]
     None,
-    /// These next. There is a thread, or one was asked for.
+    /// The chores that come next. There is a thread, or one is being started.
     Helped(VecDeque<Chore>),
 }
 
 impl Chores {
-    /// Adds one. True if a thread is to be started for it.
+    /// Adds a chore. True if a thread is to be started for it.
     #[must_use]
     pub(super) fn add(&mut self, chore: Chore) -> bool {
         match self {
@@ -34,7 +34,7 @@ impl Chores {
         }
     }
 
-    /// The next one. If there is none, the thread ends.
+    /// Removes the next chore. If there is none, the thread ends.
     pub(super) fn pop(&mut self) -> Option<Chore> {
         let Self::Helped(chores) = self else { return None };
         let next = chores.pop_front();
@@ -44,7 +44,7 @@ impl Chores {
         next
     }
 
-    /// Takes all of them out, to be dropped; the thread goes on to find none.
+    /// Removes all chores, to be dropped. The thread continues, and finds none.
     pub(super) fn take(&mut self) -> VecDeque<Chore> {
         match self {
             Self::None => VecDeque::new(),
@@ -53,8 +53,7 @@ impl Chores {
     }
 }
 
-/// A thread that does what may block, one chore after the other, until there is none left: at most one for a connection,
-/// however much its peer offers.
+/// A thread that does one chore after the other until none is left. A connection has at most one, however much its peer offers.
 pub(super) struct Helper {
     shared: Weak<Shared>,
     at_it: bool,
@@ -79,7 +78,7 @@ impl Helper {
 impl Drop for Helper {
     fn drop(&mut self) {
         if let (true, Some(shared)) = (self.at_it, self.shared.upgrade()) {
-            // A task that waits for a message would wait for ever.
+            // Otherwise a task that waits for a message waits for ever.
             let reason = if std::thread::panicking() { CloseReason::Memory } else { CloseReason::Runtime };
             shared.with(|core, _| core.on(Event::End(reason)));
             shared.bell.ring();

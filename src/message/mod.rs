@@ -9,7 +9,9 @@
 //!      core.rs: one end at work            inbound.rs, fetching.rs, memory.rs, outbound.rs, ending.rs, waiters.rs
 //!        │ asks, tells
 //!        ▼
-//!      flow_control.rs: who may send what when     frame.rs, handshake.rs          pure, what a peer sends is judged here
+//!      protocol.rs: frames and time in, frames, actions and a deadline out      pure, judges what a peer sends
+//!        │                                 frame.rs, handshake.rs
+//!        └─ lifecycle.rs: phases           flow_control.rs: credits           timers.rs: deadlines
 //! ```
 
 #![forbid(unsafe_code)]

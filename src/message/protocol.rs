@@ -1,5 +1,5 @@
-//! The protocol of one end of a connection, without its I/O: headers of frames, events and time go in; headers of frames to
-//! send, tasks to wake and a deadline come out.
+//! Protocol of one end of a connection, without I/O. Its input is headers of frames, events and time. Its output is headers of
+//! frames to send, actions and a deadline.
 //!
 //! ```text
 //!   frames that have arrived ─▶ receive ─┐                      ┌─▶ next_frame   frames that carry no message
@@ -9,7 +9,7 @@
 //!   time ─────────────────────▶ due ─────┘   Timers ────────────┴─▶ deadline
 //! ```
 //!
-//! [`Core`](super::core::Core) posts what comes out of it and feeds it with what completes.
+//! [`Core`](super::core::Core) feeds it with completions, posts its frames, and executes its actions.
 
 use std::time::Instant;
 
@@ -19,7 +19,7 @@ use super::frame::{Header, Kind};
 use super::lifecycle::{Action, Event, Phase, Stage, transition};
 use super::timers::{Expired, Observed, Timers, Times};
 
-/// One end of a connection, as its peer sees it.
+/// State of one end of a connection, as far as it depends on frames, events and time alone.
 #[derive(Debug, Clone)]
 pub(super) struct Protocol {
     pub(super) flow: Flow,
@@ -27,7 +27,7 @@ pub(super) struct Protocol {
     timers: Timers,
 }
 
-/// What time asks for.
+/// Requirement of a deadline that has passed.
 #[derive(Debug)]
 pub(super) enum Due {
     /// Send this frame.
@@ -37,12 +37,12 @@ pub(super) enum Due {
 }
 
 impl Protocol {
-    /// An end with so many receives posted, whose peer is not known yet.
+    /// Creates an end that has posted `receives`, and whose peer is not known yet.
     pub(super) fn new(receives: u32) -> Self {
         Self { flow: Flow::new(receives, 0), phase: Phase::Running(Stage::Open), timers: Timers::unset() }
     }
 
-    /// The peer is connected, and has `window` receives posted.
+    /// Connects to a peer that has posted `window` receives.
     pub(super) fn meet(&mut self, receives: u32, window: u32, times: Times, now: Instant) {
         self.flow = Flow::new(receives, window);
         self.timers = Timers::new(times, now);
@@ -53,7 +53,7 @@ impl Protocol {
         &self.phase
     }
 
-    /// Goes on to the next phase; what is to be done.
+    /// Makes the transition of `event`, and returns its actions.
     #[must_use]
     pub(super) fn on(&mut self, event: Event) -> &'static [Action] {
         let (phase, actions) = transition(self.phase, event);
@@ -61,14 +61,14 @@ impl Protocol {
         actions
     }
 
-    /// The service has dropped its last handle.
+    /// Makes the transition of a service that drops its last handle, and limits the time that remains.
     #[must_use]
     pub(super) fn abandon(&mut self, at_end: bool, now: Instant) -> &'static [Action] {
         self.timers.linger(now);
         self.on(Event::Drop { at_end })
     }
 
-    /// Takes the header of a frame that has arrived. Returns how many offers of this end it newly says to be done.
+    /// Takes the header of a frame that has arrived. Returns how many more offers of this end the peer has fetched.
     ///
     /// # Errors
     ///
@@ -81,7 +81,7 @@ impl Protocol {
         Ok(fetched)
     }
 
-    /// The next frame that is due and carries no message: a `Fin`, or an `Ack`. The caller sends it.
+    /// Returns the next frame that is due and carries no message: a `Fin`, or an `Ack`. The caller sends it.
     pub(super) fn next_frame(&mut self) -> Option<Header> {
         let Phase::Running(stage) = self.phase else { return None };
         let kind = if stage.sends_fin() && self.flow.may_send(Kind::Fin) {
@@ -94,22 +94,22 @@ impl Protocol {
         Some(self.flow.send(kind))
     }
 
-    /// The `Abort` of [`Action::SendAbort`], if there is a credit for it. The caller sends it.
+    /// Returns the `Abort` of [`Action::SendAbort`], if there is a credit for it. The caller sends it.
     pub(super) fn abort_frame(&mut self) -> Option<Header> {
         self.flow.may_send(Kind::Abort).then(|| self.flow.send(Kind::Abort))
     }
 
-    /// When [`due`](Self::due) has something to say.
+    /// Returns when to call [`due`](Self::due).
     pub(super) fn deadline(&self) -> Option<Instant> {
         self.timers.deadline()
     }
 
-    /// The next thing that is due at `now`, if there is one.
+    /// Returns the next requirement of the deadlines that have passed at `now`.
     pub(super) fn due(&mut self, now: Instant, observed: Observed) -> Option<Due> {
         while let Some(expired) = self.timers.expire(now, self.flow.arrived(), observed) {
             match expired {
                 Expired::End(reason) => return Some(Due::End(reason)),
-                // A peer that is alive has given a credit back.
+                // A peer that is alive returns a credit sooner or later.
                 Expired::Silence if self.flow.may_send(Kind::Ping) => {
                     return Some(Due::Frame(self.flow.send(Kind::Ping)));
                 }

@@ -1,4 +1,4 @@
-//! What the tasks of a connection share: one end of it under a lock, and the bell that wakes its driver.
+//! State shared by the tasks of a connection: one end under a lock, and the bell that wakes the driver.
 
 use std::cell::Cell;
 use std::ptr;
@@ -17,11 +17,11 @@ use crate::engine::Deferral;
 use crate::op::QueuePair;
 
 thread_local! {
-    /// Bell of the driver that is polled on this thread, and whether it has rung since.
+    /// The bell of the driver that is being polled on this thread, and whether it has rung since.
     static POLLED: Cell<(*const Bell, bool)> = const { Cell::new((ptr::null(), false)) };
 }
 
-/// What an operation wakes: the driver of its connection.
+/// Waker of operations: wakes the driver of their connection.
 #[derive(Debug, Default)]
 pub(super) struct Bell {
     driver: futures::task::AtomicWaker,
@@ -40,7 +40,7 @@ impl Bell {
         }
     }
 
-    /// Lets go of the driver.
+    /// Removes the waker of the driver.
     pub(super) fn take(&self) -> Option<Waker> {
         self.driver.take()
     }
@@ -56,7 +56,7 @@ impl std::task::Wake for Bell {
     }
 }
 
-/// The driver of a bell is being polled, and need not be woken for what it rings itself.
+/// A poll of the driver of a bell. The driver is not woken by its own bell meanwhile.
 pub(super) struct Polled {
     bell: *const Bell,
     before: (*const Bell, bool),
@@ -67,7 +67,7 @@ impl Polled {
         Self { bell, before: POLLED.replace((bell, false)) }
     }
 
-    /// True if it has rung.
+    /// Ends the poll. True if the bell has rung.
     pub(super) fn end(self) -> bool {
         POLLED.get() == (self.bell, true)
     }
@@ -79,17 +79,17 @@ impl Drop for Polled {
     }
 }
 
-/// What the tasks of a connection share.
+/// State shared by the tasks of a connection.
 #[derive(Debug)]
 pub(super) struct Shared {
     core: Mutex<Core>,
     pub(super) bell: Arc<Bell>,
-    /// The bell as what operations wake.
+    /// The bell as a waker.
     waker: Waker,
     pub(super) qp: QueuePair,
-    /// Where it has its task.
+    /// The runtime of the driver.
     pub(super) runtime: Handle,
-    /// Its place among the connections of a listener.
+    /// Place among the connections of a listener.
     _admitted: Option<Admitted>,
     this: Weak<Self>,
 }
@@ -109,8 +109,8 @@ impl Shared {
         })
     }
 
-    /// Does something under the lock, and after it what that has left to do, for this connection and, as operations are polled,
-    /// for others: whatever that may run, such as wakers and drops of the service's, may come back here.
+    /// Runs `work` under the lock, and without the lock what `work` has left to do: wakers and destructors of the service, which
+    /// may call this function again. Polling operations may leave such work for other connections, too.
     pub(super) fn with<R>(&self, work: impl FnOnce(&mut Core, &Waker) -> R) -> R {
         let deferral = Deferral::begin();
         let mut core = self.core.lock();
@@ -129,7 +129,7 @@ impl Shared {
         result
     }
 
-    /// As [`with`](Self::with), for a task that may have to wait.
+    /// Runs `work` as [`with`](Self::with) does, for a task that may have to wait.
     pub(super) fn poll<R>(
         &self,
         context: &mut Context<'_>,
@@ -140,19 +140,19 @@ impl Shared {
         if first.is_ready() || !guest.clone_if_needed() {
             return first;
         }
-        // With the clone the task is registered: a third time is never needed.
+        // With the clone the task is registered, so that a third call is never needed.
         self.with(|core, bell| work(core, bell, &mut guest))
     }
 
-    /// The service has dropped all it held.
+    /// Continues without the service, which has dropped its last handle.
     pub(super) fn abandon(&self) {
         self.with(|core, waker| core.abandon(waker));
         self.bell.ring();
     }
 
     /// Ends the connection at once, without having finished.
-    pub(super) fn leave(&self, reason: CloseReason) {
-        self.with(|core, waker| core.leave(reason, waker));
+    pub(super) fn abort(&self, reason: CloseReason) {
+        self.with(|core, waker| core.abort(reason, waker));
         self.bell.ring();
     }
 }

@@ -9,7 +9,7 @@ use super::error::CloseReason;
 /// network that works both take less than a millisecond.
 pub(super) const LINGER: Duration = Duration::from_secs(1);
 
-/// Settings that are about time.
+/// Time limits of the configuration.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Times {
     keepalive: Option<(Duration, Duration)>,
@@ -24,46 +24,46 @@ impl Times {
     }
 }
 
-/// What the connection has done until a deadline.
+/// Activity of the connection at the time of a deadline.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Observed {
-    /// Messages sent, if a task waits to send.
+    /// Number of messages sent, if a task waits to send.
     pub(super) stalled_at: Option<u64>,
-    /// A message of the peer has arrived, or was announced.
+    /// True if a message of the peer has arrived, or was announced.
     pub(super) begun: bool,
 }
 
 /// A deadline that has passed.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Expired {
-    /// Nothing was heard of the peer: it is to be asked.
+    /// No frame of the peer has arrived. A `Ping` is due.
     Silence,
     /// The connection ends.
     End(CloseReason),
 }
 
-/// When to look at what.
+/// Deadlines.
 #[derive(Debug, Clone)]
 pub(super) struct Timers {
     times: Times,
-    /// When to look whether a frame has arrived.
+    /// When to check whether a frame has arrived.
     silence: Option<Instant>,
-    /// Frames that had arrived when that was last looked at.
+    /// Number of frames that had arrived at the last check.
     arrived: u32,
-    /// The peer was asked then.
+    /// A `Ping` was due at the last check.
     asked: bool,
-    /// When to look whether a message was sent.
+    /// When to check whether a message was sent.
     stall: Option<Instant>,
-    /// Messages that had been sent when a task was found waiting, and since when there were no more.
+    /// Number of messages sent when a task was found waiting, and the time since which it has not grown.
     stalled: Option<(u64, Instant)>,
-    /// When the first message of the peer has to be there.
+    /// When the first message of the peer must have arrived.
     first_message: Option<Instant>,
-    /// When a connection that the service has dropped ends at the latest.
+    /// Latest end of a connection that the service has dropped.
     linger: Option<Instant>,
 }
 
 impl Timers {
-    /// None is set.
+    /// Creates timers that never expire.
     pub(super) fn unset() -> Self {
         Self {
             times: Times::default(),
@@ -77,7 +77,7 @@ impl Timers {
         }
     }
 
-    /// Those of a connection that begins at `now`.
+    /// Creates the timers of a connection that begins at `now`.
     pub(super) fn new(times: Times, now: Instant) -> Self {
         let first = |time: Option<Duration>| time.and_then(|time| now.checked_add(time));
         Self {
@@ -89,17 +89,17 @@ impl Timers {
         }
     }
 
-    /// The service has dropped the connection.
+    /// Limits the time of a connection that the service has dropped.
     pub(super) fn linger(&mut self, now: Instant) {
         self.linger = Some(now + LINGER);
     }
 
-    /// The earliest.
+    /// Returns the earliest deadline.
     pub(super) fn deadline(&self) -> Option<Instant> {
         [self.silence, self.stall, self.first_message, self.linger].into_iter().flatten().min()
     }
 
-    /// One that has passed and asks for something. Those that are looked at again are set anew.
+    /// Returns a deadline that has passed and requires something. Sets the next deadline of periodic checks.
     pub(super) fn expire(&mut self, now: Instant, arrived: u32, observed: Observed) -> Option<Expired> {
         let is_due = |time: Option<Instant>| time.is_some_and(|time| time <= now);
         if let (true, Some((interval, patience))) = (is_due(self.silence), self.times.keepalive) {
