@@ -1,181 +1,134 @@
-//! Two ends of a connection, a network that delivers in order, and services that are slow: every interleaving.
+//! Model checker: two ends of a connection, a network that delivers in order, and slow services, in every interleaving.
+//!
+//! Each end is a real [`Protocol`](super::protocol::Protocol). The model adds its surroundings:
+//!
+//! - posted receives, and frames in flight
+//! - queue pairs that fail or are closed, and a network that is cut
+//! - services that send, receive, finish, close, abort and drop at any time
+//!
+//! A frame that arrives is acknowledged at once: a later acknowledgement differs only if it is lost, together with the peer's
+//! queue pair or the network. Time passes only while no end and no network can make progress.
 
-use std::collections::{HashMap, VecDeque};
-use std::hash::{DefaultHasher, Hash, Hasher};
+mod end;
+mod steps;
 
-use super::flow_control::{Flow, RESERVE};
-use super::frame::{Header, Kind};
+use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
 
-/// One end and what its service has still to do.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-struct End {
-    flow: Flow,
-    /// Messages still to be sent, by kind.
-    data: u8,
-    offers: u8,
-    pings: u8,
-    finish: bool,
-    /// Receives that are posted.
-    posted: u32,
-    /// Messages that have arrived and were not taken.
-    inbox: u8,
-    /// Offers that have arrived and are being read.
-    reading: u8,
-    /// On the way to the peer.
-    wire: VecDeque<Header>,
-}
+use self::end::{Call, End};
+use self::steps::{World, steps};
+use super::error::CloseReason;
+use super::flow_control::RESERVE;
+use super::lifecycle::{Phase, Stage};
 
-impl End {
-    fn new(receives: u32, window: u32, data: u8, offers: u8) -> Self {
-        Self {
-            flow: Flow::new(receives, window),
-            data,
-            offers,
-            pings: 0,
-            finish: true,
-            posted: receives,
-            inbox: 0,
-            reading: 0,
-            wire: VecDeque::new(),
+/// Asserts what holds in a state that no other state follows.
+fn assert_over(world: &World) {
+    assert!(world.ends.iter().all(End::is_closed), "nothing can happen, and not all is over: {world:#?}");
+    let reason = |own: usize| world.ends[own].protocol.phase().ended();
+    for (own, end) in world.ends.iter().enumerate() {
+        let peer = 1 - own;
+        let alone = !world.cut && !world.ends[peer].disturbed;
+        if alone && (!end.disturbed || reason(own) == Some(CloseReason::Clean)) {
+            assert_eq!(reason(peer), Some(CloseReason::Clean), "both ends know of a clean end: {world:#?}");
         }
-    }
-
-    fn send(&mut self, kind: Kind) {
-        let header = self.flow.send(kind);
-        self.wire.push_back(header);
-    }
-
-    /// Everything is sent, and known to have been taken.
-    fn is_done(&self) -> bool {
-        self.data == 0 && self.offers == 0 && self.flow.is_over() && self.inbox == 0 && self.reading == 0
+        if reason(own) == Some(CloseReason::Dropped) {
+            assert_ne!(reason(peer), Some(CloseReason::Clean), "one end is told otherwise: {world:#?}");
+        }
+        if alone && end.aborted && !matches!(reason(own), Some(CloseReason::Operation(_))) {
+            let told = [CloseReason::Dropped, CloseReason::Clean].map(Some).contains(&reason(peer));
+            assert!(told, "an Abort was sent, and its peer is not told: {world:#?}");
+        }
     }
 }
 
-type World = [End; 2];
-
-/// All that can happen next; the second: what the engines do by themselves, without the services.
-fn steps(world: &World) -> (Vec<World>, bool) {
-    let mut next = Vec::new();
-    let mut engine = false;
-    for own in 0..2 {
-        let end = &world[own];
-        let mut step = |change: &dyn Fn(&mut World)| {
-            let mut world = world.clone();
-            change(&mut world);
-            next.push(world);
-        };
-        if end.data > 0 && end.flow.may_send(Kind::Data) {
-            step(&|world| {
-                world[own].data -= 1;
-                world[own].send(Kind::Data);
-            });
+/// Returns a number for everything that decides the states that follow. Among some millions of states two with the same
+/// number are improbable.
+fn key(world: &World) -> u64 {
+    let mut key = Mix::default();
+    key.add([world.cut, world.may_be_cut].map(u32::from));
+    for (own, end) in world.ends.iter().enumerate() {
+        key.add([end.unacknowledged, end.disturbed, end.aborted, end.may_fail].map(u32::from));
+        key.add([end.sent, end.arrived].map(u32::from));
+        key.add(match *end.protocol.phase() {
+            Phase::Running(stage) => [0, stage as u32],
+            Phase::Failing(stage, _) => [1, stage as u32],
+            Phase::Ended(how) => [2, number(how.reason)],
+            Phase::Closed(how) => [3, number(how.reason)],
+        });
+        let peer = &world.ends[1 - own];
+        key.add([peer.wire.len as u32]);
+        if end.protocol.phase().ended().is_some() {
+            continue;
         }
-        if end.offers > 0 && end.flow.may_send(Kind::Offer) {
-            step(&|world| {
-                world[own].offers -= 1;
-                world[own].send(Kind::Offer);
-            });
-        }
-        if end.pings > 0 && end.flow.may_send(Kind::Ping) && !end.flow.peer_has_finished() {
-            step(&|world| {
-                world[own].pings -= 1;
-                world[own].send(Kind::Ping);
-            });
-        }
-        if end.inbox > 0 && end.inbox > end.reading {
-            step(&|world| {
-                world[own].inbox -= 1;
-                world[own].posted += 1;
-                world[own].flow.release_message();
-            });
-        }
-        // From here on: engine.
-        if end.finish && end.data == 0 && end.offers == 0 && end.flow.may_send(Kind::Fin) {
-            engine = true;
-            step(&|world| {
-                world[own].finish = false;
-                world[own].send(Kind::Fin);
-            });
-        }
-        if end.reading > 0 {
-            engine = true;
-            step(&|world| {
-                world[own].reading -= 1;
-                world[own].flow.done();
-            });
-        }
-        if end.flow.ack_due() {
-            engine = true;
-            step(&|world| world[own].send(Kind::Ack));
-        }
-        if !world[1 - own].wire.is_empty() {
-            engine = true;
-            step(&|world| {
-                let Some(header) = world[1 - own].wire.pop_front() else { unreachable!("checked above") };
-                let end = &mut world[own];
-                assert!(end.posted > 0, "receiver not ready");
-                end.posted -= 1;
-                end.flow.receive(header).expect("no peer of ours is refused");
-                if header.kind.is_message() {
-                    end.inbox += 1;
-                    end.reading += u8::from(header.kind == Kind::Offer);
-                } else {
-                    end.posted += 1;
-                    end.flow.release_control();
-                }
-            });
+        key.add(end.protocol.flow.shape());
+        key.add([end.data, end.offers, end.pings, end.inbox, end.reading].map(u32::from));
+        key.add([end.posted]);
+        key.add(end.calls.map(u32::from));
+        for &header in &peer.wire.frames[..peer.wire.len] {
+            let (kind, heard, released, done) = end.protocol.flow.shape_of(header);
+            key.add([kind as u32, u32::from(heard), released, done]);
         }
     }
-    (next, engine)
+    key.0
 }
 
-/// What tells states apart that can go on differently, as a number that no two of some millions share by chance.
-fn key(world: &World) -> (u64, u64) {
-    let mut hashers = [Seeded::with(1), Seeded::with(2)];
-    for hasher in &mut hashers {
-        for (own, end) in world.iter().enumerate() {
-            end.flow.shape().hash(hasher);
-            (end.data, end.offers, end.pings, end.finish, end.posted, end.inbox, end.reading).hash(hasher);
-            end.wire.len().hash(hasher);
-            for &header in &end.wire {
-                world[1 - own].flow.shape_of(header).hash(hasher);
-            }
-        }
-    }
-    let [a, b] = hashers;
-    (a.finish(), b.finish())
-}
-
-/// Seeded hashers.
-struct Seeded;
-
-impl Seeded {
-    fn with(seed: u64) -> DefaultHasher {
-        let mut hasher = DefaultHasher::new();
-        seed.hash(&mut hasher);
-        hasher
+/// Numbers the reasons that occur here.
+fn number(reason: CloseReason) -> u32 {
+    match reason {
+        CloseReason::Clean => 0,
+        CloseReason::Local => 1,
+        CloseReason::Aborted => 2,
+        CloseReason::Dropped => 3,
+        CloseReason::Operation(_) => 4,
+        CloseReason::Silent => 5,
+        other => unreachable!("{other:?}"),
     }
 }
 
-/// Goes through all states that can be reached; how many there are.
+/// Hash function that is fast without optimisation, unlike SipHash.
+#[derive(Default)]
+struct Mix(u64);
+
+impl Mix {
+    fn add<const WORDS: usize>(&mut self, words: [u32; WORDS]) {
+        for word in words {
+            let mixed = (self.0 ^ u64::from(word)).wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+            self.0 = mixed ^ mixed >> 32;
+        }
+    }
+}
+
+impl Hasher for Mix {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    /// Takes a key, which is mixed already.
+    fn write_u64(&mut self, key: u64) {
+        self.0 = key;
+    }
+
+    fn write(&mut self, _: &[u8]) {
+        unreachable!("keys are numbers");
+    }
+}
+
+/// Visits every state that can be reached, and returns their number.
 fn explore(start: World) -> usize {
-    let mut seen = HashMap::from([(key(&start), 0)]);
-    // For each state, those that come after it.
+    let mut seen: HashMap<u64, usize, BuildHasherDefault<Mix>> = HashMap::default();
+    seen.insert(key(&start), 0);
+    // For each state, the states that follow it.
     let mut after: Vec<Vec<usize>> = vec![Vec::new()];
     let mut ahead = vec![(0, start)];
     while let Some((number, world)) = ahead.pop() {
         let (next, engine) = steps(&world);
-        for (own, end) in world.iter().enumerate() {
-            let in_use = world[1 - own].wire.len() as u32;
-            assert!(in_use <= end.posted, "frames on the way find a receive: {world:#?}");
-        }
-        if !engine {
-            // With services that do nothing, what was read is known to have been.
-            let told = world.iter().all(|end| end.flow.all_fetched());
+        if !engine && world.ends.iter().all(|end| end.stage().is_some_and(|stage| stage != Stage::Aborting)) {
+            // Even if the services make no calls, an end learns that its offers were fetched.
+            let told = world.cut || world.ends.iter().all(|end| end.protocol.flow.all_fetched());
             assert!(told, "an offer is done and its owner is not told: {world:#?}");
         }
         if next.is_empty() {
-            assert!(world.iter().all(End::is_done), "nobody can do anything, and not all is done: {world:#?}");
+            assert_over(&world);
         }
         for world in next {
             let new = after.len();
@@ -191,7 +144,7 @@ fn explore(start: World) -> usize {
     after.len()
 }
 
-/// No state comes after itself: whatever happens, it comes to an end.
+/// Asserts that no state follows itself: every order of steps comes to an end.
 fn assert_ends(after: &[Vec<usize>]) {
     let mut before = vec![0; after.len()];
     after.iter().flatten().for_each(|&next| before[next] += 1);
@@ -209,9 +162,14 @@ fn assert_ends(after: &[Vec<usize>]) {
     assert_eq!(ended, after.len(), "some states go round in circles");
 }
 
-/// Explores, and sees that it was not over before it had begun.
+/// Explores two ends on a network that is not cut.
 fn holds(a: End, b: End) {
-    let states = explore([a, b]);
+    explored(World { ends: [a, b], may_be_cut: false, cut: false });
+}
+
+/// Explores, and asserts that there was something to explore.
+fn explored(world: World) {
+    let states = explore(world);
     println!("{states} states");
     assert!(states > 1_000, "{states} states");
 }
@@ -252,4 +210,31 @@ fn offers_both_ways() {
 #[test]
 fn offers_against_messages() {
     holds(End::new(RESERVE + 1, RESERVE + 1, 0, 2), End::new(RESERVE + 1, RESERVE + 1, 1, 0));
+}
+
+#[test]
+fn ends_that_finish_close_and_drop_in_any_order_end_at_both_sides() {
+    let end = |data| End::calling(data, 0, &[Call::Finish, Call::Close, Call::Drop]);
+    holds(end(1), end(1));
+}
+
+#[test]
+fn end_that_closes_discards_and_ends_cleanly_with_a_peer_that_finishes() {
+    let closes = |data, offers| End::calling(data, offers, &[Call::Close]);
+    holds(closes(0, 0), End::new(RESERVE + 1, RESERVE + 1, 1, 1));
+    holds(closes(1, 1), End::new(RESERVE + 1, RESERVE + 1, 0, 0));
+    holds(closes(1, 0), closes(0, 1));
+}
+
+#[test]
+fn abort_and_drop_at_any_time_are_told_to_a_peer_that_does_anything() {
+    let end = |offers| End::calling(0, offers, &[Call::Finish, Call::Close, Call::Abort, Call::Drop]);
+    holds(end(1), end(0));
+}
+
+#[test]
+fn failure_of_either_end_or_of_the_network_ends_both() {
+    let calls = [Call::Finish, Call::Close, Call::Abort, Call::Drop];
+    let end = |data| End { may_fail: true, ..End::calling(data, 0, &calls) };
+    explored(World { ends: [end(1), end(0)], may_be_cut: true, cut: false });
 }

@@ -1,0 +1,206 @@
+//! One end in the model: its protocol, the frames that it has in flight, and the calls of its service.
+
+use std::time::Instant;
+
+use crate::message::error::CloseReason;
+use crate::message::flow_control::RESERVE;
+use crate::message::frame::{Header, Kind};
+use crate::message::lifecycle::{Action, Event, Phase, Stage};
+use crate::message::protocol::Protocol;
+use crate::message::timers::Times;
+
+/// Most frames in flight in one direction.
+const MAX_WINDOW: usize = RESERVE as usize + 5;
+
+/// A call of a service. The service makes each call at most once, and none after it has dropped the connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Call {
+    /// Finishes after the last message.
+    FinishAtEnd,
+    Finish,
+    Close,
+    Abort,
+    Drop,
+}
+
+impl Call {
+    pub(super) const ALL: [Self; 5] = [Self::FinishAtEnd, Self::Finish, Self::Close, Self::Abort, Self::Drop];
+}
+
+/// Frames in flight, in order.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Wire {
+    pub(super) frames: [Header; MAX_WINDOW],
+    pub(super) len: usize,
+}
+
+impl Wire {
+    pub(super) const EMPTY: Self =
+        Self { frames: [Header { kind: Kind::Ack, heard: false, released: 0, done: 0 }; MAX_WINDOW], len: 0 };
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    pub(super) fn push(&mut self, header: Header) {
+        self.frames[self.len] = header;
+        self.len += 1;
+    }
+
+    pub(super) fn pop(&mut self) -> Header {
+        let first = self.frames[0];
+        self.frames.copy_within(1.., 0);
+        self.len -= 1;
+        first
+    }
+}
+
+/// One end, and the remaining calls of its service.
+#[derive(Debug, Clone)]
+pub(super) struct End {
+    pub(super) protocol: Protocol,
+    /// Messages still to be sent, by kind.
+    pub(super) data: u8,
+    pub(super) offers: u8,
+    pub(super) pings: u8,
+    pub(super) calls: [bool; Call::ALL.len()],
+    /// An operation of the service may fail.
+    pub(super) may_fail: bool,
+    /// Receives that are posted.
+    pub(super) posted: u32,
+    /// Messages that have arrived and were not taken.
+    pub(super) inbox: u8,
+    /// Offers that have arrived and are being read.
+    pub(super) reading: u8,
+    /// Messages sent.
+    pub(super) sent: u8,
+    /// Messages of the peer that have arrived.
+    pub(super) arrived: u8,
+    /// Frames in flight to the peer.
+    pub(super) wire: Wire,
+    /// Acknowledgements were lost together with the peer's queue pair or with the network.
+    pub(super) unacknowledged: bool,
+    /// The end was aborted, was dropped before the peer's end, or has failed.
+    pub(super) disturbed: bool,
+    /// The end has sent an `Abort`.
+    pub(super) aborted: bool,
+}
+
+impl End {
+    pub(super) fn new(receives: u32, window: u32, data: u8, offers: u8) -> Self {
+        let mut protocol = Protocol::new(receives);
+        protocol.meet(receives, window, Times::default(), Instant::now());
+        Self {
+            protocol,
+            data,
+            offers,
+            pings: 0,
+            calls: Call::ALL.map(|call| call == Call::FinishAtEnd),
+            may_fail: false,
+            posted: receives,
+            inbox: 0,
+            reading: 0,
+            sent: 0,
+            arrived: 0,
+            wire: Wire::EMPTY,
+            unacknowledged: false,
+            disturbed: false,
+            aborted: false,
+        }
+    }
+
+    /// An end with the smallest window, whose service makes these calls.
+    pub(super) fn calling(data: u8, offers: u8, calls: &[Call]) -> Self {
+        Self { calls: Call::ALL.map(|call| calls.contains(&call)), ..Self::new(RESERVE + 1, RESERVE + 1, data, offers) }
+    }
+
+    pub(super) fn send(&mut self, kind: Kind) {
+        let header = self.protocol.flow.send(kind);
+        self.sent += u8::from(kind.is_message());
+        self.wire.push(header);
+    }
+
+    pub(super) fn stage(&self) -> Option<Stage> {
+        match *self.protocol.phase() {
+            Phase::Running(stage) => Some(stage),
+            _ => None,
+        }
+    }
+
+    pub(super) fn is_closed(&self) -> bool {
+        matches!(self.protocol.phase(), Phase::Closed(_))
+    }
+
+    /// True if the peer has finished, and its messages are all taken.
+    pub(super) fn is_at_end(&self) -> bool {
+        self.protocol.flow.peer_has_finished() && self.inbox == 0
+    }
+
+    /// True if the peer's device has acknowledged every frame.
+    pub(super) fn is_flushed(&self) -> bool {
+        self.wire.is_empty() && !self.unacknowledged
+    }
+
+    /// Loses the acknowledgements of frames that have arrived, if `unacknowledged`.
+    pub(super) fn lose(&mut self, unacknowledged: bool) {
+        self.unacknowledged |= unacknowledged && self.stage().is_some();
+    }
+
+    /// Stops the queue pair: it neither sends nor receives.
+    pub(super) fn cut_off(&mut self) {
+        self.wire = Wire::EMPTY;
+        self.unacknowledged = false;
+    }
+
+    pub(super) fn on(&mut self, event: Event) {
+        let actions = match event {
+            Event::Drop { at_end } => self.protocol.abandon(at_end, Instant::now()),
+            event => self.protocol.on(event),
+        };
+        if actions.contains(&Action::SendAbort)
+            && let Some(header) = self.protocol.abort_frame()
+        {
+            self.wire.push(header);
+            self.aborted = true;
+        }
+        self.disturbed |= matches!(event, Event::Abort(_) | Event::Fail(_)) || self.stage() == Some(Stage::Aborting);
+    }
+
+    pub(super) fn call(&mut self, call: Call) {
+        self.calls[call as usize] = false;
+        match call {
+            Call::FinishAtEnd | Call::Finish => self.on(Event::Finish),
+            Call::Close => self.on(Event::Close),
+            Call::Abort => self.on(Event::Abort(CloseReason::Aborted)),
+            Call::Drop => {
+                self.calls = [false; Call::ALL.len()];
+                self.on(Event::Drop { at_end: self.is_at_end() });
+            }
+        }
+    }
+
+    /// Takes a message: the service receives it, or the end discards it.
+    pub(super) fn take(&mut self) {
+        self.inbox -= 1;
+        self.posted += 1;
+        self.protocol.flow.release_message();
+    }
+
+    pub(super) fn receive(&mut self, header: Header) {
+        assert!(self.posted > 0, "receiver not ready");
+        self.posted -= 1;
+        match self.protocol.receive(header) {
+            Ok(_) if header.kind.is_message() => {
+                self.inbox += 1;
+                self.arrived += 1;
+                self.reading += u8::from(header.kind == Kind::Offer);
+            }
+            Ok(_) => {
+                self.posted += 1;
+                self.protocol.flow.release_control();
+            }
+            Err(CloseReason::Dropped) => self.on(Event::End(CloseReason::Dropped)),
+            Err(other) => panic!("a correct peer is refused: {other:?}"),
+        }
+    }
+}
