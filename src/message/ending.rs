@@ -1,4 +1,4 @@
-//! How a connection ends: both have finished, one is gone, or something has failed.
+//! Ends of a connection: both ends have finished, one was dropped or aborted, or an operation has failed.
 
 use std::task::{Context, Poll, Waker};
 use std::time::Instant;
@@ -26,13 +26,12 @@ impl Core {
             self.take_frames(context)?;
         }
         if self.protocol.flow.is_over() {
-            // The peer has heard and said all, and is gone.
+            // Both ends have finished, and the peer has closed its queue pair.
             return Err(CloseReason::Clean);
         }
         let mut reason = self.protocol.phase().failure().unwrap_or(kind);
         if is_flush(reason) {
-            // What has failed may be the service's. Its completion comes before those of what is flushed because of it, but
-            // perhaps nobody has looked.
+            // The failed operation may be the service's. Its completion precedes the flush of others, but may not be polled yet.
             self.qp.take_completions();
             reason = self.qp.cause().unwrap_or(reason);
         }
@@ -64,10 +63,10 @@ impl Core {
         landed.into_iter().for_each(|chore| self.add_chore(chore));
         self.on(Event::Fail(reason));
         if self.inbox.messages.iter().any(|message| matches!(message, Incoming::Releasing)) {
-            // They are there: whoever releases them comes back.
+            // The helper calls `progress` after it has released them.
             return Ok(());
         }
-        // In the error state all of them end.
+        // In the error state all pending operations complete.
         let disconnected = || self.link.as_ref().is_some_and(|link| !link.is_connected());
         match is_flush(reason) {
             true if pending => Ok(()),
@@ -256,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn goodbye_that_the_device_has_is_said_whatever_lines_up_behind_it() {
+    fn abort_that_is_posted_is_sent_whatever_is_queued_behind_it() {
         for (before, said) in [(0, true), (DEPTH, false)] {
             without_drivers(|| {
                 let [one, two] = ends(true);
@@ -278,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn goodbye_uses_a_credit_of_a_frame_that_nobody_has_looked_at() {
+    fn abort_uses_a_credit_of_a_frame_that_was_not_polled() {
         without_drivers(|| {
             let [one, two] = ends(false);
             let shared = [&one, &two].map(|end| &end.handle().shared);
