@@ -6,7 +6,7 @@
 //! again if somebody still waits. All of this happens under one lock.
 
 /// A completion queue with its channel, as the protocol sees it.
-pub(super) trait Watched {
+pub(super) trait Armed {
     /// Takes all completions there are and finishes their operations.
     fn drain(&mut self);
 
@@ -24,7 +24,7 @@ pub(super) trait Watched {
 }
 
 /// An operation has registered its waker and is about to park.
-pub(super) fn before_park(queue: &mut impl Watched) {
+pub(super) fn before_park(queue: &mut impl Armed) {
     if !*queue.armed() && queue.arm() {
         *queue.armed() = true;
         queue.drain();
@@ -32,7 +32,7 @@ pub(super) fn before_park(queue: &mut impl Watched) {
 }
 
 /// The channel has become readable.
-pub(super) fn on_event(queue: &mut impl Watched) {
+pub(super) fn on_event(queue: &mut impl Armed) {
     // Armed once, the queue has raised at most one event: there is no second to look for.
     if queue.take_event() {
         *queue.armed() = false;

@@ -8,7 +8,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread::{self, JoinHandle};
 
-use super::drain::CqShared;
 use parking_lot::Mutex;
 
 /// Empty rounds before an unpinned poller lets others have the core.
@@ -24,13 +23,19 @@ pub struct BusyPoller {
     handle: Arc<ThreadHandle>,
 }
 
+/// What a poller polls: a completion queue.
+pub(super) trait Polled: Send + Sync {
+    /// Takes what completions there are, unless somebody else is at it; false if there was nothing to do.
+    fn poll(&self) -> bool;
+}
+
 struct ThreadHandle {
     shared: Arc<Shared>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 struct Shared {
-    queues: Mutex<Vec<Weak<CqShared>>>,
+    queues: Mutex<Vec<Weak<dyn Polled>>>,
     /// `queues` has grown, or the thread shall end.
     changed: AtomicBool,
     stop: AtomicBool,
@@ -82,8 +87,8 @@ impl BusyPoller {
     }
 
     /// Adds a queue.
-    pub(super) fn serve(&self, queue: &Arc<CqShared>) {
-        self.handle.shared.queues.lock().push(Arc::downgrade(queue));
+    pub(super) fn serve(&self, queue: Weak<dyn Polled>) {
+        self.handle.shared.queues.lock().push(queue);
         self.handle.shared.changed.store(true, Ordering::Release);
         if let Some(thread) = &*self.handle.thread.lock() {
             thread.thread().unpark();
@@ -110,7 +115,7 @@ impl Shared {
             let (mut any, mut gone) = (false, false);
             for queue in &queues {
                 match queue.upgrade() {
-                    Some(queue) => any |= queue.try_drain() || queue.serve(),
+                    Some(queue) => any |= queue.poll(),
                     None => gone = true,
                 }
             }

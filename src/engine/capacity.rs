@@ -1,4 +1,4 @@
-//! Room in a work queue of the device: counted, so that posting never overruns it.
+//! Capacity in a work queue of the device: counted, so that posting never overruns it.
 
 use crate::sync::{AtomicU8, AtomicU32, Ordering, between_store_and_load};
 
@@ -9,7 +9,7 @@ use crate::sync::{AtomicU8, AtomicU32, Ordering, between_store_and_load};
 /// post. Each side stores before it loads, in one order for all (sequential consistency): so either the poster
 /// sees the room, or the drainer sees the announcement.
 #[derive(Debug)]
-pub(super) struct Room {
+pub(super) struct Capacity {
     depth: u32,
     /// Work requests whose room is free again, counted from the first, modulo 2^32.
     retired: AtomicU32,
@@ -24,7 +24,7 @@ const CROWDED: u8 = 1;
 /// Work requests are not done in the order in which they were posted.
 const ANY_ORDER: u8 = 2;
 
-impl Room {
+impl Capacity {
     pub(super) fn new(depth: u32, any_order: bool) -> Self {
         let flags = AtomicU8::new(if any_order { ANY_ORDER } else { 0 });
         Self { depth, retired: AtomicU32::new(0), done: AtomicU32::new(0), flags }
@@ -98,7 +98,7 @@ mod tests {
 
     #[test]
     fn completion_in_order_stands_for_those_before_it() {
-        let room = Room::new(4, false);
+        let room = Capacity::new(4, false);
         assert_eq!((room.left(0), room.left(3), room.left(4), room.in_flight(4)), (4, 1, 0, 4));
         assert!(!room.retire(1), "nothing waits");
         assert_eq!((room.left(4), room.in_flight(4)), (2, 2));
@@ -113,7 +113,7 @@ mod tests {
 
     #[test]
     fn completion_in_any_order_stands_for_itself() {
-        let room = Room::new(4, true);
+        let room = Capacity::new(4, true);
         assert!(!room.retire(3), "nothing waits");
         assert_eq!((room.left(4), room.in_flight(4)), (1, 3));
         room.crowd();
@@ -127,7 +127,7 @@ mod tests {
 
     #[test]
     fn work_requests_that_are_done_are_counted_from_any_position() {
-        let room = Room::new(8, false);
+        let room = Capacity::new(8, false);
         assert_eq!(room.done_from(0), 0);
         room.retire(4);
         assert_eq!([0, 3, 4, 5, 7].map(|start| room.done_from(start)), [5, 2, 1, 0, 0]);

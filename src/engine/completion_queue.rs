@@ -4,11 +4,12 @@
 #![allow(unsafe_code)]
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use super::completion_counters::CompletionQueueCounters;
 use super::completion_mode::CompletionMode;
-use super::drain::CqShared;
+use super::completion_queue_core::CompletionQueueCore;
 use crate::dispatch::CqCounters;
 use crate::error::{SetupError, VerbError};
 use crate::verbs::{Channel, Cq, Device};
@@ -19,7 +20,7 @@ use crate::verbs::{Channel, Cq, Device};
 /// it cannot be overrun.
 #[derive(Clone)]
 pub struct CompletionQueue {
-    shared: Arc<CqShared>,
+    shared: Arc<CompletionQueueCore>,
 }
 
 impl CompletionQueue {
@@ -100,7 +101,7 @@ impl CompletionQueue {
         self.shared.counters()
     }
 
-    pub(crate) fn shared(&self) -> &Arc<CqShared> {
+    pub(crate) fn shared(&self) -> &Arc<CompletionQueueCore> {
         &self.shared
     }
 }
@@ -170,7 +171,7 @@ impl CompletionQueueBuilder {
         if let Some((completions, period)) = self.moderation {
             cq.moderate(completions, period)?;
         }
-        let shared = Arc::new(CqShared::new(cq, channel, self.mode));
+        let shared = Arc::new(CompletionQueueCore::new(cq, channel, self.mode));
         let weak = Arc::downgrade(&shared);
         shared.verbs().on_fault(Box::new(move || {
             // Finds the queue dead, and ends what is on it.
@@ -179,28 +180,9 @@ impl CompletionQueueBuilder {
             }
         }))?;
         if let CompletionMode::BusyPoll(poller) = shared.mode() {
-            poller.serve(&shared);
+            let weak: Weak<CompletionQueueCore> = Arc::downgrade(&shared);
+            poller.serve(weak);
         }
         Ok(CompletionQueue { shared })
     }
-}
-
-/// What a completion queue has done so far.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub struct CompletionQueueCounters {
-    /// Completions it holds at most.
-    pub capacity: u32,
-    /// Completions that the queues on it can produce at most.
-    pub reserved: u32,
-    /// Completions taken.
-    pub completions: u64,
-    /// Events asked for.
-    pub arms: u64,
-    /// Events taken from the channel.
-    pub events: u64,
-    /// Operations that wait now, for a completion or for room, and abandoned ones that are still in flight.
-    pub waiting: u32,
-    /// Rounds a hybrid wait may spin now.
-    pub spin_rounds: u32,
 }

@@ -9,7 +9,8 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::queue_pair_core::{Drawing, Shared};
+use super::queue_pair_core::Shared;
+use super::wake_list::Teardown;
 use crate::error::{OpErrorKind, SetupError};
 use crate::verbs::Dct;
 
@@ -24,7 +25,7 @@ impl TargetCore {
     /// Takes charge of `dct`, which is to draw from `shared`, and is in RESET.
     pub(crate) fn new(dct: Dct, shared: Shared) -> Result<Arc<Self>, SetupError> {
         let core = Arc::new(Self { dct: Mutex::new(Some(dct)), shared });
-        let drawing: Arc<dyn Drawing> = core.clone();
+        let drawing: Arc<dyn Teardown> = core.clone();
         core.shared.queue.cq().draw(&core.shared.queue, &drawing)?;
         Ok(core)
     }
@@ -35,7 +36,7 @@ impl TargetCore {
     }
 }
 
-impl Drawing for TargetCore {
+impl Teardown for TargetCore {
     fn shut_down(&self, _kind: OpErrorKind) {
         let Some(dct) = self.dct.lock().take() else { return };
         let _span = tracing::debug_span!("shut_down", target_number = ?dct.number()).entered();

@@ -9,7 +9,7 @@ use std::task::{Context, Poll};
 use pin_project::pin_project;
 
 use super::completion_queue::CompletionQueue;
-use super::drain::CqShared;
+use super::completion_queue_core::CompletionQueueCore;
 use crate::contained::contained;
 
 impl CompletionQueue {
@@ -64,11 +64,11 @@ impl<F> fmt::Debug for Drive<F> {
 
 /// As long as it lives, somebody polls the queue.
 struct Driver {
-    queue: Arc<CqShared>,
+    queue: Arc<CompletionQueueCore>,
 }
 
 impl Driver {
-    fn new(queue: &Arc<CqShared>) -> Self {
+    fn new(queue: &Arc<CompletionQueueCore>) -> Self {
         queue.begin_driving();
         Self { queue: queue.clone() }
     }

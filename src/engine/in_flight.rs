@@ -1,11 +1,15 @@
 //! What an operation's future holds: its slot and, until the device is done, its buffers.
 
+#![allow(unsafe_code)]
+
 use std::fmt;
-use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
-use super::slot::{Claim, Detach, FailedParts, Held, Outcome};
-use super::work_queue::{WorkQueue, index_of, success};
+use super::claim::Claim;
+use super::failures::success;
+use super::slot::{Detach, FailedParts, Held, Outcome};
+use super::work_queue::WorkQueue;
+use super::work_request_id::index_of;
 use crate::error::OpErrorKind;
 use crate::types::WorkCompletion;
 
@@ -14,12 +18,12 @@ use crate::types::WorkCompletion;
 /// Dropping it detaches: the buffers move into the slot and are dropped when the completion has come.
 pub(crate) struct InFlight<B: Send + 'static> {
     /// `None` once the outcome was taken.
-    held: Option<(Claim, B)>,
+    held: Option<(Claim<WorkQueue>, B)>,
 }
 
 impl<B: Send + 'static> InFlight<B> {
     #[inline(always)]
-    pub(crate) fn new(claim: Claim, buffer: B) -> Self {
+    pub(crate) fn new(claim: Claim<WorkQueue>, buffer: B) -> Self {
         Self { held: Some((claim, buffer)) }
     }
 
@@ -40,7 +44,7 @@ impl<B: Send + 'static> InFlight<B> {
 
     /// True if it waits for room, and the device has not seen it.
     pub(crate) fn is_in_line(&self) -> bool {
-        self.held.as_ref().is_some_and(|(claim, _)| claim.share().is_some_and(|queue| queue.is_in_line(claim.id())))
+        self.held.as_ref().is_some_and(|(claim, _)| claim.posted_to().is_some_and(|queue| queue.is_in_line(claim.id())))
     }
 
     /// What `finish` makes of the buffers and of what `see` has seen in the completion, once.
@@ -56,16 +60,19 @@ impl<B: Send + 'static> InFlight<B> {
         finish: impl FnOnce(B, Result<S, OpErrorKind>) -> R,
     ) -> Poll<R> {
         let Some((claim, _)) = &self.held else { polled_again() };
-        let (claim, held) = (claim.same(), &mut self.held);
+        // SAFETY: C1: where one is ended, the other is taken out of `held` and forgotten.
+        let (claim, held) = (unsafe { claim.same() }, &mut self.held);
         let end = |seen: Result<S, OpErrorKind>| {
-            let Some((_, buffer)) = held.take() else { polled_again() };
+            // SAFETY: C1: it is what `claim` is of, and this is the first that takes it.
+            let (_, buffer) = unsafe { held.take().unwrap_unchecked() };
             Poll::Ready(finish(buffer, seen))
         };
         if claim.is_new() {
             let queue = claim.queue();
             return match queue.cq().look_first(queue, &claim, context, &see) {
                 Poll::Ready(Some(seen)) => {
-                    claim.end();
+                    // SAFETY: C1: its completion was found, so it was posted.
+                    unsafe { claim.end() };
                     end(Ok(seen))
                 }
                 Poll::Ready(None) => end(claim.take(&see)),
@@ -81,7 +88,9 @@ impl<B: Send + 'static> InFlight<B> {
     /// As [`poll`](Self::poll), of a batch: how its last work request ended, and those before it that failed.
     pub(crate) fn poll_batch(&mut self, context: &mut Context<'_>) -> Poll<(B, Result<(), OpErrorKind>, FailedParts)> {
         let Some((claim, _)) = &self.held else { polled_again() };
-        let (last, failed) = ready!(claim.same().wait_batch(context));
+        // SAFETY: C1: where one is ended, the other is taken out of `held` and forgotten.
+        let claim = unsafe { claim.same() };
+        let (last, failed) = ready!(claim.wait_batch(context));
         let Some((_, buffers)) = self.held.take() else { polled_again() };
         Poll::Ready((buffers, last, failed))
     }
@@ -90,10 +99,7 @@ impl<B: Send + 'static> InFlight<B> {
     #[inline(never)]
     fn abandon(&mut self) {
         if let Some((claim, buffer)) = self.held.take() {
-            match claim.share() {
-                Some(queue) => detach(&queue, claim, buffer),
-                None => claim.release(),
-            }
+            claim.abandon(buffer);
         }
     }
 }
@@ -113,7 +119,50 @@ fn polled_again() -> ! {
     panic!("an operation was polled after it had completed")
 }
 
-impl Claim {
+impl Claim<WorkQueue> {
+    /// Frees the slot: nothing was posted, the result was taken, or no future will take it.
+    pub(super) fn release(self) {
+        if let Some(queue) = self.posted_to() {
+            queue.slots().hint(&self);
+            // SAFETY: C1: it was posted.
+            unsafe { self.end() };
+        } else {
+            // SAFETY: C1: it was not posted.
+            unsafe { self.end_refused() };
+        }
+    }
+
+    /// Leaves the slot and `held` to the drainer, which drops `held` when the device is done; if that is so, drops it here.
+    #[cold]
+    pub(super) fn abandon<T: Send + 'static>(self, held: T) {
+        // SAFETY: C1: this is the claim, and ends here. The share is taken out before the drainer may free the slot, and dropped
+        // when this is done with the slot.
+        let Some(queue) = (unsafe { self.let_go() }) else {
+            // SAFETY: C1: it was not posted.
+            return unsafe { self.end_refused() };
+        };
+        let index = index_of(self.id());
+        let held: Option<Held> = if std::mem::needs_drop::<T>() { Some(Box::new(held)) } else { None };
+        // Until it is reaped it counts as waiting, as what it owned and those who wait for capacity do: counted before it is
+        // visible, so that the count never falls below zero.
+        queue.cq().now_waiting();
+        match self.detach(held) {
+            Detach::InFlight { waiting } => {
+                tracing::trace!(index, "detached");
+                if waiting {
+                    queue.cq().no_longer_waiting();
+                }
+                queue.cq().attend();
+            }
+            Detach::Complete(held) => {
+                queue.cq().no_longer_waiting();
+                queue.end_parts(&self);
+                queue.release(&self);
+                drop(held);
+            }
+        }
+    }
+
     /// Goes on to wait for what `see` makes of a success, or for why it is none.
     #[inline(never)]
     fn wait<S>(self, context: &mut Context<'_>, see: &impl Fn(&WorkCompletion) -> S) -> Poll<Result<S, OpErrorKind>> {
@@ -123,7 +172,8 @@ impl Claim {
         let queue = self.queue();
         match queue.cq().look_again(queue, &self, context, see) {
             Poll::Ready(Some(seen)) => {
-                self.end();
+                // SAFETY: C1: its completion was found, so it was posted.
+                unsafe { self.end() };
                 Poll::Ready(Ok(seen))
             }
             Poll::Ready(None) => Poll::Ready(self.take(see)),
@@ -136,7 +186,7 @@ impl Claim {
         let seen = if self.is_complete() {
             Poll::Ready(None)
         } else {
-            let (queue, see) = (self.queue(), |_: &WorkCompletion| self.end_parts());
+            let (queue, see) = (self.queue(), |_: &WorkCompletion| self.queue().end_parts(&self));
             if self.is_new() {
                 queue.cq().look_first(queue, &self, context, see)
             } else {
@@ -145,11 +195,12 @@ impl Claim {
         };
         match seen {
             Poll::Ready(Some(failed)) => {
-                self.end();
+                // SAFETY: C1: its completion was found, so it was posted.
+                unsafe { self.end() };
                 Poll::Ready((Ok(()), failed))
             }
             Poll::Ready(None) => {
-                let failed = self.end_parts();
+                let failed = self.posted_to().map_or_else(FailedParts::new, |queue| queue.end_parts(&self));
                 Poll::Ready((self.take(&|_| ()), failed))
             }
             Poll::Pending => Poll::Pending,
@@ -171,32 +222,6 @@ fn ending(outcome: &Outcome) -> Result<&WorkCompletion, OpErrorKind> {
     match outcome {
         Ok(wc) => success(wc),
         Err(kind) => Err(*kind),
-    }
-}
-
-/// Leaves `held` to the drainer, which finishes the slot; if it is finished, drops it here.
-#[cold]
-fn detach<T: Send + 'static>(queue: &Arc<WorkQueue>, claim: Claim, held: T) {
-    // The drainer may free the slot once it is detached.
-    let index = index_of(claim.id());
-    let held: Option<Held> = if std::mem::needs_drop::<T>() { Some(Box::new(held)) } else { None };
-    // Until it is reaped it counts as waiting, as what it owned and those who wait for room do: counted before it is
-    // visible, so that whoever reaps it never counts below zero.
-    queue.cq().now_waiting();
-    match claim.detach(held) {
-        Detach::InFlight { waiting } => {
-            tracing::trace!(index, "detached");
-            if waiting {
-                queue.cq().no_longer_waiting();
-            }
-            queue.cq().attend();
-        }
-        Detach::Complete(held) => {
-            queue.cq().no_longer_waiting();
-            claim.end_parts();
-            claim.release();
-            drop(held);
-        }
     }
 }
 

@@ -9,9 +9,10 @@ use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
-use super::drain::CqShared;
-use super::wake_list::{Deferral, WakeList};
-use super::work_queue::{Poster, WorkQueue};
+use super::completion_queue_core::CompletionQueueCore;
+use super::posting::Poster;
+use super::wake_list::{Deferral, Teardown, WakeList};
+use super::work_queue::WorkQueue;
 use super::work_request::Limits;
 use crate::error::{OpErrorKind, SetupError, VerbError};
 use crate::memory::WindowSet;
@@ -36,13 +37,7 @@ pub(crate) struct QueuePairCore {
     windows: Arc<WindowSet>,
 }
 
-/// What must be destroyed before receives of a shared queue can end, for it draws from that.
-pub(super) trait Drawing: Send + Sync {
-    /// Destroys it and ends all that is in flight on it, with `kind` where the device said nothing.
-    fn shut_down(&self, kind: OpErrorKind);
-}
-
-impl Drawing for QueuePairCore {
+impl Teardown for QueuePairCore {
     fn shut_down(&self, kind: OpErrorKind) {
         Self::shut_down(self, kind);
     }
@@ -72,8 +67,8 @@ impl QueuePairCore {
     /// from `shared`.
     pub(crate) fn new(
         qp: Qp,
-        (send_cq, send): (&Arc<CqShared>, Limits),
-        (recv_cq, receive): (&Arc<CqShared>, Option<Limits>),
+        (send_cq, send): (&Arc<CompletionQueueCore>, Limits),
+        (recv_cq, receive): (&Arc<CompletionQueueCore>, Option<Limits>),
         shared: Option<Shared>,
     ) -> Result<Arc<Self>, SetupError> {
         let qp = Arc::new(qp);
@@ -94,12 +89,12 @@ impl QueuePairCore {
             windows: Arc::default(),
         });
         // Fails if a completion queue has failed meanwhile, which then did not know of this queue pair.
+        let this: Arc<dyn Teardown> = core.clone();
         for queue in core.queues() {
-            queue.cq().own(queue, &core)?;
+            queue.cq().own(queue, Arc::downgrade(&this))?;
         }
         if let Some(Shared { queue, .. }) = &core.shared {
-            let drawing: Arc<dyn Drawing> = core.clone();
-            queue.cq().draw(queue, &drawing)?;
+            queue.cq().draw(queue, &this)?;
         }
         Ok(core)
     }

@@ -20,9 +20,25 @@ use tokio::runtime::{self, Handle};
 use tokio::task::unconstrained;
 
 use super::device_events::readable;
-use super::drain::CqShared;
 use crate::error::NoRuntime;
-use crate::verbs::{Channel, Inlet};
+use crate::verbs::{Channel, Device, Inlet};
+
+/// What a reactor tells of events: a completion queue.
+pub(super) trait Watched: Send + Sync {
+    /// Where its events arrive; none if it has none.
+    fn channel(&self) -> Option<&Channel>;
+
+    fn device(&self) -> &Device;
+
+    /// The channel may have an event.
+    fn on_event(&self);
+
+    /// A reactor is gone: those who relied on it look again, and find another or do without.
+    fn rouse(&self);
+
+    /// Its registrations.
+    fn reactors(&self) -> &Reactors;
+}
 
 /// Registrations of one channel, one for each runtime that has waited for it.
 pub(super) struct Reactors {
@@ -39,7 +55,7 @@ struct Reactor {
     /// Readable when something has arrived that a device that is a program would see to in a thread of its own, which would
     /// then wake us.
     inlet: Option<AsyncFd<Inlet>>,
-    cq: Weak<CqShared>,
+    cq: Weak<dyn Watched>,
     /// One for each descriptor, so that a completion costs no look at the other. They hold the reactor weakly: the registration
     /// holds the waker.
     completion_waker: Waker,
@@ -53,14 +69,15 @@ impl Reactors {
     }
 
     /// Makes sure that the current runtime watches the channel. False if there is none that could.
-    pub(super) fn watch(&self, cq: &Arc<CqShared>) -> bool {
+    pub(super) fn watch<W: Watched + 'static>(&self, cq: &Arc<W>) -> bool {
         let (Some(channel), Ok(handle)) = (cq.channel(), Handle::try_current()) else { return false };
         let runtime = handle.id();
         let mut list = self.list.lock();
         if let Some(reactor) = list.iter().find(|reactor| reactor.runtime == runtime) {
             return reactor.fd.is_some();
         }
-        let reactor = Reactor::new(runtime, channel, cq);
+        let weak: Weak<W> = Arc::downgrade(cq);
+        let reactor = Reactor::new(runtime, channel, cq.device(), weak);
         list.push(reactor.clone());
         drop(list);
         reactor.serve_events();
@@ -83,7 +100,7 @@ impl Reactors {
 }
 
 impl Reactor {
-    fn new(runtime: runtime::Id, channel: &Channel, cq: &Arc<CqShared>) -> Arc<Self> {
+    fn new(runtime: runtime::Id, channel: &Channel, device: &Device, cq: Weak<dyn Watched>) -> Arc<Self> {
         let channel = channel.clone();
         // Deprecated because an `AsRawFd` can lie about its descriptor; ours owns it.
         #[allow(deprecated, reason = "its successor is not in the oldest Tokio we work with")]
@@ -99,7 +116,7 @@ impl Reactor {
                 None
             }
         };
-        let events = fd.as_ref().and_then(|_| match readable(cq.verbs().device()) {
+        let events = fd.as_ref().and_then(|_| match readable(device) {
             Ok(events) => Some(events),
             Err(error) => {
                 tracing::warn!(%error, "asynchronous events cannot be watched, polls alone notice a lost device");
@@ -108,7 +125,7 @@ impl Reactor {
         });
         // Without it all is as well, if later.
         let inlet = fd.as_ref().and_then(|_| {
-            let inlet = cq.verbs().device().inlet();
+            let inlet = device.inlet();
             #[allow(deprecated, reason = "its successor is not in the oldest Tokio we work with")]
             let registered = inlet
                 .and_then(|inlet| inlet.map(|inlet| AsyncFd::with_interest(inlet, Interest::READABLE)).transpose());
@@ -121,7 +138,7 @@ impl Reactor {
                 fd,
                 events,
                 inlet,
-                cq: Arc::downgrade(cq),
+                cq,
                 completion_waker: waker(Self::serve_completions),
                 event_waker: waker(Self::serve_events),
                 arrival_waker: waker(Self::serve_arrivals),
@@ -137,7 +154,7 @@ impl Reactor {
         while let Poll::Ready(Ok(mut ready)) =
             pin!(unconstrained(poll_fn(|context| events.poll_read_ready(context)))).poll(&mut context)
         {
-            cq.verbs().device().read_events();
+            cq.device().read_events();
             ready.clear_ready();
         }
     }

@@ -1,68 +1,49 @@
 //! Life of one work request in flight, from post to result.
 //!
-//! ```text
-//!          claim            register               finish          release
-//!   FREE ────────▶ SUBMITTED ───────▶ WAITING ─────────────▶ COMPLETE ────▶ FREE
-//!     ▲               │  │ └──────────── finish ──────────────▶ ▲
-//!     │               │  │               │ └─ WAKING ───────────┘ finish: takes the waker first
-//!     │               ▼  ▼ detach        ▼ detach
-//!     └────────────── DETACHED ◀─────────┘
-//!        finish: frees what the abandoned operation held
-//! ```
+//! [`Phase`] draws it. Three parties take part, each alone of its kind: the poster claims (under the lock of its work queue), the
+//! drainer finishes (under the lock of the completion queue, or of the work queue for what was never posted), the operation's
+//! future registers, takes or detaches.
 //!
-//! Three parties, each alone of its kind: the poster claims (under the lock of its work queue), the drainer
-//! finishes (under the lock of the completion queue, or of the work queue for what was never posted), the
-//! operation's future registers, takes or detaches.
 //! Beside the phase stands the number of the work request, another one in each life, so that a completion that comes
 //! late for an earlier life of the slot is told apart.
 //!
-//! Each slot owns a reference to its work queue, which its operation therefore need not count. When the queue has ended
-//! ([`orphan`](Slot::orphan)), free slots drop theirs at once, the others when they are released. That may be the last
-//! reference to the queue, and the slot lies within the queue. [`Claim::release`] therefore takes the claim by value and
-//! reaches the slot through its pointer: a reference that is an argument must stay valid until the function returns.
+//! While a life lasts, the slot keeps a share of the work queue `Q` that it is part of, for its operation, which has no more
+//! than a pointer to the slot: a [`Claim`](super::claim::Claim). Who frees the slot takes the share out first, and drops it last.
 
 #![allow(unsafe_code)]
 
 mod parts;
+mod phase;
 #[cfg(all(test, not(loom)))]
 mod tests;
 
 use std::any::Any;
-use std::ops::Deref;
-use std::ptr::{self, NonNull};
+use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::task::Waker;
 
 pub(super) use self::parts::{FailedParts, MAX_PARTS};
-use super::slot_table::INDEX_BITS;
-use super::work_queue::WorkQueue;
+use self::phase::Phase;
+use super::work_request_id::GENERATION;
 use crate::error::OpErrorKind;
 use crate::sync::{AtomicPtr, AtomicU32, AtomicU64, Ordering, UnsafeCell};
 use crate::types::{WorkCompletion, WrId};
 
-const FREE: u32 = 0;
-const SUBMITTED: u32 = 1;
-const WAITING: u32 = 2;
-const WAKING: u32 = 3;
-/// A bit of its own, to be asked for in one instruction.
-const COMPLETE: u32 = 4;
-const DETACHED: u32 = 8;
+const FREE: u32 = Phase::Free as u32;
+const SUBMITTED: u32 = Phase::Submitted as u32;
+const WAITING: u32 = Phase::Waiting as u32;
+const WAKING: u32 = Phase::Waking as u32;
+const COMPLETE: u32 = Phase::Complete as u32;
+const DETACHED: u32 = Phase::Detached as u32;
 const PHASE: u32 = 15;
-/// Beside the phase: the work queue has ended, so whoever releases the slot lets go of its share.
-const ORPHAN: u32 = 16;
+/// Beside the phase: a subscriber of `tracing` was told when it was posted, and is to be told when it completes.
+const TRACED: u32 = 16;
 /// Beside the phase: its operation has spun for it.
 const SPUN: u32 = 32;
 /// Beside the phase: a thread polls for all, so it is not to be fought for the lock.
 const POLLED: u32 = 64;
 /// Beside the phase: parts of the batch have failed, which its queue has noted.
 const FAILED: u32 = 128;
-
-/// Bits of a work request number that tell lives of a slot apart: the uppermost.
-const GENERATION_BITS: u32 = 20;
-const GENERATION: u64 = 1 << (u64::BITS - GENERATION_BITS);
-/// Bits below: which slot of which work queue.
-pub(super) const PLACE_BITS: u32 = u64::BITS - GENERATION_BITS;
-pub(super) const OWNER_BITS: u32 = PLACE_BITS - INDEX_BITS;
 
 /// How a work request ended: the device says how, or it never got a completion.
 pub(crate) type Outcome = Result<WorkCompletion, OpErrorKind>;
@@ -79,7 +60,7 @@ pub(super) enum Finished {
     Unwatched,
     /// The operation waits.
     Wake(Waker),
-    /// The operation was abandoned.
+    /// The operation was abandoned; the slot is still to be [freed](Slot::free).
     Detached {
         /// What it owned.
         held: Option<Held>,
@@ -119,7 +100,7 @@ pub(super) enum Detach {
 }
 
 /// One work request in flight, or a batch of them, which ends with the last.
-pub(crate) struct Slot {
+pub(crate) struct Slot<Q> {
     /// Of the work request, or of the next if the slot is free. Of the last of a batch: those before it have the numbers of
     /// the lives before.
     id: AtomicU64,
@@ -132,47 +113,52 @@ pub(crate) struct Slot {
     start: AtomicU32,
     /// Work requests: more than one in a batch.
     parts: AtomicU32,
-    /// Null for an operation that was never posted. Constant. Every field is a cell: another thread may free the slot while
-    /// [`free`](Self::free) still has its reference.
-    queue: AtomicPtr<WorkQueue>,
     /// Where to look for a free slot after this.
     next: AtomicPtr<Self>,
     /// Rounds that its operation has spun, if SPUN is set.
     rounds: AtomicU32,
-    /// Of the future while SUBMITTED, of the drainer while WAKING.
+    /// Of the future while SUBMITTED or COMPLETE, of the drainer while WAKING or DETACHED.
     waker: UnsafeCell<Option<Waker>>,
     /// Of the drainer until COMPLETE, then of the future.
     outcome: UnsafeCell<Outcome>,
     /// Of the future until DETACHED, then of the drainer.
     held: UnsafeCell<Option<Held>>,
+    /// Of the future: a share of the work queue that the slot is part of, while the life lasts. Without a drop of its own: what
+    /// [`keep`](Self::keep) put in, [`let_go`](Self::let_go) takes out.
+    queue: UnsafeCell<ManuallyDrop<Option<Arc<Q>>>>,
 }
 
-// SAFETY: C1: each cell has one owner at a time, named at the field and handed over by `state`; the queue is shared by
-// threads, and the slot owns a share of it.
-unsafe impl Send for Slot {}
+// SAFETY: C1: each cell has one owner at a time, named at the field and handed over by `state`.
+unsafe impl<Q: Send + Sync> Send for Slot<Q> {}
 // SAFETY: C1: as above; the hand-over is by acquire and release on `state`.
-unsafe impl Sync for Slot {}
+unsafe impl<Q: Send + Sync> Sync for Slot<Q> {}
 
-impl Slot {
-    /// With the number of its first life, and the queue of which it takes a share, if any.
-    pub(super) fn new(id: WrId, queue: Option<Arc<WorkQueue>>) -> Self {
+impl<Q> Slot<Q> {
+    /// Free, with the number of its first life; `polled` if a thread polls for all operations.
+    pub(super) fn new(id: WrId, polled: bool) -> Self {
         Self {
             id: AtomicU64::new(id.0),
             state: AtomicU32::new(FREE),
-            first: AtomicU32::new(match &queue {
-                Some(queue) if queue.is_polled() => SUBMITTED | POLLED,
-                _ => SUBMITTED,
-            }),
+            first: AtomicU32::new(if polled { SUBMITTED | POLLED } else { SUBMITTED }),
             position: AtomicU32::new(0),
             start: AtomicU32::new(0),
             parts: AtomicU32::new(1),
-            queue: AtomicPtr::new(queue.map_or(ptr::null(), Arc::into_raw).cast_mut()),
-            next: AtomicPtr::new(ptr::null_mut()),
+            next: AtomicPtr::new(std::ptr::null_mut()),
             rounds: AtomicU32::new(0),
             waker: UnsafeCell::new(None),
             outcome: UnsafeCell::new(Err(OpErrorKind::Closed)),
             held: UnsafeCell::new(None),
+            queue: UnsafeCell::new(ManuallyDrop::new(None)),
         }
+    }
+
+    /// Of an operation that was refused: complete from the start, and of no work queue.
+    #[cold]
+    pub(super) fn refused(kind: OpErrorKind) -> Self {
+        let mut slot = Self::new(WrId(0), false);
+        slot.state = AtomicU32::new(COMPLETE);
+        slot.outcome = UnsafeCell::new(Err(kind));
+        slot
     }
 
     /// Number of the work request.
@@ -185,9 +171,9 @@ impl Slot {
 
     /// Starts a life of so many work requests if the slot is free.
     #[inline(always)]
-    pub(super) fn claim(&self, parts: u32) -> Option<Claim> {
+    pub(super) fn claim(&self, parts: u32) -> bool {
         if self.state.load(Ordering::Acquire) != FREE {
-            return None;
+            return false;
         }
         if parts > 1 {
             self.id.store(self.id().0.wrapping_add(u64::from(parts - 1) * GENERATION), Ordering::Relaxed);
@@ -196,7 +182,7 @@ impl Slot {
         }
         // Released, so that who sees this life sees its number.
         self.state.store(self.first.load(Ordering::Relaxed), Ordering::Release);
-        Some(Claim(NonNull::from(self)))
+        true
     }
 
     /// Notes where in the work queue it was posted, before it is.
@@ -207,7 +193,7 @@ impl Slot {
 
     /// Notes which slot comes after it in the table.
     pub(super) fn link(&self, next: &Self) {
-        self.next.store(ptr::from_ref(next).cast_mut(), Ordering::Relaxed);
+        self.next.store(std::ptr::from_ref(next).cast_mut(), Ordering::Relaxed);
     }
 
     // The drainer.
@@ -264,8 +250,8 @@ impl Slot {
             return Finished::Stale;
         }
         let mut state = self.state.load(Ordering::Acquire);
-        // SAFETY: C1: the phase is neither COMPLETE nor FREE, so the cell is the drainer's; there is one
-        // drainer, for it holds the lock of the completion queue.
+        // SAFETY: C1: the phase is neither COMPLETE nor FREE, so the cell is the drainer's; there is one drainer, for it holds
+        // the lock of the completion queue, or that of posting for what was never posted.
         self.outcome.with_mut(|cell| unsafe { *cell = outcome });
         loop {
             let result = match state & PHASE {
@@ -315,16 +301,14 @@ impl Slot {
         Some((waker, back.is_ok()))
     }
 
-    /// Ends the life. True if that was the last: the slot's reference to its queue is then the caller's to drop. If not, the
-    /// queue may end at any time from here on, and the slot with it.
+    /// Ends the life: another may begin.
     #[inline(always)]
-    #[must_use]
-    pub(super) fn free(&self) -> bool {
+    pub(super) fn free(&self) {
         self.id.store(self.id().0.wrapping_add(GENERATION), Ordering::Relaxed);
-        self.state.swap(FREE, Ordering::AcqRel) & ORPHAN != 0
+        self.state.store(FREE, Ordering::Release);
     }
 
-    /// Takes what a detached operation owned and frees the slot.
+    /// Takes what a detached operation owned.
     #[cold]
     fn reap(&self, seen: u32, taken: Option<Waker>) -> Finished {
         debug_assert_eq!(seen & PHASE, DETACHED);
@@ -334,20 +318,56 @@ impl Slot {
         let waker = self.waker.with_mut(|cell| unsafe { (*cell).take() }).or(taken);
         // SAFETY: C3: as above.
         let held = self.held.with_mut(|cell| unsafe { (*cell).take() });
-        self.end_parts();
-        if let Some(queue) = self.queue() {
-            queue.slots().hint(self);
-        }
-        // The drainer holds references into the queue, so this must not be the last life. It is not: `orphan` is called
-        // when nothing is in flight any more, and this was.
-        let last = self.free();
-        debug_assert!(!last, "an orphaned slot is not in flight");
         Finished::Detached { held, waker }
     }
 
     // The operation's future.
 
-    /// True if it is in flight, and its operation has not waited for it.
+    /// Keeps a share of the work queue for the operation.
+    ///
+    /// # Safety
+    ///
+    /// The caller has claimed the slot, and this is the first that it does with it.
+    #[inline(always)]
+    pub(super) unsafe fn keep(&self, queue: Arc<Q>) {
+        // SAFETY: C1: promised.
+        self.queue.with_mut(|cell| unsafe { *cell = ManuallyDrop::new(Some(queue)) });
+    }
+
+    /// The work queue; none if the operation was refused.
+    ///
+    /// # Safety
+    ///
+    /// The caller has the claim, and keeps it as long as the reference.
+    #[inline(always)]
+    pub(super) unsafe fn queue(&self) -> Option<&Arc<Q>> {
+        // SAFETY: C1: promised.
+        self.queue.with(|cell| unsafe { (*cell).as_ref() })
+    }
+
+    /// Gives the share back.
+    ///
+    /// # Safety
+    ///
+    /// The caller has the claim, and ends it before it drops the share. Nothing asks for the share a second time.
+    #[inline(always)]
+    pub(super) unsafe fn let_go(&self) -> Option<Arc<Q>> {
+        // SAFETY: C1: promised.
+        self.queue.with_mut(|cell| unsafe { ManuallyDrop::take(&mut *cell) })
+    }
+
+    /// Has its operation tell `tracing` of the completion, if it is the operation that finds it.
+    #[cold]
+    pub(super) fn trace(&self) {
+        self.state.fetch_or(TRACED, Ordering::Relaxed);
+    }
+
+    /// True if a subscriber of `tracing` is to be told of the completion.
+    pub(super) fn is_traced(&self) -> bool {
+        self.state.load(Ordering::Relaxed) & TRACED != 0
+    }
+
+    /// True if it is in flight, its operation has not waited for it, and nothing else is to be asked about it.
     #[inline(always)]
     pub(super) fn is_new(&self) -> bool {
         self.state.load(Ordering::Acquire) == SUBMITTED
@@ -457,164 +477,14 @@ impl Slot {
         matches!(state & PHASE, SUBMITTED | WAITING | DETACHED).then(|| self.id())
     }
 
-    /// The queue has ended, and nothing of it is in flight: the slot's reference to it if the slot is free. Any other slot
-    /// drops its reference when it is released.
-    pub(super) fn orphan(&self) -> Option<Arc<WorkQueue>> {
-        if !self.end() {
-            return None;
-        }
-        let queue = NonNull::new(self.queue.load(Ordering::Relaxed))?;
-        // SAFETY: C1: the reference that `new` took; ORPHAN is set once, and of it and the last release one sees the other.
-        Some(unsafe { Arc::from_raw(queue.as_ptr()) })
-    }
-
-    /// No life begins any more; true if none is left to end.
-    pub(super) fn end(&self) -> bool {
-        self.state.fetch_or(ORPHAN, Ordering::AcqRel) & PHASE == FREE
-    }
-
+    /// Where to look for a free slot after this.
     #[inline(always)]
-    fn queue(&self) -> Option<&WorkQueue> {
-        // SAFETY: C1: the slot owns a reference to it until its last life has ended.
-        unsafe { self.queue.load(Ordering::Relaxed).as_ref() }
+    pub(super) fn next(&self) -> *mut Self {
+        self.next.load(Ordering::Relaxed)
     }
 
     #[inline]
     fn phase(&self, state: u32, phase: u32) -> u32 {
         state & !PHASE | phase
-    }
-}
-
-/// A slot in the hands of its operation. Forgetting it leaks the slot.
-pub(crate) struct Claim(NonNull<Slot>);
-
-// SAFETY: C1: it is a reference to a slot, which is `Sync`.
-unsafe impl Send for Claim {}
-// SAFETY: C1: as above.
-unsafe impl Sync for Claim {}
-
-impl Claim {
-    /// The same claim, for who takes it out of its place meanwhile.
-    #[inline(always)]
-    pub(super) fn same(&self) -> Self {
-        Self(self.0)
-    }
-
-    /// A slot of its own for an operation that was never posted.
-    #[cold]
-    pub(crate) fn refused(kind: OpErrorKind) -> Self {
-        tracing::debug!(error = %kind, "operation refused");
-        let mut slot = Slot::new(WrId(0), None);
-        slot.state = AtomicU32::new(COMPLETE | ORPHAN);
-        slot.outcome = UnsafeCell::new(Err(kind));
-        Self(NonNull::from(Box::leak(Box::new(slot))))
-    }
-
-    /// Ends the life: nothing was posted, the result was taken, or no future will take it.
-    ///
-    /// Frees the work queue if it has ended and this was the last reference to it. The caller must be the frame of the
-    /// operation, whose arguments do not refer to the queue, or hold another reference to it.
-    #[inline(always)]
-    pub(super) fn release(self) {
-        if let Some(queue) = Slot::queue(&self) {
-            queue.slots().hint(&self);
-        }
-        self.end();
-    }
-
-    /// As [`release`](Self::release), of a slot that is [hinted at](super::slot_table::Slots::hint).
-    #[inline(always)]
-    pub(super) fn end(self) {
-        if self.free() {
-            drop_last(self.0);
-        }
-    }
-
-    /// Why it was never posted, if it was not.
-    pub(super) fn refusal(&self) -> Option<OpErrorKind> {
-        if self.queue.load(Ordering::Relaxed).is_null() { self.outcome(|outcome| outcome.err()) } else { None }
-    }
-
-    /// Where the work is in flight.
-    ///
-    /// # Panics
-    ///
-    /// If it was never posted.
-    #[inline(always)]
-    pub(super) fn queue(&self) -> &WorkQueue {
-        // SAFETY: C1: the slot is claimed, so it has its share of the queue.
-        match unsafe { self.queue.load(Ordering::Relaxed).as_ref() } {
-            Some(queue) => queue,
-            None => unreachable!("complete from the start"),
-        }
-    }
-
-    /// A reference to the queue, for a caller that is about to give the slot away; none if it was never posted.
-    pub(super) fn share(&self) -> Option<Arc<WorkQueue>> {
-        let queue = self.queue.load(Ordering::Relaxed).cast_const();
-        if queue.is_null() {
-            return None;
-        }
-        // SAFETY: C1: the slot is claimed, so it has its share of the queue.
-        unsafe {
-            Arc::increment_strong_count(queue);
-            Some(Arc::from_raw(queue))
-        }
-    }
-}
-
-/// Drops the reference to the queue of a slot whose last life has ended; the slot itself, if it is of no queue.
-#[cold]
-fn drop_last(slot: NonNull<Slot>) {
-    // SAFETY: C1: the slot is there until its reference to the queue is dropped, which is done below.
-    let queue = unsafe { slot.as_ref() }.queue.load(Ordering::Relaxed);
-    if queue.is_null() {
-        // SAFETY: C1: made by `Claim::refused`, whose only claim was released.
-        drop(unsafe { Box::from_raw(slot.as_ptr()) });
-    } else {
-        // SAFETY: C1: the reference that `new` took; ORPHAN is set once, and of it and the last release one sees the other.
-        // M1: no argument of this function or of its callers up to the operation's frame is a reference into the queue.
-        drop(unsafe { Arc::from_raw(queue) });
-    }
-}
-
-impl Deref for Claim {
-    type Target = Slot;
-
-    #[inline(always)]
-    fn deref(&self) -> &Slot {
-        // SAFETY: C1: the slot is of the queue that it keeps, and never moves.
-        unsafe { self.0.as_ref() }
-    }
-}
-
-/// Where to look for a free slot first.
-pub(super) struct Hint(AtomicPtr<Slot>);
-
-impl Hint {
-    pub(super) fn new() -> Self {
-        Self(AtomicPtr::new(ptr::null_mut()))
-    }
-
-    /// Starts a life in that slot, if it is free.
-    #[inline(always)]
-    pub(super) fn claim(&self, parts: u32) -> Option<Claim> {
-        // SAFETY: C1: it is a slot of the table that the hint is part of, and slots never move.
-        let slot = unsafe { self.0.load(Ordering::Relaxed).as_ref() }?;
-        self.claim_at(slot, parts)
-    }
-
-    /// Starts a life in `slot`, of the same table, if it is free.
-    #[inline(always)]
-    pub(super) fn claim_at(&self, slot: &Slot, parts: u32) -> Option<Claim> {
-        let claim = slot.claim(parts)?;
-        self.0.store(slot.next.load(Ordering::Relaxed), Ordering::Relaxed);
-        Some(claim)
-    }
-
-    /// `slot` is of the table that the hint is part of.
-    #[inline(always)]
-    pub(super) fn set(&self, slot: &Slot) {
-        self.0.store(ptr::from_ref(slot).cast_mut(), Ordering::Relaxed);
     }
 }

@@ -1,33 +1,35 @@
 //! The slots of one work queue: found by number, growing in steps that never move them.
 
-use std::sync::{Arc, OnceLock};
+#![allow(unsafe_code)]
 
-use super::slot::{Claim, Hint, Slot};
-use super::work_queue::WorkQueue;
+use std::ptr;
+use std::sync::OnceLock;
+
+use super::slot::Slot;
+use super::work_request_id::INDEX_BITS;
+use crate::sync::{AtomicPtr, Ordering};
 
 /// Slots of the first step, 4 KiB; each further step doubles what there is.
 const FIRST: u32 = 32;
 const FIRST_BITS: u32 = FIRST.trailing_zeros();
 
-/// Slot numbers have 20 bits in a work request number.
-pub(super) const INDEX_BITS: u32 = 20;
 const STEPS: usize = (INDEX_BITS - FIRST_BITS) as usize;
 
 /// Slots by number.
 ///
 /// There are more slots than the device holds work requests, for a slot is taken until its operation has
 /// looked at the result. In a steady state none is added.
-pub(super) struct Slots {
+pub(super) struct Slots<Q> {
     /// The first step apart: most queues never need another, and it is found with fewer instructions.
-    first: OnceLock<Box<[Slot; FIRST as usize]>>,
+    first: OnceLock<Box<[Slot<Q>; FIRST as usize]>>,
     /// Made when the first step is full: most queues need no more than one pointer for it.
-    steps: OnceLock<Box<[Step; STEPS]>>,
+    steps: OnceLock<Box<[Step<Q>; STEPS]>>,
     /// Where to look for a free slot first: that which was released last, for its memory is near.
-    hint: Hint,
+    hint: Hint<Q>,
 }
 
 /// Slots that were added together.
-type Step = OnceLock<Box<[Slot]>>;
+type Step<Q> = OnceLock<Box<[Slot<Q>]>>;
 
 /// How far the poster has to look; under the lock of the queue.
 #[derive(Debug, Default)]
@@ -38,7 +40,7 @@ pub(super) struct Cursor {
     next: u32,
 }
 
-impl Slots {
+impl<Q> Slots<Q> {
     pub(super) fn new() -> Self {
         Self { first: OnceLock::new(), steps: OnceLock::new(), hint: Hint::new() }
     }
@@ -51,21 +53,21 @@ impl Slots {
 
     /// The slot with this number, if there is one.
     #[inline(always)]
-    pub(super) fn find(&self, index: u32) -> Option<&Slot> {
+    pub(super) fn find(&self, index: u32) -> Option<&Slot<Q>> {
         if index < FIRST {
             return Some(&self.first.get()?[index as usize]);
         }
         self.find_beyond(index)
     }
 
-    fn find_beyond(&self, index: u32) -> Option<&Slot> {
+    fn find_beyond(&self, index: u32) -> Option<&Slot<Q>> {
         let (step, offset) = Self::place(index);
         self.steps.get()?.get(step)?.get()?.get(offset)
     }
 
     /// A slot that was claimed before.
     #[inline]
-    pub(super) fn slot(&self, index: u32) -> &Slot {
+    pub(super) fn slot(&self, index: u32) -> &Slot<Q> {
         match self.find(index) {
             Some(slot) => slot,
             None => unreachable!("claimed slots exist and never move"),
@@ -74,34 +76,34 @@ impl Slots {
 
     /// Starts a life in the slot that is probably free.
     #[inline(always)]
-    pub(super) fn claim_next(&self) -> Option<Claim> {
+    pub(super) fn claim_next(&self) -> Option<&Slot<Q>> {
         self.hint.claim(1)
     }
 
-    /// Starts a life of `parts` work requests in a free slot of `queue`, of which this is the table; `None` if there are 2^20
-    /// and all are taken.
+    /// Starts a life of `parts` work requests in a free slot; `None` if there are 2^20 and all are taken. `make` makes a slot
+    /// with this number.
     ///
     /// One operation after the other uses the same slot; of many that end in the order they began, each uses that
     /// which was released before.
     #[inline(always)]
-    pub(super) fn claim(&self, cursor: &mut Cursor, queue: &Arc<WorkQueue>, parts: u32) -> Option<Claim> {
+    pub(super) fn claim(&self, cursor: &mut Cursor, parts: u32, make: impl Fn(u32) -> Slot<Q>) -> Option<&Slot<Q>> {
         match self.hint.claim(parts) {
-            None => self.search(cursor, parts, |index| Slot::new(queue.first_id(index), Some(queue.clone()))),
-            claim => claim,
+            None => self.search(cursor, parts, make),
+            slot => slot,
         }
     }
 
     #[cold]
-    fn search(&self, cursor: &mut Cursor, parts: u32, make: impl Fn(u32) -> Slot) -> Option<Claim> {
+    fn search(&self, cursor: &mut Cursor, parts: u32, make: impl Fn(u32) -> Slot<Q>) -> Option<&Slot<Q>> {
         for step in 0..cursor.len {
             let index = cursor.next.wrapping_add(step) % cursor.len;
-            if let Some(claim) = self.hint.claim_at(self.slot(index), parts) {
+            if let Some(slot) = self.hint.claim_at(self.slot(index), parts) {
                 cursor.next = index + 1;
                 // More than half of them are held: search less next time.
                 if step > cursor.len / 2 {
                     self.grow(cursor, make);
                 }
-                return Some(claim);
+                return Some(slot);
             }
         }
         cursor.next = cursor.len;
@@ -109,7 +111,7 @@ impl Slots {
         self.hint.claim_at(self.slot(cursor.next), parts)
     }
 
-    fn grow(&self, cursor: &mut Cursor, make: impl Fn(u32) -> Slot) -> Option<()> {
+    fn grow(&self, cursor: &mut Cursor, make: impl Fn(u32) -> Slot<Q>) -> Option<()> {
         if cursor.len == 0 {
             self.first.get_or_init(|| Box::new(std::array::from_fn(|index| make(index as u32))));
             cursor.len = FIRST;
@@ -130,13 +132,46 @@ impl Slots {
 
     /// `slot` is about to be free.
     #[inline(always)]
-    pub(super) fn hint(&self, slot: &Slot) {
+    pub(super) fn hint(&self, slot: &Slot<Q>) {
         self.hint.set(slot);
     }
 
     /// All that there are, with their numbers.
-    pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &Slot)> {
+    pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &Slot<Q>)> {
         (0..1 << INDEX_BITS).map_while(|index| self.find(index).map(|slot| (index, slot)))
+    }
+}
+
+/// Where to look for a free slot first.
+struct Hint<Q>(AtomicPtr<Slot<Q>>);
+
+impl<Q> Hint<Q> {
+    fn new() -> Self {
+        Self(AtomicPtr::new(ptr::null_mut()))
+    }
+
+    /// Starts a life in that slot, if it is free.
+    #[inline(always)]
+    fn claim(&self, parts: u32) -> Option<&Slot<Q>> {
+        // SAFETY: C1: it is a slot of the table that the hint is part of, and slots never move.
+        let slot = unsafe { self.0.load(Ordering::Relaxed).as_ref() }?;
+        self.claim_at(slot, parts)
+    }
+
+    /// Starts a life in `slot`, of the same table, if it is free.
+    #[inline(always)]
+    fn claim_at<'a>(&self, slot: &'a Slot<Q>, parts: u32) -> Option<&'a Slot<Q>> {
+        if !slot.claim(parts) {
+            return None;
+        }
+        self.0.store(slot.next(), Ordering::Relaxed);
+        Some(slot)
+    }
+
+    /// `slot` is of the table that the hint is part of.
+    #[inline(always)]
+    fn set(&self, slot: &Slot<Q>) {
+        self.0.store(ptr::from_ref(slot).cast_mut(), Ordering::Relaxed);
     }
 }
 
@@ -150,33 +185,30 @@ mod tests {
         let mut expected = (0, 0);
         let mut len = FIRST;
         for index in FIRST..if cfg!(miri) { 512 } else { 4096 } {
-            assert_eq!(Slots::place(index), expected, "slot {index}");
+            assert_eq!(Slots::<()>::place(index), expected, "slot {index}");
             expected.1 += 1;
             if expected.1 == len as usize {
                 len *= 2;
                 expected = (expected.0 + 1, 0);
             }
         }
-        assert_eq!(Slots::place((1 << INDEX_BITS) - 1).0, STEPS - 1);
+        assert_eq!(Slots::<()>::place((1 << INDEX_BITS) - 1).0, STEPS - 1);
     }
 
-    fn claim(slots: &Slots, cursor: &mut Cursor) -> Claim {
-        slots.hint.claim(1).or_else(|| slots.search(cursor, 1, |index| Slot::new(WrId(index.into()), None))).unwrap()
+    fn claim<'a>(slots: &'a Slots<()>, cursor: &mut Cursor) -> &'a Slot<()> {
+        slots.hint.claim(1).or_else(|| slots.search(cursor, 1, |index| Slot::new(WrId(index.into()), false))).unwrap()
     }
 
     #[test]
     fn free_slots_follow_each_other_in_a_ring() {
-        let (slots, mut cursor) = (Slots::new(), Cursor::default());
+        let (slots, mut cursor) = (Slots::<()>::new(), Cursor::default());
         assert!(slots.find(0).is_none() && slots.hint.claim(1).is_none() && slots.iter().count() == 0);
         let first = claim(&slots, &mut cursor);
         let others: Vec<_> = (1..FIRST).map(|_| slots.hint.claim(1).unwrap().id().0 as u32).collect();
         assert_eq!((first.id(), others), (WrId(0), (1..FIRST).collect()));
         assert!(slots.hint.claim(1).is_none(), "all are taken");
-        first.release();
-        assert!(
-            std::ptr::eq(&raw const *slots.hint.claim(1).unwrap(), slots.slot(0)),
-            "the first comes after the last"
-        );
+        first.free();
+        assert!(std::ptr::eq(slots.hint.claim(1).unwrap(), slots.slot(0)), "the first comes after the last");
         // Another step: the table and the ring have twice as many.
         assert_eq!(claim(&slots, &mut cursor).id(), WrId(FIRST.into()));
         let others: Vec<_> = (1..FIRST).map(|_| slots.hint.claim(1).unwrap().id().0 as u32).collect();
@@ -187,39 +219,39 @@ mod tests {
 
     #[test]
     fn slots_held_by_idle_operations_do_not_make_the_table_grow_for_ever() {
-        let (slots, mut cursor) = (Slots::new(), Cursor::default());
+        let (slots, mut cursor) = (Slots::<()>::new(), Cursor::default());
         for _ in 0..100 {
             claim(&slots, &mut cursor);
         }
         for _ in 0..if cfg!(miri) { 200 } else { 100_000 } {
-            claim(&slots, &mut cursor).release();
+            claim(&slots, &mut cursor).free();
         }
         assert!(cursor.len <= 512, "{} slots for 100 held", cursor.len);
     }
 
     #[test]
     fn a_slot_comes_back_in_another_life() {
-        let (slots, mut cursor) = (Slots::new(), Cursor::default());
+        let (slots, mut cursor) = (Slots::<()>::new(), Cursor::default());
         let slot = claim(&slots, &mut cursor);
         let first = slot.id();
         assert!(slot.is_current(first));
-        slot.same().release();
+        slot.free();
         assert!(!slot.is_current(first));
-        slots.hint(&slot);
+        slots.hint(slot);
         let again = claim(&slots, &mut cursor);
-        assert!(std::ptr::eq(&raw const *slot, &raw const *again));
+        assert!(std::ptr::eq(slot, again));
         assert!(again.is_current(again.id()) && !again.is_current(first));
     }
 
     #[test]
     fn batches_have_a_number_for_each_work_request_and_lives_stay_apart() {
-        let (slots, mut cursor) = (Slots::new(), Cursor::default());
+        let (slots, mut cursor) = (Slots::<()>::new(), Cursor::default());
         let mut before = Vec::new();
         for parts in [5, 1, 32, 2, crate::engine::slot::MAX_PARTS, 3] {
             let slot = slots
                 .hint
                 .claim(parts)
-                .or_else(|| slots.search(&mut cursor, parts, |index| Slot::new(WrId(index.into()), None)))
+                .or_else(|| slots.search(&mut cursor, parts, |index| Slot::new(WrId(index.into()), false)))
                 .unwrap();
             let some = [0, parts / 2, parts - 1];
             let ids = some.map(|part| slot.id_of(part));
@@ -230,8 +262,8 @@ mod tests {
             assert!(before.iter().all(|&id| slot.current_part(id).is_none()), "{parts}");
             assert!(slot.part(WrId(slot.id().0 ^ 1)).is_none(), "another slot's");
             slot.end_parts();
-            slot.same().release();
-            slots.hint(&slot);
+            slot.free();
+            slots.hint(slot);
             before.extend(ids);
         }
     }

@@ -8,7 +8,7 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::queue_pair_core::Drawing;
+use super::wake_list::Teardown;
 use super::{Limits, QueuePairCore};
 use crate::error::{LimitError, SetupError, VerbError};
 use crate::memory::{HostMemory, PdKey, SgeList};
@@ -150,13 +150,13 @@ fn completion_queue_that_has_failed_takes_no_queue_pair_between_its_creation_and
         QueuePairCore::new(qp, (cq, limits), (cq, Some(limits)), None)
     };
     let core = create().unwrap();
-    cq.own(core.send(), &core).unwrap();
     network.control("failed0").unwrap().announce(AsyncEvent::CqError { cq: queue.id() });
     device.next_event().unwrap();
     cq.drain();
     assert!(queue.failure().is_some());
-    let drawing: Arc<dyn Drawing> = core.clone();
-    for refused in [cq.own(core.send(), &core), cq.draw(core.send(), &drawing), create().map(drop).map_err(verb)] {
+    let drawing: Arc<dyn Teardown> = core.clone();
+    let owned = cq.own(core.send(), Arc::downgrade(&drawing));
+    for refused in [owned, cq.draw(core.send(), &drawing), create().map(drop).map_err(verb)] {
         assert_eq!(refused.unwrap_err().errno, VerbError::EIO);
     }
 }
@@ -407,7 +407,7 @@ mod curious {
     use std::sync::Arc;
     use std::task::{RawWaker, RawWakerVTable, Waker};
 
-    use crate::engine::{CompletionQueue, CqShared};
+    use crate::engine::{CompletionQueue, CompletionQueueCore};
 
     const TABLE: RawWakerVTable = RawWakerVTable::new(clone, wake, wake_by_ref, drop_waker);
 
@@ -420,7 +420,7 @@ mod curious {
         // SAFETY: C2: a share that the caller keeps.
         unsafe {
             wake_by_ref(data);
-            Arc::increment_strong_count(data.cast::<CqShared>());
+            Arc::increment_strong_count(data.cast::<CompletionQueueCore>());
         }
         RawWaker::new(data, &TABLE)
     }
@@ -432,12 +432,12 @@ mod curious {
 
     unsafe fn wake_by_ref(data: *const ()) {
         // SAFETY: C2: a share that the caller keeps.
-        unsafe { (*data.cast::<CqShared>()).counters() };
+        unsafe { (*data.cast::<CompletionQueueCore>()).counters() };
     }
 
     unsafe fn drop_waker(data: *const ()) {
         // SAFETY: C2: the share goes with this.
-        unsafe { Arc::from_raw(data.cast::<CqShared>()) }.counters();
+        unsafe { Arc::from_raw(data.cast::<CompletionQueueCore>()) }.counters();
     }
 }
 

@@ -9,12 +9,15 @@ use std::task::Waker;
 
 use smallvec::SmallVec;
 
-use super::drain::CqShared;
-use super::queue_pair_core::Drawing;
 use super::slot::Held;
-use super::work_queue::{Owner, WorkQueue};
 use crate::contained::contained;
 use crate::error::OpErrorKind;
+
+/// What has work in flight, which ends with it: a queue pair, a DC target, a shared receive queue.
+pub(super) trait Teardown: Send + Sync {
+    /// Destroys it and ends all that is in flight on it, with `kind` where the device said nothing.
+    fn shut_down(&self, kind: OpErrorKind);
+}
 
 /// Tasks to wake, and what abandoned operations owned to drop: both can run code of users, which no lock may be held for.
 #[derive(Default)]
@@ -24,9 +27,7 @@ pub(super) struct WakeList {
     held: SmallVec<[Held; 2]>,
     /// To be dropped, not woken.
     spent: SmallVec<[Waker; 1]>,
-    ends: SmallVec<[(Arc<dyn Drawing>, OpErrorKind); 1]>,
-    abandons: SmallVec<[(Arc<WorkQueue>, OpErrorKind); 1]>,
-    doomed: SmallVec<[(Arc<CqShared>, Owner, OpErrorKind); 1]>,
+    ends: SmallVec<[(Arc<dyn Teardown>, OpErrorKind); 1]>,
 }
 
 impl WakeList {
@@ -47,11 +48,7 @@ impl WakeList {
 
     /// The one task to wake, if that is all that is left to do, as it is most of the time: spares moving the list.
     pub(super) fn only(&mut self) -> Option<Waker> {
-        let else_nothing = self.held.is_empty()
-            && self.spent.is_empty()
-            && self.ends.is_empty()
-            && self.abandons.is_empty()
-            && self.doomed.is_empty();
+        let else_nothing = self.held.is_empty() && self.spent.is_empty() && self.ends.is_empty();
         if self.wakers.len() != 1 || !else_nothing {
             return None;
         }
@@ -65,22 +62,10 @@ impl WakeList {
         self.spent.extend(waker);
     }
 
-    /// What must be destroyed before its operations can end.
-    pub(super) fn end(&mut self, core: Arc<dyn Drawing>, kind: OpErrorKind) {
+    /// What is to be destroyed, with the reason.
+    pub(super) fn end(&mut self, object: Arc<dyn Teardown>, kind: OpErrorKind) {
         self.any = true;
-        self.ends.push((core, kind));
-    }
-
-    /// A shared receive queue whose operations end once its queue pairs have.
-    pub(super) fn abandon(&mut self, queue: Arc<WorkQueue>, kind: OpErrorKind) {
-        self.any = true;
-        self.abandons.push((queue, kind));
-    }
-
-    /// As [`end`](Self::end), of the queue pair of a send queue.
-    pub(super) fn end_queue_pair_of(&mut self, cq: Arc<CqShared>, owner: Owner, kind: OpErrorKind) {
-        self.any = true;
-        self.doomed.push((cq, owner, kind));
+        self.ends.push((object, kind));
     }
 
     #[inline]
@@ -97,17 +82,8 @@ impl WakeList {
         for waker in self.wakers {
             contained(|| waker.wake());
         }
-        for (core, kind) in self.ends {
-            core.shut_down(kind);
-        }
-        for (cq, owner, kind) in self.doomed {
-            if let Some(core) = cq.queue_pair_of(owner) {
-                core.shut_down(kind);
-            }
-        }
-        for (queue, kind) in self.abandons {
-            drop(queue.close());
-            queue.cq().abandon(&queue, kind, false);
+        for (object, kind) in self.ends {
+            object.shut_down(kind);
         }
         for held in self.held {
             contained(|| drop(held));
@@ -123,8 +99,6 @@ impl WakeList {
         self.held.extend(more.held);
         self.spent.extend(more.spent);
         self.ends.extend(more.ends);
-        self.abandons.extend(more.abandons);
-        self.doomed.extend(more.doomed);
     }
 }
 

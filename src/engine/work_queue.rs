@@ -2,44 +2,31 @@
 
 #![allow(unsafe_code)]
 
-use std::collections::{BTreeMap, VecDeque};
+mod post;
+#[cfg(all(test, not(loom)))]
+mod tests;
+
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock, Weak};
+use std::task::Waker;
 
-use smallvec::SmallVec;
-
-use super::capacity::Room;
-use super::drain::CqShared;
-use super::slot::{Claim, FailedParts, Finished, OWNER_BITS, Outcome, PLACE_BITS, Slot};
-use super::slot_table::{Cursor, INDEX_BITS, Slots};
-use super::wait_queue::Queued;
-use super::wake_list::WakeList;
-use super::watch::Watch;
-use super::work_request::{Limits, Patience, Refusal, Request, To, What, WorkQueueCounters, data_of};
-use crate::error::{CompletionError, LimitError, OpErrorKind, ReceiveLengths, VerbError};
-use crate::memory::{Gather, PdKey, SgeList};
-use crate::sync::{AtomicU32, Mutex, Ordering, lock};
-use crate::types::{Data, QpState, RecvWr, SendFlags, SendOp, SendWr, Sge, WcOpcode, WcStatus, WorkCompletion, WrId};
-use crate::verbs::{PostError, Qp, Srq};
-
-/// No queue is given the other kind of work.
-const WRONG_QUEUE: PostError =
-    PostError { posted: 0, error: VerbError::new("post to the wrong queue", VerbError::EINVAL) };
-
-/// What posts to the device.
-#[derive(Debug, Clone)]
-pub(crate) enum Poster {
-    /// Send queue.
-    Send(Arc<Qp>),
-    /// Receive queue.
-    Receive(Arc<Qp>),
-    /// Shared receive queue.
-    Shared(Srq),
-}
+use super::capacity::Capacity;
+use super::claim::Claim;
+use super::completion_queue_core::CompletionQueueCore;
+use super::failures::{Failures, failure};
+use super::posting::{Poster, Posting, is_traced};
+use super::slot::{FailedParts, Finished, Outcome, Slot};
+use super::slot_table::{Cursor, Slots};
+use super::wake_list::{Teardown, WakeList};
+use super::work_request::{Limits, WorkQueueCounters};
+use super::work_request_id::{Owner, index_of};
+use crate::error::{CompletionError, OpErrorKind, ReceiveLengths};
+use crate::sync::{Mutex, lock};
+use crate::types::{WcOpcode, WcStatus, WorkCompletion, WrId};
 
 /// A work queue of a device and all that is in flight on it.
 pub(crate) struct WorkQueue {
-    pub(super) slots: Slots,
+    pub(super) slots: Slots<Self>,
     pub(super) limits: Limits,
     /// Where the completion queue finds it.
     owner: Owner,
@@ -47,74 +34,27 @@ pub(crate) struct WorkQueue {
     plain: u64,
     /// Shared receives complete in any order, others as posted.
     shared: bool,
-    pub(super) room: Room,
-    /// Completions that were errors; of those, flushed ones.
-    pub(super) failed: AtomicU32,
-    flushed: AtomicU32,
-    /// The first failure since it was made that is no flush.
-    cause: Mutex<Option<OpErrorKind>>,
-    /// Parts of batches that failed, by slot.
-    failed_parts: Mutex<BTreeMap<u32, FailedParts>>,
+    pub(super) room: Capacity,
+    failures: Failures,
     pub(super) posting: Mutex<Posting>,
-    cq: Arc<CqShared>,
-}
-
-pub(super) struct Posting {
-    /// `None` once closed.
-    pub(super) poster: Option<Poster>,
-    pub(super) cursor: Cursor,
-    /// Work requests given to the device. Modulo 2^32 it is the position of the next.
-    pub(super) posted: u64,
-    /// Up to where they are known to have room, and need not line up. Not beyond `posted` if somebody is in line, or nothing
-    /// can be posted.
-    pub(super) until: u64,
-    pub(super) waited: u64,
-    pub(super) queued: VecDeque<Queued>,
-    pub(super) watch: Watch,
-}
-
-/// Where in its completion queue's table a work queue is, as part of a work request number.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Owner(pub(super) u32);
-
-impl Owner {
-    /// Work queues of one completion queue.
-    pub(super) const MAX: u32 = 1 << OWNER_BITS;
-
-    #[inline]
-    pub(super) fn of(id: WrId) -> Self {
-        Self(((id.0 % (1 << PLACE_BITS)) >> INDEX_BITS) as u32)
-    }
-}
-
-/// Slot of a work request.
-#[inline]
-pub(super) fn index_of(id: WrId) -> u32 {
-    id.0 as u32 & ((1 << INDEX_BITS) - 1)
+    /// Its queue pair; of a shared receive queue, never set.
+    queue_pair: OnceLock<Weak<dyn Teardown>>,
+    /// Which has a share of this until [`CompletionQueueCore::forget`]: what the device still uses stays though nobody else keeps it.
+    cq: Arc<CompletionQueueCore>,
 }
 
 impl WorkQueue {
-    pub(super) fn new(owner: Owner, poster: Poster, limits: Limits, cq: Arc<CqShared>) -> Self {
+    pub(super) fn new(owner: Owner, poster: Poster, limits: Limits, cq: Arc<CompletionQueueCore>) -> Self {
         Self {
             slots: Slots::new(),
             limits,
             owner,
             plain: if limits.max_sge > 0 { limits.max_message } else { 0 },
             shared: matches!(poster, Poster::Shared(_)),
-            room: Room::new(limits.depth, matches!(poster, Poster::Shared(_))),
-            failed: AtomicU32::new(0),
-            flushed: AtomicU32::new(0),
-            cause: Mutex::new(None),
-            failed_parts: Mutex::new(BTreeMap::new()),
-            posting: Mutex::new(Posting {
-                poster: Some(poster),
-                cursor: Cursor::default(),
-                posted: 0,
-                until: 0,
-                waited: 0,
-                queued: VecDeque::new(),
-                watch: Watch::default(),
-            }),
+            room: Capacity::new(limits.depth, matches!(poster, Poster::Shared(_))),
+            failures: Failures::new(),
+            posting: Mutex::new(Posting::new(poster)),
+            queue_pair: OnceLock::new(),
             cq,
         }
     }
@@ -127,7 +67,18 @@ impl WorkQueue {
         self.shared
     }
 
-    pub(crate) fn cq(&self) -> &Arc<CqShared> {
+    /// Notes which queue pair it is of.
+    pub(super) fn set_queue_pair(&self, queue_pair: Weak<dyn Teardown>) {
+        let set = self.queue_pair.set(queue_pair);
+        debug_assert!(set.is_ok(), "a work queue has one queue pair");
+    }
+
+    /// Its queue pair, if it has one that lives. To be dropped without any lock.
+    pub(super) fn queue_pair(&self) -> Option<Arc<dyn Teardown>> {
+        self.queue_pair.get()?.upgrade()
+    }
+
+    pub(crate) fn cq(&self) -> &Arc<CompletionQueueCore> {
         &self.cq
     }
 
@@ -136,208 +87,30 @@ impl WorkQueue {
         !self.cq.mode().arms()
     }
 
-    pub(super) fn slots(&self) -> &Slots {
+    pub(super) fn slots(&self) -> &Slots<Self> {
         &self.slots
     }
 
-    /// Number of the first work request in slot `index`.
-    pub(super) fn first_id(&self, index: u32) -> WrId {
-        WrId(u64::from(self.owner.0) << INDEX_BITS | u64::from(index))
-    }
-
-    /// Posts one work request if that is simple: one buffer, nothing to complain about, room in the queue. Nothing was
-    /// posted in any other case, which [`submit`](Self::submit) goes through with more care.
-    #[inline(always)]
-    pub(crate) fn submit_now<B: Gather>(
-        self: &Arc<Self>,
-        what: What,
-        flags: SendFlags,
-        room: u64,
-        buffer: &B,
-    ) -> Option<Claim> {
-        let (sge, pd) = buffer.single()?;
-        match what {
-            What::Send(op) if self.is_plain(sge, pd, room) => self.send_now(op, flags, sge),
-            What::Receive if self.is_plain(sge, pd, u64::MAX) => self.receive_now(sge),
-            _ => None,
-        }
-    }
-
-    /// True if there is nothing to complain about in this one element. To some devices one of no bytes means 2^31.
-    #[inline(always)]
-    pub(super) fn is_plain(&self, sge: Sge, pd: PdKey, room: u64) -> bool {
-        let length = u64::from(sge.length);
-        pd == self.limits.pd && length > 0 && length <= room && length <= self.plain
-    }
-
-    /// Gives a send to the device if there is room. In place: a call would cost as much as what it keeps out of line.
-    #[inline(always)]
-    fn send_now(self: &Arc<Self>, op: SendOp, flags: SendFlags, sge: Sge) -> Option<Claim> {
-        let mut posting = lock(&self.posting);
-        let posting = &mut *posting;
-        if posting.posted >= posting.until && !self.is_clear(posting) {
-            return None;
-        }
-        let Some(Poster::Send(qp)) = &posting.poster else { return None };
-        let claim = self.slots.claim_next()?;
-        claim.place(posting.posted as u32);
-        let wr_id = claim.id();
-        let sges = [sge];
-        let wr = SendWr { wr_id, op, flags, data: Data::Sges(&sges), target: None };
-        // SAFETY: S1: the element names a buffer that the operation owns. It keeps it until the slot is COMPLETE,
-        // or leaves it in the slot, which is emptied only when the device is done or the queue was destroyed.
-        if unsafe { qp.post_in_place(Some(wr)) }.is_err() {
-            claim.release();
-            return None;
-        }
-        posting.posted += 1;
-        if is_traced() {
-            trace_posted(wr_id, What::Send(op));
-        }
-        Some(claim)
-    }
-
-    /// Gives a receive to the device if there is room.
-    #[inline(never)]
-    fn receive_now(self: &Arc<Self>, sge: Sge) -> Option<Claim> {
-        let mut posting = lock(&self.posting);
-        let posting = &mut *posting;
-        if posting.posted >= posting.until && !self.is_clear(posting) {
-            return None;
-        }
-        let poster = posting.poster.as_ref()?;
-        let claim = self.slots.claim(&mut posting.cursor, self, 1)?;
-        claim.place(posting.posted as u32);
-        let list = [RecvWr { wr_id: claim.id(), sges: &[sge] }];
-        let posted = match poster {
-            // SAFETY: S1: as for sends.
-            Poster::Receive(qp) => unsafe { qp.post_recv(&list) },
-            // SAFETY: S1: as for sends; the shared receive queue is destroyed first.
-            Poster::Shared(srq) => unsafe { srq.post_recv(&list) },
-            Poster::Send(_) => Err(WRONG_QUEUE),
-        };
-        if posted.is_err() {
-            claim.release();
-            return None;
-        }
-        posting.posted += 1;
-        if is_traced() {
-            trace_posted(claim.id(), What::Receive);
-        }
-        Some(claim)
-    }
-
-    /// True if the next work request can go to the device now. Finds out how many can.
-    #[inline(never)]
-    pub(super) fn is_clear(&self, posting: &mut Posting) -> bool {
-        let clear = posting.queued.is_empty() && posting.poster.is_some();
-        let left = if clear { self.room.left(posting.posted as u32) } else { 0 };
-        posting.until = posting.posted + u64::from(left);
-        left > 0
-    }
-
-    /// As [`is_clear`](Self::is_clear), for `count` work requests.
-    pub(super) fn has_room(&self, posting: &mut Posting, count: usize) -> bool {
-        self.is_clear(posting) && posting.until - posting.posted >= count as u64
-    }
-
-    /// Posts one work request of any kind, or lines it up if there is no room.
-    #[inline(never)]
-    pub(crate) fn submit<B: Gather>(
-        self: &Arc<Self>,
-        request: Request<'_>,
-        buffer: &B,
-        patience: Patience,
-    ) -> Result<Claim, Refusal> {
-        let mut sges = SgeList::new();
-        self.gather(buffer, &mut sges)?;
-        self.check(&sges, request.inline, request.room)?;
-
-        let mut posting = lock(&self.posting);
-        if posting.poster.is_none() {
-            return Err(OpErrorKind::Closed.into());
-        }
-        let direct = self.is_clear(&mut posting);
-        if self.limits.depth == 0 {
-            // There will never be room.
-            return Err(OpErrorKind::from(LimitError {
-                field: "work requests (max_send_wr, max_recv_wr)",
-                asked: 1,
-                allowed: 0,
-            })
-            .into());
-        }
-        if !direct && patience == Patience::Try {
-            drop(posting);
-            // Completions that were taken and not handed out may stand for room.
-            return if self.cq.hand_out() { self.submit(request, buffer, patience) } else { Err(Refusal::Full) };
-        }
-        let Some(claim) = self.slots.claim(&mut posting.cursor, self, 1) else {
-            return Err(self.too_many().into());
-        };
-        if direct {
-            let data = data_of(&sges, request.inline, request.window);
-            let target = request.to.map(To::target);
-            let wr = SendWr { wr_id: claim.id(), op: SendOp::Send, flags: request.flags, data, target };
-            if let Err(error) = self.post_one(&mut posting, request.what, wr, &sges) {
-                claim.release();
-                return Err(refusal(&posting, error).into());
-            }
-        } else {
-            let queued = Queued {
-                id: claim.id(),
-                what: request.what,
-                flags: request.flags,
-                sges,
-                inline: request.inline.map(SmallVec::from_slice),
-                window: request.window.map(|bind| Box::new(*bind)),
-                to: request.to.map(To::keep),
-                batch: false,
-            };
-            self.line_up(&mut posting, queued);
-            self.announce(posting);
-        }
-        Ok(claim)
-    }
-
-    /// Gives one work request to the device.
+    /// Starts a life of `parts` work requests in a free slot; `None` if there are 2^20 and all are taken.
     #[inline]
-    pub(super) fn post_one(
-        &self,
-        posting: &mut Posting,
-        what: What,
-        wr: SendWr<'_>,
-        sges: &[Sge],
-    ) -> Result<(), VerbError> {
-        self.slots.slot(index_of(wr.wr_id)).place_part(wr.wr_id, posting.posted as u32);
-        let result = match (what, &posting.poster) {
-            // SAFETY: S1: for all three: the elements name buffers that the operation owns, and what a window is bound
-            // to, the window keeps until it is not bound any more. The operation keeps them until
-            // the slot is COMPLETE, or leaves them in the slot, which `shutdown` empties only after the queue
-            // pair is destroyed.
-            (What::Send(op), Some(Poster::Send(qp))) => unsafe { qp.post_send(&[SendWr { op, ..wr }]) },
-            // SAFETY: S1: as above.
-            (What::Receive, Some(Poster::Receive(qp))) => unsafe { qp.post_recv(&[RecvWr { wr_id: wr.wr_id, sges }]) },
-            // SAFETY: S1: as above; the shared receive queue is destroyed first.
-            (What::Receive, Some(Poster::Shared(srq))) => unsafe { srq.post_recv(&[RecvWr { wr_id: wr.wr_id, sges }]) },
-            _ => Err(WRONG_QUEUE),
-        };
-        result.map_err(|refused| refused.error)?;
-        posting.posted += 1;
-        if is_traced() {
-            trace_posted(wr.wr_id, what);
-        }
-        Ok(())
+    pub(super) fn claim(self: &Arc<Self>, cursor: &mut Cursor, parts: u32) -> Option<Claim<Self>> {
+        let make = |index| Slot::new(self.owner.first_id(index), self.is_polled());
+        // SAFETY: C1: claimed for this.
+        self.slots.claim(cursor, parts, make).map(|slot| unsafe { Claim::new(self, slot) })
+    }
+
+    /// Frees a slot that was claimed.
+    #[inline(always)]
+    pub(super) fn release(&self, slot: &Slot<Self>) {
+        self.slots.hint(slot);
+        slot.free();
     }
 
     /// Ends a work request by its completion, a success, in the hands of the operation that waits for it: the
     /// caller is both the drainer and the future, so nothing is handed over. True if somebody waits for room, who is to be
     /// [let in](Self::let_in).
     #[inline(always)]
-    pub(super) fn end_own(&self, slot: &Slot, wc: &WorkCompletion) -> bool {
-        if is_traced() {
-            trace_completed(wc);
-        }
+    pub(super) fn end_own(&self, slot: &Slot<Self>) -> bool {
         slot.finish_own();
         // A completion stands for all unsignalled work before it.
         self.room.retire(slot.position())
@@ -364,13 +137,13 @@ impl WorkQueue {
 
     /// As [`complete`](Self::complete), if it failed or somebody waits for it.
     #[inline(never)]
-    fn complete_watched(&self, slot: &Slot, wc: &WorkCompletion, woken: &mut WakeList) {
+    fn complete_watched(&self, slot: &Slot<Self>, wc: &WorkCompletion, woken: &mut WakeList) {
         let Some(part) = slot.current_part(wc.wr_id) else { return stale(wc) };
         if is_traced() {
             trace_completed(wc);
         }
         if !wc.status.is_success() {
-            self.count_failure(wc);
+            self.failures.count(wc, self.failure(wc));
             self.tell_failure(woken);
         }
         let is_last = wc.wr_id == slot.id();
@@ -380,24 +153,10 @@ impl WorkQueue {
         }
         if !wc.status.is_success() {
             let kind = OpErrorKind::Completion(self.failure(wc));
-            if is_last { self.settle(wc.wr_id, Err(kind), woken) } else { self.fail_part(slot, part, kind) }
+            if is_last { self.settle(wc.wr_id, Err(kind), woken) } else { self.failures.fail_part(slot, part, kind) }
         } else if is_last {
             self.settle(wc.wr_id, Ok(*wc), woken);
         }
-    }
-
-    /// Notes why a part of a batch failed that is not its last, with which it ends. Under the lock of posting or of completions:
-    /// else a future that is being roused might see it happen.
-    #[cold]
-    pub(super) fn fail_part(&self, slot: &Slot, part: u32, kind: OpErrorKind) {
-        lock(&self.failed_parts).entry(index_of(slot.id())).or_default().push((part, kind));
-        slot.fail_parts();
-    }
-
-    /// What was noted of the batch in the slot of `id`, once.
-    #[cold]
-    pub(super) fn take_failed_parts(&self, id: WrId) -> FailedParts {
-        lock(&self.failed_parts).remove(&index_of(id)).unwrap_or_default()
     }
 
     /// What the completion says, and the lengths of a message that does not fit its receive, which the software device tells.
@@ -408,37 +167,16 @@ impl WorkQueue {
         CompletionError { lengths: told.then_some(lengths), ..failure(wc) }
     }
 
-    #[cold]
-    fn count_failure(&self, wc: &WorkCompletion) {
-        self.failed.fetch_add(1, Ordering::Relaxed);
-        if wc.status == WcStatus::WR_FLUSH_ERR {
-            self.flushed.fetch_add(1, Ordering::Relaxed);
-            tracing::debug!(qpn = %wc.qpn, wr_id = %wc.wr_id, "flushed");
-        } else {
-            tracing::warn!(qpn = %wc.qpn, wr_id = %wc.wr_id, status = %wc.status, vendor = wc.vendor_error, "work request failed");
-            self.note_cause(OpErrorKind::Completion(self.failure(wc)));
-        }
-    }
-
-    /// Work has failed that others are flushed behind.
-    pub(super) fn note_cause(&self, kind: OpErrorKind) {
-        lock(&self.cause).get_or_insert(kind);
-    }
-
-    /// Why work is flushed: the first failure since the queue was made that is no flush, whoever has posted what failed.
-    pub(crate) fn cause(&self) -> Option<OpErrorKind> {
-        *lock(&self.cause)
-    }
-
     /// Hands the outcome to the operation; what that leaves to do is added to `woken`.
     #[inline]
     pub(super) fn settle(&self, id: WrId, outcome: Outcome, woken: &mut WakeList) {
-        let finished = self.slots.slot(index_of(id)).finish(id, outcome);
-        self.follow_up(finished, woken);
+        let slot = self.slots.slot(index_of(id));
+        let finished = slot.finish(id, outcome);
+        self.follow_up(slot, finished, woken);
     }
 
     #[cold]
-    fn follow_up(&self, finished: Finished, woken: &mut WakeList) {
+    fn follow_up(&self, slot: &Slot<Self>, finished: Finished, woken: &mut WakeList) {
         match finished {
             Finished::Unwatched | Finished::Stale => {}
             Finished::Wake(waker) => {
@@ -446,6 +184,8 @@ impl WorkQueue {
                 woken.wake(waker);
             }
             Finished::Detached { held, waker } => {
+                self.failures.end_parts(slot);
+                self.release(slot);
                 self.cq.no_longer_waiting();
                 woken.dispose(held, waker);
             }
@@ -460,17 +200,8 @@ impl WorkQueue {
         posting.poster.take()
     }
 
-    /// The completion queue forgets it, and nothing is in flight on it any more: it lives as long as somebody holds it, or
-    /// an operation that was not looked at. The poster is for the caller to drop, without a lock.
-    pub(super) fn orphan(self: &Arc<Self>) -> Option<Poster> {
-        let poster = self.close();
-        // None of them is the last reference: the caller has one.
-        self.slots.iter().for_each(|(_, slot)| drop(slot.orphan()));
-        poster
-    }
-
-    /// Ends a shared receive queue that nothing draws from any more.
-    pub(crate) fn shut(self: &Arc<Self>, kind: OpErrorKind) {
+    /// Ends a shared receive queue that was destroyed, and forgets it.
+    pub(super) fn shut(&self, kind: OpErrorKind) {
         drop(self.close());
         self.cq.abandon(self, kind, true);
     }
@@ -482,7 +213,7 @@ impl WorkQueue {
             self.cq.no_longer_waiting();
             let slot = self.slots.slot(index_of(next.id));
             if let Some(part) = slot.part(next.id).filter(|_| next.id != slot.id()) {
-                self.fail_part(slot, part, kind);
+                self.failures.fail_part(slot, part, kind);
             }
         }
         self.room.clear();
@@ -498,19 +229,9 @@ impl WorkQueue {
 
     /// Ends those before the last of a batch, if it is one, that were posted, have not failed, and are not done: a completion
     /// behind them in the batch stands for those.
-    fn abandon_parts(&self, slot: &Slot, kind: OpErrorKind) {
-        let before_last = slot.parts() - 1;
-        if before_last == 0 {
-            return;
-        }
-        let done = self.room.done_from(slot.start());
-        let mut failed: Vec<u32> = match lock(&self.failed_parts).get(&index_of(slot.id())) {
-            Some(failed) => failed.iter().map(|&(part, _)| part).collect(),
-            None => Vec::new(),
-        };
-        failed.sort_unstable();
-        for part in (done..before_last).filter(|part| failed.binary_search(part).is_err()) {
-            self.fail_part(slot, part, kind);
+    fn abandon_parts(&self, slot: &Slot<Self>, kind: OpErrorKind) {
+        if slot.parts() > 1 {
+            self.failures.fail_parts_from(slot, self.room.done_from(slot.start()), kind);
         }
     }
 
@@ -529,6 +250,17 @@ impl WorkQueue {
         }
     }
 
+    /// Why work is flushed: the first failure since the queue was made that is no flush, whoever has posted what failed.
+    pub(crate) fn cause(&self) -> Option<OpErrorKind> {
+        self.failures.cause()
+    }
+
+    /// Leaves one work request in the slot of a batch that is over; which of the others failed.
+    #[inline]
+    pub(super) fn end_parts(&self, slot: &Slot<Self>) -> FailedParts {
+        self.failures.end_parts(slot)
+    }
+
     pub(crate) fn counters(&self) -> WorkQueueCounters {
         let posting = lock(&self.posting);
         WorkQueueCounters {
@@ -536,92 +268,142 @@ impl WorkQueue {
             in_flight: self.room.in_flight(posting.posted as u32),
             waiting: posting.queued.len(),
             waited: posting.waited,
-            failed: self.failed.load(Ordering::Relaxed),
-            flushed: self.flushed.load(Ordering::Relaxed),
+            failed: self.failures.failed(),
+            flushed: self.failures.flushed(),
         }
     }
 
-    /// Adds the local elements of a buffer, or of a list of them, to `list`.
-    pub(super) fn gather<B: Gather, A: smallvec::Array<Item = Sge>>(
-        &self,
-        buffer: &B,
-        list: &mut SmallVec<A>,
-    ) -> Result<(), OpErrorKind> {
-        let mut foreign = false;
-        buffer.pieces(&mut |sge, pd| {
-            foreign |= pd != self.limits.pd;
-            // To some devices an element of no bytes means one of 2^31.
-            if sge.length > 0 {
-                list.push(sge);
-            }
-        });
-        if foreign { Err(OpErrorKind::Foreign { what: "buffer" }) } else { Ok(()) }
+    // Being told of it.
+
+    /// True if the device holds none of its work, and none waits for room.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.is_idle_now(&lock(&self.posting))
     }
 
+    /// Work requests that the device holds or that wait for room.
+    pub(crate) fn load(&self) -> usize {
+        let posting = lock(&self.posting);
+        self.room.in_flight(posting.posted as u32) as usize + posting.queued.len()
+    }
+
+    /// Up to where work was given to it so far, to ask [`has_passed`](Self::has_passed) with.
+    pub(crate) fn mark(&self) -> u32 {
+        let posting = lock(&self.posting);
+        (posting.posted as u32).wrapping_add(posting.queued.len() as u32)
+    }
+
+    /// True if all is done that was given to it before that mark. It may take longer to be said if work in line was refused.
+    pub(crate) fn has_passed(&self, mark: u32) -> bool {
+        let posting = lock(&self.posting);
+        let done = (posting.posted as u32).wrapping_sub(self.room.in_flight(posting.posted as u32));
+        self.is_idle_now(&posting) || done.wrapping_sub(mark) < 1 << 31
+    }
+
+    /// True if work can be given to it: it was not destroyed.
+    pub(crate) fn is_open(&self) -> bool {
+        lock(&self.posting).poster.is_some()
+    }
+
+    /// Completions that were errors, modulo 2^32.
     #[inline]
-    pub(super) fn check(&self, sges: &[Sge], inline: Option<&[u8]>, room: u64) -> Result<(), OpErrorKind> {
-        if let Some(bytes) = inline {
-            LimitError::check("inline bytes (max_inline)", bytes.len() as u64, self.limits.max_inline.into())?;
-            LimitError::check("bytes for the remote region", bytes.len() as u64, room)?;
-            return Ok(());
+    pub(crate) fn failures(&self) -> u32 {
+        self.failures.failed()
+    }
+
+    /// As [`is_idle`](Self::is_idle). If it is not, `waker` is woken once when it is, however that comes about, and whoever
+    /// else waits for completions or not; another waker that waits for the same is kept instead.
+    pub(crate) fn when_idle(&self, waker: &Waker) -> bool {
+        // No lock may be held for what the clone or the drop of a waker runs.
+        let mut waker = Some(waker.clone());
+        let mut posting = lock(&self.posting);
+        if self.is_idle_now(&posting) {
+            return true;
         }
-        let bytes: u64 = sges.iter().map(|sge| u64::from(sge.length)).sum();
-        LimitError::check("scatter/gather elements (max_sge)", sges.len() as u64, self.limits.max_sge.into())?;
-        LimitError::check("message bytes", bytes, self.limits.max_message)?;
-        LimitError::check("bytes for the remote region", bytes, room)?;
-        Ok(())
+        if posting.watch.idle.is_none() {
+            self.cq().now_waiting();
+            posting.watch.idle = waker.take();
+        }
+        // As who waits for room: either we see that it is idle, or the drainer sees us.
+        self.room.crowd();
+        let idle = self.is_idle_now(&posting);
+        let spent = if idle { posting.watch.idle.take() } else { None };
+        if spent.is_some() {
+            self.cq().no_longer_waiting();
+            self.room.clear();
+        }
+        drop(posting);
+        drop(spent);
+        if !idle {
+            self.cq().attend();
+        }
+        idle
     }
 
-    pub(super) fn too_many(&self) -> OpErrorKind {
-        let allowed = 1 << INDEX_BITS;
-        OpErrorKind::Limit(LimitError { field: "operations not yet awaited", asked: allowed + 1, allowed })
+    /// Has `waker` woken once, when work fails next, or has failed since `failures`, or when the queue ends.
+    pub(crate) fn when_failed(&self, waker: &Waker, failures: u32) {
+        let waker = waker.clone();
+        let mut posting = lock(&self.posting);
+        let before = posting.watch.failure.replace(waker);
+        // Counted first, and told under this lock: either the drainer sees us, or we see that it has counted.
+        let is_over = self.failures() != failures || posting.poster.is_none();
+        let spent = if is_over { posting.watch.failure.take() } else { None };
+        drop(posting);
+        drop(before);
+        if let Some(waker) = spent {
+            super::wake_list::wake(waker);
+        }
+    }
+
+    fn is_idle_now(&self, posting: &Posting) -> bool {
+        posting.queued.is_empty() && self.room.in_flight(posting.posted as u32) == 0
+    }
+
+    /// Called when room has come up and some of it was used: tells who waits for all of it.
+    pub(super) fn tell_idle(&self, posting: &mut Posting, woken: &mut WakeList) {
+        if self.is_idle_now(posting)
+            && let Some(waker) = posting.watch.idle.take()
+        {
+            self.cq().no_longer_waiting();
+            woken.wake(waker);
+        }
+    }
+
+    /// Has `waker` woken whenever those who wait are to look again, for who has others wait.
+    pub(crate) fn when_roused(&self, waker: &Waker) {
+        let waker = waker.clone();
+        let before = lock(&self.posting).watch.rouse.replace(waker);
+        drop(before);
+    }
+
+    /// No work can be given to it any more.
+    pub(super) fn tell_of_end(&self) {
+        let waker = lock(&self.posting).watch.failure.take();
+        if let Some(waker) = waker {
+            super::wake_list::wake(waker);
+        }
+    }
+
+    /// Work has failed.
+    #[cold]
+    pub(super) fn tell_failure(&self, woken: &mut WakeList) {
+        if let Some(waker) = lock(&self.posting).watch.failure.take() {
+            woken.wake(waker);
+        }
     }
 }
 
-/// Why the device refused a work request: `error`, or the state of the queue pair, if it takes no such work in that state. A full
-/// queue and a device that is gone have errors of their own.
+/// Of a shared receive queue whose completion queue has failed, when nothing draws from it any more. It is not destroyed yet, so
+/// not forgotten.
+impl Teardown for WorkQueue {
+    fn shut_down(&self, kind: OpErrorKind) {
+        drop(self.close());
+        self.cq.abandon(self, kind, false);
+    }
+}
+
 #[cold]
-pub(super) fn refusal(posting: &Posting, error: VerbError) -> OpErrorKind {
-    if error.errno != VerbError::EINVAL {
-        return OpErrorKind::Post(error);
-    }
-    let (qp, takes): (_, fn(QpState) -> bool) = match &posting.poster {
-        Some(Poster::Send(qp)) => (qp, |state| matches!(state, QpState::Rts | QpState::Sqd)),
-        Some(Poster::Receive(qp)) => (qp, |state| !matches!(state, QpState::Reset | QpState::Err)),
-        Some(Poster::Shared(_)) | None => return OpErrorKind::Post(error),
-    };
-    match qp.query() {
-        Ok((state, _)) if !takes(state) => OpErrorKind::State { qpn: qp.qpn(), state, error },
-        _ => OpErrorKind::Post(error),
-    }
-}
-
-/// True if somebody wants to see each work request.
-#[inline(always)]
-pub(super) fn is_traced() -> bool {
-    tracing::Level::TRACE <= tracing::level_filters::LevelFilter::current()
-}
-
-#[cold]
-fn trace_completed(wc: &WorkCompletion) {
+pub(super) fn trace_completed(wc: &WorkCompletion) {
     tracing::trace!(wr_id = %wc.wr_id, status = ?wc.status, "completed");
-}
-
-#[cold]
-fn trace_posted(id: WrId, what: What) {
-    tracing::trace!(wr_id = %id, ?what, "posted");
-}
-
-/// Why it is no success, if it is none.
-#[inline]
-pub(super) fn success(wc: &WorkCompletion) -> Result<&WorkCompletion, OpErrorKind> {
-    if wc.status.is_success() { Ok(wc) } else { Err(OpErrorKind::Completion(failure(wc))) }
-}
-
-#[cold]
-fn failure(wc: &WorkCompletion) -> CompletionError {
-    let WorkCompletion { status, vendor_error, qpn, .. } = *wc;
-    CompletionError { status, vendor_error, qpn, lengths: None }
 }
 
 #[cold]

@@ -44,9 +44,9 @@ mod one_sided;
 mod outbound;
 mod protocol;
 mod shared;
-mod timers;
 #[cfg(all(test, not(loom)))]
 mod stranger;
+mod timers;
 #[cfg(all(test, not(loom)))]
 mod unaccepted;
 #[cfg(all(test, not(loom)))]

@@ -115,7 +115,7 @@ impl<F: Finish> Operation<F> {
 
 /// Posts, or lines up, with patience.
 #[inline(never)]
-fn submit<B: Gather>(queue: &Arc<WorkQueue>, request: Request<'_>, held: &B) -> Claim {
+fn submit<B: Gather>(queue: &Arc<WorkQueue>, request: Request<'_>, held: &B) -> Claim<WorkQueue> {
     match queue.submit(request, held, Patience::Queue) {
         Ok(claim) => claim,
         Err(Refusal::Error(kind)) => Claim::refused(kind),

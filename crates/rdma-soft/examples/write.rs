@@ -94,7 +94,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         target: None,
     };
     // SAFETY: the source stays valid and untouched until the completion is polled.
-    unsafe { a.qp.post_send(&[write]) }.map_err(|refused| refused.error)?;
+    unsafe { a.qp.post_send([write]) }.map_err(|refused| refused.error)?;
 
     let mut completions = [WorkCompletion::default(); 1];
     while a.cq.poll(&mut completions)? == 0 {

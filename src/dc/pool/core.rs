@@ -26,7 +26,7 @@ use smallvec::SmallVec;
 use super::DcPolicy;
 use super::peer::{Peer, PeerState};
 use crate::dc::DcInitiator;
-use crate::engine::{CqShared, Deferral, WorkQueue};
+use crate::engine::{CompletionQueueCore, Deferral, WorkQueue};
 use crate::error::{OpErrorKind, SetupError};
 
 /// What all handles of a pool share.
@@ -181,7 +181,7 @@ impl Core {
         }
     }
 
-    pub(super) fn cq(&self) -> &Arc<CqShared> {
+    pub(super) fn cq(&self) -> &Arc<CompletionQueueCore> {
         self.members[0].queue().cq()
     }
 

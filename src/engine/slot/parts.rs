@@ -3,7 +3,8 @@
 //! Each has a number of its own, those of lives that follow each other: the last has the slot's, those before it the ones of the
 //! lives before. So it is known which of them failed, though only the last ends the slot.
 
-use super::{DETACHED, FAILED, GENERATION, GENERATION_BITS, PHASE, SUBMITTED, Slot, WAITING};
+use super::{DETACHED, FAILED, PHASE, SUBMITTED, Slot, WAITING};
+use crate::engine::work_request_id::{GENERATION, GENERATION_BITS};
 use crate::error::OpErrorKind;
 use crate::sync::Ordering;
 use crate::types::WrId;
@@ -14,7 +15,7 @@ pub(in crate::engine) const MAX_PARTS: u32 = 1 << (GENERATION_BITS - 1);
 /// Parts of a batch that failed, each once, in any order.
 pub(in crate::engine) type FailedParts = Vec<(u32, OpErrorKind)>;
 
-impl Slot {
+impl<Q> Slot<Q> {
     /// As [`place`](Self::place), if it may be a batch of which this is one work request, and the others are posted before and
     /// behind it.
     pub(in crate::engine) fn place_part(&self, id: WrId, position: u32) {
@@ -67,18 +68,14 @@ impl Slot {
         matches!(state & PHASE, SUBMITTED | WAITING | DETACHED).then(|| self.part(id))?
     }
 
-    /// The parts that failed, of a batch that is over; there is one work request in the slot from now on.
+    /// Leaves one work request in the slot of a batch that is over; true if its queue has noted parts that failed.
     #[inline]
-    pub(in crate::engine) fn end_parts(&self) -> FailedParts {
-        let parts = self.parts();
-        if parts == 1 {
-            return FailedParts::new();
+    pub(in crate::engine) fn end_parts(&self) -> bool {
+        if self.parts() == 1 {
+            return false;
         }
         self.parts.store(1, Ordering::Release);
-        if self.state.load(Ordering::Relaxed) & FAILED == 0 {
-            return FailedParts::new();
-        }
-        self.queue().map_or_else(FailedParts::new, |queue| queue.take_failed_parts(self.id()))
+        self.state.load(Ordering::Relaxed) & FAILED != 0
     }
 }
 

@@ -7,8 +7,8 @@ use super::*;
 
 const ID: WrId = WrId(7);
 
-fn slot() -> Slot {
-    Slot::new(ID, None)
+fn slot() -> Slot<()> {
+    Slot::new(ID, false)
 }
 
 /// Counts how often it is woken.
@@ -36,8 +36,8 @@ fn success() -> WorkCompletion {
 fn completion_of_an_operation_that_does_not_wait_stays_in_the_slot() {
     let slot = slot();
     assert!(slot.in_flight().is_none() && !slot.is_current(ID));
-    let claim = slot.claim(1).unwrap();
-    assert!(slot.claim(1).is_none(), "it is taken");
+    assert!(slot.claim(1));
+    assert!(!slot.claim(1), "it is taken");
     assert_eq!((slot.id(), slot.parts(), slot.in_flight()), (ID, 1, Some(ID)));
     assert!(slot.is_new() && slot.is_unwatched() && slot.is_current(ID) && slot.is_unwatched_in(ID));
     assert!(!slot.is_complete() && !slot.is_current(WrId(8)) && !slot.is_unwatched_in(WrId(8)));
@@ -57,23 +57,23 @@ fn completion_of_an_operation_that_does_not_wait_stays_in_the_slot() {
     let [(_, waker), _] = wakers();
     assert_eq!(slot.register(waker.clone(), &mut Spent::default()), Registered::Complete);
 
-    claim.release();
+    slot.free();
     assert!(!slot.is_complete() && slot.id() != ID);
-    let again = slot.claim(1).unwrap();
+    assert!(slot.claim(1));
     assert!(slot.is_new());
     assert!(matches!(slot.finish(slot.id(), Ok(success())), Finished::Unwatched));
-    again.release();
+    slot.free();
     // In the hands of its future from the start.
-    let own = slot.claim(1).unwrap();
+    assert!(slot.claim(1));
     slot.finish_own();
     assert!(slot.is_complete());
-    own.release();
+    slot.free();
 }
 
 #[test]
 fn operation_that_waits_is_woken_by_its_latest_waker() {
     let slot = slot();
-    let _claim = slot.claim(1).unwrap();
+    assert!(slot.claim(1));
     let ([(first, earlier), (second, later)], mut spent) = (wakers(), Spent::default());
     assert_eq!(slot.register(earlier.clone(), &mut spent), Registered::Fresh);
     assert!(!slot.is_new() && !slot.is_unwatched() && !slot.is_unwatched_in(ID) && slot.is_current(ID));
@@ -96,14 +96,14 @@ fn operation_that_waits_is_woken_by_its_latest_waker() {
 #[test]
 fn rounds_are_those_of_this_life() {
     let slot = slot();
-    let claim = slot.claim(1).unwrap();
+    assert!(slot.claim(1));
     assert_eq!(slot.rounds(), 0);
     slot.spin(3);
     assert_eq!(slot.rounds(), 3);
     assert!(!slot.is_new() && slot.is_unwatched() && slot.is_unwatched_in(ID), "it has spun and does not wait");
     assert!(slot.finish_unwatched(ID, &success()) && slot.is_complete());
-    claim.release();
-    let _claim = slot.claim(1).unwrap();
+    slot.free();
+    assert!(slot.claim(1));
     assert_eq!(slot.rounds(), 0);
 }
 
@@ -113,8 +113,8 @@ fn what_an_abandoned_operation_held_comes_back_with_its_completion() {
     let held = |value: u8| -> Option<Held> { Some(Box::new(value)) };
     let value = |held: Option<Held>| *held.unwrap().downcast::<u8>().unwrap();
     for waits in [false, true] {
-        let claim = slot.claim(1).unwrap();
-        let id = claim.id();
+        assert!(slot.claim(1));
+        let id = slot.id();
         if waits {
             assert_eq!(slot.register(waker.clone(), &mut Spent::default()), Registered::Fresh);
         }
@@ -123,20 +123,22 @@ fn what_an_abandoned_operation_held_comes_back_with_its_completion() {
         assert!(!slot.finish_unwatched(id, &success()));
         let Finished::Detached { held, waker } = slot.finish(id, Ok(success())) else { panic!("it was abandoned") };
         assert_eq!((value(held), waker.is_some()), (1, waits));
+        assert!(slot.in_flight() == Some(id), "until it is freed");
+        slot.free();
         assert!(slot.in_flight().is_none() && slot.id() != id);
     }
-    let claim = slot.claim(1).unwrap();
+    assert!(slot.claim(1));
     slot.finish_own();
     let Detach::Complete(back) = slot.detach(held(2)) else { panic!("it is complete") };
     assert_eq!(value(back), 2);
-    claim.release();
-    assert!(slot.claim(1).is_some());
+    slot.free();
+    assert!(slot.claim(1));
 }
 
 #[test]
 fn batch_takes_the_numbers_of_as_many_lives_and_positions() {
     let slot = slot();
-    let claim = slot.claim(5).unwrap();
+    assert!(slot.claim(5));
     assert_eq!((slot.id(), slot.parts()), (WrId(ID.0 + 4 * GENERATION), 5));
     slot.place_part(slot.id_of(1), u32::MAX);
     assert_eq!((slot.start(), slot.position()), (u32::MAX - 1, 2));
@@ -146,20 +148,84 @@ fn batch_takes_the_numbers_of_as_many_lives_and_positions() {
     assert_eq!(slot.part(WrId(slot.id_of(0).0.wrapping_sub(GENERATION))), None, "the life before");
     slot.finish_own();
     assert_eq!(slot.current_part(slot.id()), None, "it is over");
-    assert!(slot.end_parts().is_empty());
-    claim.release();
-    let _claim = slot.claim(1).unwrap();
+    assert!(!slot.end_parts(), "none has failed");
+    slot.free();
+    assert!(slot.claim(1));
     assert_eq!((slot.id(), slot.parts()), (WrId(ID.0 + 5 * GENERATION), 1));
 }
 
+#[derive(Debug, Clone, Copy)]
+enum Step {
+    Claim,
+    Register,
+    Finish,
+    FinishUnwatched,
+    Rouse,
+    Detach,
+    Free,
+}
+
+/// Where a step leads from a phase; `None` if no party takes it there.
+fn after(phase: Phase, step: Step) -> Option<Phase> {
+    use Phase::{Complete, Detached, Free, Submitted, Waiting, Waking};
+    match (step, phase) {
+        (Step::Claim, Free) => Some(Submitted),
+        (Step::Register, Submitted | Waiting) => Some(Waiting),
+        (Step::Finish, Submitted | Waiting) => Some(Complete),
+        (Step::FinishUnwatched, Submitted) => Some(Complete),
+        (Step::Rouse, Waiting) => Some(Submitted),
+        (Step::Detach, Submitted | Waiting | Waking) => Some(Detached),
+        (Step::Free, Submitted | Complete | Detached) => Some(Free),
+        // The future has it before it registers or detaches, and has neither a free nor a detached one.
+        (Step::Register | Step::Detach, Free | Detached) => None,
+        // The drainer is still at it, or the future has it.
+        (Step::Free, Free | Waiting | Waking) => None,
+        // Nothing changes. Whoever finishes or rouses takes the slot as it is; a detached one is freed by who finished it.
+        _ => Some(phase),
+    }
+}
+
 #[test]
-fn orphaned_slot_starts_no_life() {
-    let slot = slot();
-    assert!(slot.end(), "it is free");
-    assert!(slot.claim(1).is_none());
-    let slot = self::slot();
-    let _claim = slot.claim(1).unwrap();
-    assert!(!slot.end(), "its life is not over");
-    assert!(slot.is_current(ID) && slot.finish_unwatched(ID, &success()));
-    assert!(slot.free(), "that was the last");
+fn each_step_leads_from_each_phase_where_the_table_says() {
+    use Phase::{Complete, Detached, Free, Submitted, Waiting, Waking};
+    let steps =
+        [Step::Claim, Step::Register, Step::Finish, Step::FinishUnwatched, Step::Rouse, Step::Detach, Step::Free];
+    for phase in [Free, Submitted, Waiting, Waking, Complete, Detached] {
+        for step in steps {
+            let Some(expected) = after(phase, step) else { continue };
+            let (slot, [(_, waker), _]) = (slot(), wakers());
+            if phase != Free {
+                assert!(slot.claim(1));
+            }
+            match phase {
+                Free | Submitted => {}
+                Waiting | Waking => assert_eq!(slot.register(waker.clone(), &mut Spent::default()), Registered::Fresh),
+                Complete => assert!(slot.finish_unwatched(ID, &success())),
+                Detached => assert!(matches!(slot.detach(None), Detach::InFlight { .. })),
+            }
+            if phase == Waking {
+                // As the drainer does, which is another thread.
+                slot.state.store(WAKING, Ordering::Relaxed);
+            }
+            // Told apart from the step by what it returns, too.
+            let changed = match step {
+                Step::Claim => slot.claim(1),
+                Step::Register => {
+                    matches!(slot.register(waker, &mut Spent::default()), Registered::Fresh | Registered::Again)
+                }
+                Step::Finish => !matches!(slot.finish(ID, Ok(success())), Finished::Stale),
+                Step::FinishUnwatched => slot.finish_unwatched(ID, &success()),
+                Step::Rouse => slot.rouse().is_some(),
+                Step::Detach => matches!(slot.detach(None), Detach::InFlight { .. }),
+                Step::Free => {
+                    slot.free();
+                    slot.id() != ID
+                }
+            };
+            let state = slot.state.load(Ordering::Relaxed);
+            assert_eq!(state, expected as u32, "{step:?} of a slot that is {phase:?}");
+            let again = matches!((phase, step), (Waiting, Step::Register) | (Detached, Step::Finish));
+            assert_eq!(changed, phase != expected || again, "{step:?} of a slot that is {phase:?}");
+        }
+    }
 }

@@ -3,19 +3,19 @@
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
-use super::{BATCH, CqShared, Draining, RUN, State};
+use super::{BATCH, CompletionQueueCore, Draining, RUN, State};
 use crate::contained::contained;
 use crate::engine::arm;
 use crate::engine::completion_mode::CompletionMode;
 use crate::engine::slot::{Registered, Slot, Spent};
-use crate::engine::work_queue::WorkQueue;
+use crate::engine::work_queue::{WorkQueue, trace_completed};
 use crate::error::VerbError;
 use crate::sync::{MutexGuard, Ordering, lock, try_lock};
 use crate::types::WorkCompletion;
 
-impl CqShared {
+impl CompletionQueueCore {
     /// True if nobody waits for completions that are taken and not handed out. Whoever begins to wait later hands out what is
-    /// left before: `look_further`, `attend`. A poller never sleeps.
+    /// left before: `look_further`, `wait_slow`, `attend`. A poller never sleeps.
     fn may_leave(&self) -> bool {
         self.waiting.load(Ordering::Relaxed) == 0 && self.mode.arms()
     }
@@ -23,11 +23,11 @@ impl CqShared {
     /// Ends the first of a batch of `taken`, which is in `slot` and was asked for. If nobody waits for the rest it is left for
     /// who asks, and spared the way through the slot.
     #[inline(never)]
-    fn leave(mut guard: MutexGuard<'_, State>, taken: usize, queue: &WorkQueue, slot: &Slot) {
+    fn leave(mut guard: MutexGuard<'_, State>, taken: usize, queue: &WorkQueue, slot: &Slot<WorkQueue>) {
         let (this, state) = (queue.cq(), &mut *guard);
         state.run -= taken;
         state.counters.completions += taken as u64;
-        let crowded = queue.end_own(slot, &state.completions[0]);
+        let crowded = queue.end_own(slot);
         if this.may_leave() {
             (state.next, state.end) = (1, taken);
         } else {
@@ -43,13 +43,13 @@ impl CqShared {
     /// says.
     ///
     /// When it is over, gives what `see` makes of the completion if that is the next one and a success, which spares the
-    /// operation the way through its slot; the caller is to [end](crate::engine::slot::Claim::end) the claim then, in a
+    /// operation the way through its slot; the caller is to [end](crate::engine::claim::Claim::end) the claim then, in a
     /// frame whose arguments do not refer to the queue. Otherwise the slot has the outcome.
     #[inline(always)]
     pub(in crate::engine) fn look_first<S>(
         self: &Arc<Self>,
         queue: &WorkQueue,
-        slot: &Slot,
+        slot: &Slot<WorkQueue>,
         context: &mut Context<'_>,
         see: impl FnOnce(&WorkCompletion) -> S,
     ) -> Poll<Option<S>> {
@@ -61,7 +61,7 @@ impl CqShared {
     pub(in crate::engine) fn look_again<S>(
         self: &Arc<Self>,
         queue: &WorkQueue,
-        slot: &Slot,
+        slot: &Slot<WorkQueue>,
         context: &mut Context<'_>,
         see: impl FnOnce(&WorkCompletion) -> S,
     ) -> Poll<Option<S>> {
@@ -71,6 +71,9 @@ impl CqShared {
             && let Some(state) = try_lock(&self.state)
         {
             let see = |completion: &WorkCompletion| {
+                if slot.is_traced() {
+                    trace_completed(completion);
+                }
                 self.found(rounds);
                 see(completion)
             };
@@ -85,7 +88,7 @@ impl CqShared {
         self: &'a Arc<Self>,
         mut guard: MutexGuard<'a, State>,
         queue: &WorkQueue,
-        slot: &Slot,
+        slot: &Slot<WorkQueue>,
         context: &mut Context<'_>,
         see: impl FnOnce(&WorkCompletion) -> S,
     ) -> Poll<Option<S>> {
@@ -96,7 +99,7 @@ impl CqShared {
             if is_success_of(next, slot) {
                 let seen = see(next);
                 state.next += 1;
-                if queue.end_own(slot, next) {
+                if queue.end_own(slot) {
                     Self::let_in(guard, queue);
                 } else {
                     drop(guard);
@@ -118,7 +121,7 @@ impl CqShared {
                     } else {
                         state.run -= 1;
                         state.counters.completions += 1;
-                        if queue.end_own(slot, next) {
+                        if queue.end_own(slot) {
                             Self::let_in(guard, queue);
                         } else {
                             drop(guard);
@@ -139,7 +142,7 @@ impl CqShared {
         self: &'a Arc<Self>,
         mut guard: MutexGuard<'a, State>,
         found: Result<usize, VerbError>,
-        slot: &Slot,
+        slot: &Slot<WorkQueue>,
         context: &mut Context<'_>,
     ) -> Poll<()> {
         let state = &mut *guard;
@@ -159,7 +162,7 @@ impl CqShared {
     fn look_further<'a>(
         self: &'a Arc<Self>,
         mut state: MutexGuard<'a, State>,
-        slot: &Slot,
+        slot: &Slot<WorkQueue>,
         context: &mut Context<'_>,
     ) -> Poll<()> {
         self.finish_left(&mut state);
@@ -175,7 +178,11 @@ impl CqShared {
     }
 
     /// As [`look_again`](Self::look_again), always through the slot.
-    pub(in crate::engine) fn wait_slot(self: &Arc<Self>, slot: &Slot, context: &mut Context<'_>) -> Poll<()> {
+    pub(in crate::engine) fn wait_slot(
+        self: &Arc<Self>,
+        slot: &Slot<WorkQueue>,
+        context: &mut Context<'_>,
+    ) -> Poll<()> {
         let Some(mut state) = try_lock(&self.state) else { return self.wait_locked(slot, context) };
         let more = self.drain_batch(&mut state);
         self.wait_slow(state, more, slot, context)
@@ -183,7 +190,7 @@ impl CqShared {
 
     /// Somebody else is draining.
     #[cold]
-    fn wait_locked(self: &Arc<Self>, slot: &Slot, context: &mut Context<'_>) -> Poll<()> {
+    fn wait_locked(self: &Arc<Self>, slot: &Slot<WorkQueue>, context: &mut Context<'_>) -> Poll<()> {
         // A poller has the lock most of the time, and will find what there is.
         if matches!(self.mode, CompletionMode::BusyPoll(_)) {
             if self.register(slot, context.waker().clone(), &mut Spent::default()) == Registered::Imminent {
@@ -201,7 +208,7 @@ impl CqShared {
         self: &'a Arc<Self>,
         mut state: MutexGuard<'a, State>,
         mut more: bool,
-        slot: &Slot,
+        slot: &Slot<WorkQueue>,
         context: &mut Context<'_>,
     ) -> Poll<()> {
         let rounds = slot.rounds();
@@ -282,8 +289,23 @@ impl CqShared {
         Poll::Pending
     }
 
+    /// For a task that waits for what completions of others lead to, and that is woken by whoever brings it about: sees to it
+    /// that they are found, in the runtime of this task too.
+    pub(crate) fn attend_for(self: &Arc<Self>, context: &mut Context<'_>) {
+        self.drain();
+        if !self.mode().arms() {
+            return;
+        }
+        self.attend();
+        let polls = matches!(self.mode(), CompletionMode::Cooperative) && !self.is_driven();
+        // As an operation that waits: without a reactor it has to ask.
+        if polls || !self.reactors.watch(self) {
+            contained(|| context.waker().wake_by_ref());
+        }
+    }
+
     /// What [`Slot::register`] says.
-    fn register(&self, slot: &Slot, waker: Waker, spent: &mut Spent) -> Registered {
+    fn register(&self, slot: &Slot<WorkQueue>, waker: Waker, spent: &mut Spent) -> Registered {
         // Counted before it is visible, so that whoever finishes it never counts below zero.
         self.now_waiting();
         let registered = slot.register(waker, spent);
@@ -308,6 +330,6 @@ impl CqShared {
 
 /// True if `completion` is that of the work request in `slot`, and a success.
 #[inline(always)]
-fn is_success_of(completion: &WorkCompletion, slot: &Slot) -> bool {
+fn is_success_of(completion: &WorkCompletion, slot: &Slot<WorkQueue>) -> bool {
     completion.wr_id == slot.id() && completion.status.is_success()
 }

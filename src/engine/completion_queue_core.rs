@@ -1,23 +1,25 @@
-//! The one drain path.
+//! A completion queue and the work queues on it: completions are taken here, and their operations finished.
 
-mod look;
+mod wait;
 
 use std::fmt;
 use std::sync::{Arc, Weak};
 
-use super::arm::{self, Watched};
+use super::arm::{self, Armed};
+use super::busy_poll::Polled;
+use super::completion_counters::CompletionQueueCounters;
 use super::completion_mode::CompletionMode;
-use super::completion_queue::CompletionQueueCounters;
-use super::queue_pair_core::{Drawing, QueuePairCore};
-use super::reactor::Reactors;
+use super::posting::Poster;
+use super::reactor::{self, Reactors};
 use super::spin_budget::SpinBudget;
-use super::wake_list::{WakeList, wake};
-use super::work_queue::{Owner, Poster, WorkQueue};
+use super::wake_list::{Teardown, WakeList, wake};
+use super::work_queue::WorkQueue;
 use super::work_request::Limits;
+use super::work_request_id::Owner;
 use crate::error::{LimitError, OpErrorKind, SetupError, VerbError};
 use crate::sync::{AtomicU32, Mutex, MutexGuard, Ordering, lock, try_lock};
 use crate::types::WorkCompletion;
-use crate::verbs::{Channel, Cq};
+use crate::verbs::{Channel, Cq, Device};
 
 /// Completions taken from the device at once: enough to spread the cost of a poll, few enough that a drain
 /// does not keep the lock for long.
@@ -28,9 +30,10 @@ const BATCH: usize = 32;
 const RUN: usize = 128;
 
 /// What all holders of a completion queue share.
-pub(crate) struct CqShared {
+pub(crate) struct CompletionQueueCore {
     mode: CompletionMode,
-    /// Operations that registered a waker, were abandoned or stand in line for room, and are not finished.
+    /// Operations that registered a waker, were abandoned or are queued for capacity, and are not finished; and those who wait
+    /// for a work queue to be idle.
     waiting: AtomicU32,
     /// Futures that poll it for all.
     drivers: AtomicU32,
@@ -67,14 +70,12 @@ struct State {
 
 struct Attached {
     queue: Arc<WorkQueue>,
-    /// The queue pair, if it is not a shared receive queue.
-    core: Weak<QueuePairCore>,
-    /// What is not destroyed and draws from it, if it is one.
-    drawing: Vec<Weak<dyn Drawing>>,
+    /// What is not destroyed and draws from it, if it is a shared receive queue.
+    drawing: Vec<Weak<dyn Teardown>>,
     reserved: u32,
 }
 
-impl CqShared {
+impl CompletionQueueCore {
     pub(super) fn new(cq: Cq, channel: Option<Channel>, mode: CompletionMode) -> Self {
         Self {
             channel,
@@ -141,31 +142,24 @@ impl CqShared {
         state.reserved += limits.depth;
         let queue = Arc::new(WorkQueue::new(Owner(number), poster, limits, self.clone()));
         state.queues[number as usize] =
-            Some(Attached { queue: queue.clone(), core: Weak::new(), drawing: Vec::new(), reserved: limits.depth });
+            Some(Attached { queue: queue.clone(), drawing: Vec::new(), reserved: limits.depth });
         Ok(queue)
     }
 
     /// Notes which queue pair `queue` is of, to be destroyed if this completion queue fails; not if it has.
-    pub(super) fn own(&self, queue: &WorkQueue, core: &Arc<QueuePairCore>) -> Result<(), VerbError> {
-        let mut state = lock(&self.state);
+    pub(super) fn own(&self, queue: &WorkQueue, queue_pair: Weak<dyn Teardown>) -> Result<(), VerbError> {
+        // Under the lock, so that a failure either comes first or finds the queue pair.
+        let state = lock(&self.state);
         if let Some(error) = state.failed {
             return Err(error);
         }
-        if let Some(Some(attached)) = state.queues.get_mut(queue.owner().0 as usize) {
-            attached.core = Arc::downgrade(core);
-        }
+        queue.set_queue_pair(queue_pair);
         Ok(())
-    }
-
-    /// The queue pair of a work queue, if it has one that lives.
-    pub(super) fn queue_pair_of(&self, owner: Owner) -> Option<Arc<QueuePairCore>> {
-        let state = lock(&self.state);
-        state.queues.get(owner.0 as usize)?.as_ref()?.core.upgrade()
     }
 
     /// Notes that `core` draws from the shared receive queue `queue`, whose buffers are free only after it is gone; not
     /// if this completion queue has failed.
-    pub(super) fn draw(&self, queue: &WorkQueue, core: &Arc<dyn Drawing>) -> Result<(), VerbError> {
+    pub(super) fn draw(&self, queue: &WorkQueue, core: &Arc<dyn Teardown>) -> Result<(), VerbError> {
         let mut state = lock(&self.state);
         if let Some(error) = state.failed {
             return Err(error);
@@ -177,25 +171,25 @@ impl CqShared {
     }
 
     /// `core` is destroyed. If this completion queue has failed and it was the last, the receives end.
-    pub(super) fn no_longer_draws(&self, queue: &Arc<WorkQueue>, core: &impl Drawing) {
+    pub(super) fn no_longer_draws(&self, queue: &Arc<WorkQueue>, core: &impl Teardown) {
         let mut state = lock(&self.state);
         let failed = state.failed;
         if let Some(Some(attached)) = state.queues.get_mut(queue.owner().0 as usize) {
             attached.drawing.retain(|drawing| !std::ptr::addr_eq(drawing.as_ptr(), core));
             if let Some(error) = failed.filter(|_| attached.drawing.is_empty()) {
-                state.woken.abandon(queue.clone(), OpErrorKind::CompletionQueue(error));
+                state.woken.end(queue.clone(), OpErrorKind::CompletionQueue(error));
             }
         }
         self.release(state);
     }
 
     /// Ends everything in flight on a queue that the device has destroyed or reset, and forgets a destroyed one.
-    pub(super) fn abandon(&self, queue: &Arc<WorkQueue>, kind: OpErrorKind, forget: bool) {
+    pub(super) fn abandon(&self, queue: &WorkQueue, kind: OpErrorKind, forget: bool) {
         self.forget(queue, kind, forget).finish();
     }
 
     /// As [`abandon`](Self::abandon); who is to be woken is left to the caller.
-    pub(super) fn forget(&self, queue: &Arc<WorkQueue>, kind: OpErrorKind, forget: bool) -> WakeList {
+    pub(super) fn forget(&self, queue: &WorkQueue, kind: OpErrorKind, forget: bool) -> WakeList {
         let mut state = lock(&self.state);
         // Completions that are already here tell more than `kind`.
         while self.drain_batch(&mut state) {}
@@ -206,7 +200,8 @@ impl CqShared {
             state.reserved -= attached.reserved;
             state.vacant.push(queue.owner().0);
         }
-        let poster = forgotten.as_ref().and_then(|_| queue.orphan());
+        // The poster is dropped without the lock.
+        let poster = forgotten.as_ref().and_then(|_| queue.close());
         let woken = std::mem::take(&mut state.woken);
         drop(state);
         drop((forgotten, poster));
@@ -235,16 +230,6 @@ impl CqShared {
     /// Sees to what has arrived at a device that is a program; true if there was anything.
     pub(super) fn serve(&self) -> bool {
         self.cq.device().serve()
-    }
-
-    /// Takes one batch of completions, unless somebody else is at it; false if there were none.
-    pub(super) fn try_drain(&self) -> bool {
-        let Some(mut state) = try_lock(&self.state) else { return true };
-        let before = state.counters.completions;
-        self.drain_batch(&mut state);
-        let any = state.counters.completions != before;
-        self.release(state);
-        any
     }
 
     /// Takes one batch of completions and finishes their operations; true if there may be more.
@@ -319,10 +304,10 @@ impl CqShared {
         let woken = &mut state.woken;
         tracing::error!(cq = self.cq.id(), %error, "completion queue failed");
         for attached in state.queues.iter().flatten() {
-            match attached.core.upgrade() {
+            match attached.queue.queue_pair() {
                 Some(core) => woken.end(core, OpErrorKind::CompletionQueue(error)),
                 None if attached.queue.is_shared() && attached.drawing.is_empty() => {
-                    woken.abandon(attached.queue.clone(), OpErrorKind::CompletionQueue(error));
+                    woken.end(attached.queue.clone(), OpErrorKind::CompletionQueue(error));
                 }
                 // The last of them ends it, when nothing draws from it any more; see `no_longer_draws`.
                 None if attached.queue.is_shared() => {
@@ -378,13 +363,6 @@ impl CqShared {
         self.waiting.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// The channel may have an event.
-    pub(super) fn on_event(&self) {
-        let mut state = lock(&self.state);
-        arm::on_event(&mut Draining { queue: self, state: &mut state });
-        self.release(state);
-    }
-
     /// Somebody polls for all from now on.
     pub(super) fn begin_driving(&self) {
         self.drivers.fetch_add(1, Ordering::Relaxed);
@@ -400,14 +378,29 @@ impl CqShared {
         lock(&self.state).failed
     }
 
-    /// Nobody does any more, perhaps: those who wait are woken by events until they look again.
+    /// A driver ends. If it was the last, those who wait are woken by events until they look again.
     pub(super) fn end_driving(&self) {
         self.drivers.fetch_sub(1, Ordering::Relaxed);
     }
+}
 
-    /// A reactor is gone: those who relied on it look again, and find another or do without.
+impl reactor::Watched for CompletionQueueCore {
+    fn channel(&self) -> Option<&Channel> {
+        self.channel.as_ref()
+    }
+
+    fn device(&self) -> &Device {
+        self.cq.device()
+    }
+
+    fn on_event(&self) {
+        let mut state = lock(&self.state);
+        arm::on_event(&mut Draining { queue: self, state: &mut state });
+        self.release(state);
+    }
+
     #[cold]
-    pub(super) fn rouse(&self) {
+    fn rouse(&self) {
         let mut state = lock(&self.state);
         let State { queues, woken, .. } = &mut *state;
         for attached in queues.iter().flatten() {
@@ -416,22 +409,29 @@ impl CqShared {
         self.release(state);
     }
 
-    pub(super) fn channel(&self) -> Option<&Channel> {
-        self.channel.as_ref()
-    }
-
-    pub(super) fn reactors(&self) -> &Reactors {
+    fn reactors(&self) -> &Reactors {
         &self.reactors
+    }
+}
+
+impl Polled for CompletionQueueCore {
+    fn poll(&self) -> bool {
+        let Some(mut state) = try_lock(&self.state) else { return true };
+        let before = state.counters.completions;
+        self.drain_batch(&mut state);
+        let any = state.counters.completions != before;
+        self.release(state);
+        any || self.serve()
     }
 }
 
 /// The queue in the hands of whoever holds its lock.
 struct Draining<'a> {
-    queue: &'a CqShared,
+    queue: &'a CompletionQueueCore,
     state: &'a mut State,
 }
 
-impl Watched for Draining<'_> {
+impl Armed for Draining<'_> {
     fn drain(&mut self) {
         while self.queue.drain_batch(self.state) {}
     }
@@ -478,7 +478,7 @@ impl Watched for Draining<'_> {
     }
 }
 
-impl Drop for CqShared {
+impl Drop for CompletionQueueCore {
     fn drop(&mut self) {
         // The device waits for acknowledgements when the queue is destroyed, `ibv_destroy_cq(3)`.
         let state = lock(&self.state);
@@ -488,8 +488,8 @@ impl Drop for CqShared {
     }
 }
 
-impl fmt::Debug for CqShared {
+impl fmt::Debug for CompletionQueueCore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("CqShared").field("cq", &self.cq).field("mode", &self.mode).finish_non_exhaustive()
+        f.debug_struct("CompletionQueueCore").field("cq", &self.cq).field("mode", &self.mode).finish_non_exhaustive()
     }
 }
