@@ -35,6 +35,20 @@ use super::router::{Inbox, Router};
 /// Takes requests to connect that arrive at an address.
 ///
 /// Dropping it gives the address back and rejects the requests that nobody has accepted; connections go on.
+///
+/// ```
+/// use tokio_rdma::cm::{ConnectError, ListenOptions, Listener};
+/// # use tokio_rdma::Device;
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let device = Device::software()?;
+/// let listener = Listener::bind_with(&device, "127.0.0.1:0", &ListenOptions::default().backlog(16)).await?;
+/// let taken = Listener::bind(&device, listener.local_addr()).await;
+/// assert!(matches!(taken, Err(ConnectError::AddressInUse { .. })));
+/// # Ok(())
+/// # }
+/// ```
 pub struct Listener {
     endpoint: Endpoint,
     address: SocketAddr,

@@ -7,6 +7,36 @@ use crate::error::{LimitError, SetupError};
 use crate::op::ConnectOptions;
 
 /// How to connect, or to accept.
+///
+/// ```
+/// use std::time::Duration;
+/// use tokio_rdma::cm::{self, Options};
+/// # use tokio_rdma::{CompletionMode, CompletionQueue, Device, QueuePair};
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let device = Device::software()?;
+/// # let pd = device.protection_domain()?;
+/// # let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
+/// # let listener = cm::Listener::bind(&device, "127.0.0.1:0").await?;
+/// # let client = async {
+/// #     let route = cm::resolve(&device, listener.local_addr()).await?;
+/// #     let qp = route.prepare(QueuePair::builder(&pd, &queue)).build()?;
+/// let options = Options::default().timeout(Duration::from_secs(5)).private_data(*b"v2");
+/// let link = route.connect(&qp, &options).await?;
+/// #     Ok::<_, Box<dyn std::error::Error>>((link, qp))
+/// # };
+/// # let server = async {
+/// let request = listener.accept().await?;
+/// assert!(request.private_data().starts_with(b"v2"));
+/// #     let qp = request.prepare(QueuePair::builder(&pd, &queue)).build()?;
+/// #     let link = request.accept(&qp, &Options::default()).await?;
+/// #     Ok::<_, Box<dyn std::error::Error>>((link, qp))
+/// # };
+/// # tokio::try_join!(server, client)?;
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Options {
     source: Option<IpAddr>,
@@ -147,6 +177,21 @@ impl Options {
 }
 
 /// How to listen.
+///
+/// ```
+/// use tokio_rdma::cm::{ListenOptions, Listener};
+/// # use tokio_rdma::Device;
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let device = Device::software()?;
+/// let options = ListenOptions::default().backlog(64);
+/// let listener = Listener::bind_with(&device, "127.0.0.1:0", &options).await?;
+/// assert_ne!(listener.local_addr().port(), 0);
+/// assert!(Listener::bind_with(&device, "127.0.0.1:0", &options.backlog(0)).await.is_err());
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ListenOptions {
     backlog: u32,

@@ -18,14 +18,28 @@ use crate::verbs::{AddressHandle, ProtectionDomain};
 /// Where dynamic connections begin: a send queue whose work goes to any number of [`DcTarget`](super::DcTarget)s, one after
 /// the other. Clones share it.
 ///
-/// ```no_run
-/// # async fn example(pd: tokio_rdma::ProtectionDomain, queue: tokio_rdma::CompletionQueue, addresses: Vec<tokio_rdma::dc::DcAddress>,
-/// #     pool: tokio_rdma::Pool, remote: tokio_rdma::RemoteRegion) -> Result<(), Box<dyn std::error::Error>> {
+/// ```
+/// # use tokio_rdma::dc::DcTarget;
+/// # use tokio_rdma::{Access, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, SharedReceiveQueue};
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let device = Device::software()?;
+/// # let pd = device.protection_domain()?;
+/// # let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
+/// # let receives = SharedReceiveQueue::new(&pd, &queue, 16, 1)?;
+/// # let targets = [DcTarget::new(&pd, &receives)?, DcTarget::new(&pd, &receives)?];
+/// # let addresses = targets.each_ref().map(DcTarget::address);
+/// # let pool = Pool::new(&pd, 64, 4)?;
+/// # let region = ExposedRegion::new(&pd, vec![0; 64], Access::REMOTE_WRITE)?;
+/// # let remote = region.grant();
 /// let initiator = tokio_rdma::dc::DcInitiator::new(&pd, &queue)?;
 /// for address in &addresses {
 ///     let peer = initiator.peer(address)?;
 ///     initiator.to(&peer).write(pool.copy_from(b"hello")?, remote.slice(..5)?).await?;
 /// }
+/// # let mut bytes = [0; 5];
+/// # region.read(0, &mut bytes)?;
+/// # assert_eq!(&bytes, b"hello");
 /// # Ok(())
 /// # }
 /// ```

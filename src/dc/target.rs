@@ -16,6 +16,31 @@ use crate::verbs::{Dct, ProtectionDomain};
 ///
 /// Messages arrive in [`SharedReceiveQueue::recv`], with the number of the target as [`Received::qpn`](crate::op::Received::qpn).
 ///
+/// ```
+/// use tokio_rdma::dc::{DcInitiator, DcTarget};
+/// # use tokio_rdma::{CompletionMode, CompletionQueue, Device, Pool, SharedReceiveQueue};
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let device = Device::software()?;
+/// # let pd = device.protection_domain()?;
+/// # let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
+/// # let pool = Pool::new(&pd, 64, 4)?;
+/// let receives = SharedReceiveQueue::new(&pd, &queue, 16, 1)?;
+/// let target = DcTarget::new(&pd, &receives)?;
+/// let receive = receives.recv(pool.alloc(64).await?);
+///
+/// // The peer knows the target by its address, `DcAddress::to_bytes`.
+/// let initiator = DcInitiator::new(&pd, &queue)?;
+/// let peer = initiator.peer(&target.address())?;
+/// initiator.to(&peer).send(pool.copy_from(b"hello")?).await?;
+///
+/// let received = receive.await?;
+/// assert_eq!((received.qpn, &received.buffer[..]), (target.number(), &b"hello"[..]));
+/// # Ok(())
+/// # }
+/// ```
+///
 /// # Closing
 ///
 /// Dropping the last clone destroys it: when the drop returns no peer reaches anything through it any more. Their work fails
@@ -104,6 +129,26 @@ impl fmt::Debug for DcTarget {
 }
 
 /// Describes a [`DcTarget`].
+///
+/// ```
+/// use tokio_rdma::dc::DcTarget;
+/// use tokio_rdma::types::{DcKey, Mtu};
+/// # use tokio_rdma::{Access, CompletionMode, CompletionQueue, Device, SharedReceiveQueue};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let device = Device::software()?;
+/// # let pd = device.protection_domain()?;
+/// # let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
+/// # let receives = SharedReceiveQueue::new(&pd, &queue, 16, 1)?;
+/// let target = DcTarget::builder(&pd, &receives)
+///     .access(Access::REMOTE_READ)
+///     .mtu(Mtu::Mtu1024)
+///     .key(DcKey(0x5eed))
+///     .build()?;
+/// assert_eq!(target.address().mtu, Mtu::Mtu1024);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone)]
 pub struct DcTargetBuilder {
     pd: ProtectionDomain,

@@ -34,6 +34,15 @@ pub fn examine() -> Report {
 }
 
 /// What to examine, and for what purpose.
+///
+/// ```
+/// use std::time::Duration;
+/// use tokio_rdma::doctor::Examine;
+///
+/// let examine = Examine::new().device("soft0").memory(1 << 20).deadline(Duration::from_secs(30));
+/// let report = examine.run();
+/// assert!(report.works("soft0"), "{report}");
+/// ```
 #[derive(Debug, Clone)]
 pub struct Examine {
     memory: Option<u64>,

@@ -18,6 +18,26 @@ const CORES: usize = 1024;
 /// A thread that polls all completion queues given to it, and never sleeps while there is one; clones share it.
 ///
 /// It ends when the last clone, and the last completion queue that uses it, is dropped.
+///
+/// ```
+/// use tokio_rdma::completion::BusyPoller;
+/// # use tokio_rdma::{Access, CompletionMode, CompletionQueue, Device, ExposedRegion, QueuePair};
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let device = Device::open_default()?;
+/// # let pd = device.protection_domain()?;
+/// // One thread polls both queues.
+/// let poller = BusyPoller::new()?;
+/// let sends = CompletionQueue::new(&device, CompletionMode::BusyPoll(poller.clone()))?;
+/// let receives = CompletionQueue::new(&device, CompletionMode::BusyPoll(poller))?;
+/// let qp = QueuePair::builder(&pd, &sends).receive_completions(&receives).build()?;
+/// # qp.connect(&qp.endpoint())?;
+/// # let counter = ExposedRegion::new(&pd, vec![0; 8], Access::REMOTE_ATOMIC)?;
+/// assert_eq!(qp.fetch_add(counter.grant(), 1).await?, 0);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone)]
 pub struct BusyPoller {
     handle: Arc<ThreadHandle>,

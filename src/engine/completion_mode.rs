@@ -4,6 +4,26 @@ use super::BusyPoller;
 
 /// How a completion queue is watched while operations wait. All modes have the same semantics; whoever
 /// waits looks once itself before it parks.
+///
+/// ```
+/// use tokio_rdma::{CompletionMode, CompletionQueue};
+/// # use tokio_rdma::{Access, Device, ExposedRegion, QueuePair};
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let device = Device::open_default()?;
+/// # let pd = device.protection_domain()?;
+/// # let counter = ExposedRegion::new(&pd, vec![0; 8], Access::REMOTE_ATOMIC)?;
+/// for mode in [CompletionMode::Event, CompletionMode::Hybrid, CompletionMode::busy_poll()?] {
+///     let queue = CompletionQueue::new(&device, mode)?;
+///     let qp = QueuePair::new(&pd, &queue)?;
+///     # qp.connect(&qp.endpoint())?;
+///     qp.fetch_add(counter.grant(), 1).await?;
+/// }
+/// assert_eq!(counter.load(0)?, 3);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub enum CompletionMode {

@@ -18,6 +18,22 @@ use crate::verbs::{Channel, Cq, Device};
 ///
 /// Many queue pairs may share one: the room for their completions is set aside when they are made, so that
 /// it cannot be overrun.
+///
+/// ```
+/// use tokio_rdma::{CompletionMode, CompletionQueue, QueuePair};
+/// # use tokio_rdma::Device;
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let device = Device::open_default()?;
+/// # let pd = device.protection_domain()?;
+/// let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
+/// let (first, second) = (QueuePair::new(&pd, &queue)?, QueuePair::new(&pd, &queue)?);
+/// # assert_ne!(first.qpn(), second.qpn());
+/// // Each queue pair reserves an entry for every work request that its two queues hold.
+/// assert_eq!(queue.counters().reserved, 2 * (128 + 128));
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone)]
 pub struct CompletionQueue {
     shared: Arc<CompletionQueueCore>,
@@ -117,6 +133,20 @@ impl fmt::Debug for CompletionQueue {
 }
 
 /// Describes a [`CompletionQueue`].
+///
+/// ```
+/// use tokio_rdma::{CompletionMode, CompletionQueue};
+/// # use tokio_rdma::{Device, SetupError};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let device = Device::open_default()?;
+/// let queue = CompletionQueue::builder(&device).capacity(4096).mode(CompletionMode::Hybrid).build()?;
+/// assert!(queue.capacity() >= 4096);
+/// let refused = CompletionQueue::builder(&device).capacity(0).build();
+/// assert!(matches!(refused, Err(SetupError::TooSmall { .. })));
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone)]
 pub struct CompletionQueueBuilder {
     device: Device,

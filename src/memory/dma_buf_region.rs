@@ -26,6 +26,36 @@ use rdma_provider::contract::DmaBufRange;
 /// `memfd_create(2)`s that are sealed against shrinking.
 ///
 /// Dropping it (and all slices) revokes the access first and closes the descriptor after.
+///
+/// ```
+/// use std::fs::File;
+/// use std::os::unix::fs::FileExt;
+/// use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
+/// use tokio_rdma::Access;
+/// use tokio_rdma::memory::DmaBufRegion;
+/// # use tokio_rdma::{CompletionMode, CompletionQueue, Device, Pool, QueuePair};
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let device = Device::software()?;
+/// # let pd = device.protection_domain()?;
+/// # let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
+/// # let pool = Pool::new(&pd, 64, 4)?;
+/// # let qp = QueuePair::new(&pd, &queue)?;
+/// # qp.connect(&qp.endpoint())?;
+/// // The software device takes a sealed memfd; a real device needs a dma-buf.
+/// let file = File::from(memfd_create("frame", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?);
+/// file.set_len(4096)?;
+/// fcntl_add_seals(&file, SealFlags::SHRINK)?;
+/// let region = DmaBufRegion::new(&pd, file.try_clone()?.into(), 0..4096, Access::REMOTE_WRITE)?;
+///
+/// qp.write(pool.copy_from(b"hello")?, region.grant().slice(..5)?).await?;
+/// let mut bytes = [0; 5];
+/// file.read_exact_at(&mut bytes, 0)?;
+/// assert_eq!(&bytes, b"hello");
+/// # Ok(())
+/// # }
+/// ```
 pub struct DmaBufRegion {
     inner: Arc<Registration>,
     access: Access,

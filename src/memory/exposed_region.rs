@@ -25,6 +25,26 @@ use crate::types::{Access, Sge};
 /// Dropping the region (and all slices in flight, and all [leases](crate::op::Lease)) revokes the access first and frees the memory after; what
 /// peers do with the key from then on fails at their side with
 /// [`REM_ACCESS_ERR`](crate::types::WcStatus::REM_ACCESS_ERR).
+///
+/// ```
+/// use tokio_rdma::{Access, ExposedRegion, RemoteRegion};
+/// # use tokio_rdma::Device;
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let device = Device::open_default()?;
+/// # let pd = device.protection_domain()?;
+/// let region = ExposedRegion::new(&pd, vec![0; 4096], Access::REMOTE_READ)?;
+/// region.write(0, b"hello")?;
+/// region.store(8, 42)?;
+/// // The peer needs these 20 bytes to read the region.
+/// let grant = region.grant().to_bytes();
+/// # assert_eq!(RemoteRegion::from_bytes(&grant), Some(region.grant()));
+///
+/// let bytes: Vec<u8> = region.into_storage().map_err(|_| "still in use")?;
+/// assert_eq!((&bytes[..5], u64::from_ne_bytes(bytes[8..16].try_into()?)), (&b"hello"[..], 42));
+/// # Ok(())
+/// # }
+/// ```
 pub struct ExposedRegion {
     inner: Arc<Registration>,
     access: Access,

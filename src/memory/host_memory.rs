@@ -12,6 +12,22 @@ use memmap2::{MmapMut, MmapOptions};
 use crate::error::{LimitError, SetupError, VerbError};
 
 /// Zeroed memory on a page boundary, so that a registration pins no page of anyone else.
+///
+/// ```
+/// use tokio_rdma::memory::HostMemory;
+/// use tokio_rdma::{Access, ExposedRegion};
+/// # use tokio_rdma::Device;
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let device = Device::open_default()?;
+/// # let pd = device.protection_domain()?;
+/// let region = ExposedRegion::new(&pd, HostMemory::zeroed(1 << 20)?, Access::REMOTE_READ)?;
+/// assert_eq!((region.len(), region.load(0)?), (1 << 20, 0));
+/// let memory: HostMemory = region.into_storage().map_err(|_| "still in use")?;
+/// assert_eq!(memory.len(), 1 << 20);
+/// # Ok(())
+/// # }
+/// ```
 pub struct HostMemory {
     base: NonNull<u8>,
     len: usize,

@@ -24,6 +24,32 @@ use rdma_provider::contract::{Mw as _, Pd as _};
 /// pair is in, and only then lets go of the regions it was [prepared](Self::prepare) for.
 ///
 /// Most programs rather use a [`Lease`](crate::op::Lease).
+///
+/// ```
+/// use tokio_rdma::memory::MemoryWindow;
+/// use tokio_rdma::types::{Data, SendFlags, SendOp, SendWr, WrId};
+/// use tokio_rdma::{Access, ExposedRegion};
+/// # use tokio_rdma::Device;
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let device = Device::open_default()?;
+/// # let pd = device.protection_domain()?;
+/// let region = ExposedRegion::new(&pd, vec![0; 4096], Access::MW_BIND)?;
+/// let window = MemoryWindow::new(&pd)?;
+/// let bind = window.prepare(&region, 0..64, Access::REMOTE_WRITE)?;
+/// // Once this work request has completed, the peer reaches 64 bytes at `bind.addr` by `bind.rkey`.
+/// let work_request = SendWr {
+///     wr_id: WrId(1),
+///     op: SendOp::BindWindow,
+///     flags: SendFlags::SIGNALED,
+///     data: Data::Window(&bind),
+///     target: None,
+/// };
+/// # let _ = work_request;
+/// assert_eq!((bind.len, bind.rkey), (64, window.rkey()));
+/// # Ok(())
+/// # }
+/// ```
 pub struct MemoryWindow {
     state: Mutex<State>,
     pd: ProtectionDomain,

@@ -20,6 +20,25 @@ use crate::verbs::ProtectionDomain;
 /// Registering memory is slow and counts against limits, so it is done once, in slabs. An empty pool makes
 /// [`alloc`](Self::alloc) wait for a buffer to come back, in order of asking; buffers come back when they are
 /// dropped, those of abandoned operations when the device is done with them.
+///
+/// ```
+/// use tokio_rdma::Pool;
+/// use tokio_rdma::memory::PoolError;
+/// # use tokio_rdma::Device;
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let device = Device::open_default()?;
+/// # let pd = device.protection_domain()?;
+/// let pool = Pool::new(&pd, 4096, 2)?;
+/// let (first, second) = (pool.alloc(100).await?, pool.copy_from(b"hello")?);
+/// assert_eq!((first.len(), &second[..]), (100, &b"hello"[..]));
+/// assert!(matches!(pool.try_alloc(1), Err(PoolError::Empty)));
+/// drop(first);
+/// assert_eq!(pool.available(), 1);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone)]
 pub struct Pool {
     inner: Arc<Inner>,
@@ -211,6 +230,21 @@ impl fmt::Debug for Pool {
 }
 
 /// Describes a [`Pool`].
+///
+/// ```
+/// use tokio_rdma::Pool;
+/// # use tokio_rdma::Device;
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let device = Device::open_default()?;
+/// # let pd = device.protection_domain()?;
+/// let pool = Pool::builder(&pd).buffer_size(1500).buffers(2).growing(true).build()?;
+/// let buffers = (0..3).map(|_| pool.try_alloc(1500)).collect::<Result<Vec<_>, _>>()?;
+/// // The third buffer made the pool register two more.
+/// assert_eq!((buffers.len(), pool.total()), (3, 4));
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone)]
 pub struct PoolBuilder {
     pd: ProtectionDomain,

@@ -12,6 +12,20 @@ use crate::types::{RemoteAddr, Rkey};
 /// It is the only way to aim an operation at remote memory, and a slice of it never reaches beyond it.
 /// Whether the grant still holds only the peer's device knows: if not, the operation fails with
 /// [`WcStatus::REM_ACCESS_ERR`](crate::types::WcStatus::REM_ACCESS_ERR).
+///
+/// ```
+/// use tokio_rdma::RemoteRegion;
+/// use tokio_rdma::types::Rkey;
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let remote = RemoteRegion::new(0x1000, 4096, Rkey(7));
+/// let upper = remote.slice(2048..)?;
+/// assert_eq!((upper.addr(), upper.len()), (0x1800, 2048));
+/// assert!(remote.slice(4000..5000).is_err());
+/// assert_eq!(RemoteRegion::from_bytes(&remote.to_bytes()), Some(remote));
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct RemoteRegion {

@@ -19,6 +19,26 @@ use crate::verbs::{Device, ProtectionDomain};
 /// What a connection takes, whatever its peer does: `receive_buffer_size` × (`receive_buffers` + `spare_buffers` + 4 +
 /// `send_buffers`), `receive_memory` or the longest message if that is more, and as much as `receive_memory` in buffers kept
 /// for reuse. Messages that were received belong to whoever received them.
+///
+/// ```
+/// use tokio_rdma::{CompletionMode, Connection, ConnectionConfig, Listener};
+/// # use tokio_rdma::Device;
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let device = Device::software()?;
+/// let config = ConnectionConfig::default()
+///     .max_message(1 << 20)
+///     .receive_buffers(16)
+///     .mode(CompletionMode::Hybrid)
+///     .user_data("client 7");
+/// let listener = Listener::bind(&device, "127.0.0.1:0").await?;
+/// let connecting = Connection::connect_with(&device, listener.local_addr(), &config);
+/// let (theirs, _ours) = tokio::try_join!(listener.accept(), connecting)?;
+/// assert_eq!(&theirs.user_data()[..], b"client 7");
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone)]
 #[must_use]
 pub struct ConnectionConfig {

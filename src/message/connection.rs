@@ -34,6 +34,24 @@ use rdma_provider::cm_contract::REQUEST_DATA;
 /// All methods take `&self`: tasks may share it, in an `Arc`. Messages sent by one task arrive in the order in which it sent
 /// them. [`into_split`](Self::into_split) gives halves to own, which are a [`Sink`] and a [`Stream`].
 ///
+/// ```
+/// use tokio_rdma::{Connection, Listener};
+/// # use tokio_rdma::Device;
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let device = Device::software()?;
+/// let listener = Listener::bind(&device, "127.0.0.1:0").await?;
+/// let connecting = Connection::connect(&device, listener.local_addr());
+/// let (theirs, ours) = tokio::try_join!(listener.accept(), connecting)?;
+///
+/// ours.send("hello").await?;
+/// assert_eq!(theirs.recv().await?.as_deref(), Some(&b"hello"[..]));
+/// tokio::try_join!(ours.close(), theirs.close())?;
+/// # Ok(())
+/// # }
+/// ```
+///
 /// # The end
 ///
 /// [`finish`](Self::finish) says that no more messages come: the peer's [`recv`](Self::recv) gives `None` after the last one.

@@ -18,9 +18,18 @@ use crate::types::{Imm, SendFlags, SendOp, Transport};
 /// It can be used again: [`BatchResult::into_batch`] gives it back empty, with the memory it has grown to, so that
 /// batches of up to 32 work requests with a buffer each are posted without an allocation.
 ///
-/// ```no_run
-/// # async fn example(qp: tokio_rdma::QueuePair, pool: tokio_rdma::Pool, remote: tokio_rdma::RemoteRegion)
-/// # -> Result<(), Box<dyn std::error::Error>> {
+/// ```
+/// # use tokio_rdma::{Access, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, QueuePair};
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let device = Device::open_default()?;
+/// # let pd = device.protection_domain()?;
+/// # let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
+/// # let qp = QueuePair::new(&pd, &queue)?;
+/// # qp.connect(&qp.endpoint())?;
+/// # let pool = Pool::new(&pd, 512, 8)?;
+/// # let region = ExposedRegion::new(&pd, vec![0; 4096], Access::REMOTE_WRITE)?;
+/// # let remote = region.grant();
 /// let mut batch = tokio_rdma::Batch::new();
 /// for block in 0..8 {
 ///     batch.write(pool.try_alloc(512)?, remote.slice(block * 512..(block + 1) * 512)?);

@@ -18,6 +18,29 @@ use crate::verbs::{Device, ProtectionDomain, Qp, QpOptions};
 
 /// A queue pair whose work requests are futures; clones share it.
 ///
+/// ```
+/// use tokio_rdma::QueuePair;
+/// # use tokio_rdma::{CompletionMode, CompletionQueue, Device, Pool};
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let device = Device::open_default()?;
+/// # let pd = device.protection_domain()?;
+/// # let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
+/// # let pool = Pool::new(&pd, 64, 4)?;
+/// let (ours, theirs) = (QueuePair::new(&pd, &queue)?, QueuePair::new(&pd, &queue)?);
+/// // Endpoints travel over any channel, as `QueuePairEndpoint::to_bytes`.
+/// ours.connect(&theirs.endpoint())?;
+/// theirs.connect(&ours.endpoint())?;
+///
+/// let receive = theirs.recv(pool.alloc(64).await?);
+/// ours.send(pool.copy_from(b"hello")?).await?;
+/// assert_eq!(&receive.await?.buffer[..], b"hello");
+/// ours.close().await;
+/// # Ok(())
+/// # }
+/// ```
+///
 /// # Closing
 ///
 /// [`close`](Self::close) ends it in order. Dropping the last clone ends it at once: what is in flight is flushed
@@ -420,6 +443,27 @@ impl fmt::Debug for QueuePair {
 }
 
 /// Describes a [`QueuePair`].
+///
+/// ```
+/// use tokio_rdma::QueuePair;
+/// use tokio_rdma::types::{Qkey, QpState, Transport};
+/// # use tokio_rdma::{CompletionMode, CompletionQueue, Device};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let device = Device::open_default()?;
+/// # let pd = device.protection_domain()?;
+/// # let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
+/// let datagrams = QueuePair::builder(&pd, &queue)
+///     .transport(Transport::Ud)
+///     .qkey(Qkey(0x1234))
+///     .max_recv_wr(256)
+///     .build()?;
+/// datagrams.activate()?;
+/// assert_eq!(datagrams.query()?.0, QpState::Rts);
+/// assert!(datagrams.caps().max_recv_wr >= 256);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone)]
 pub struct QueuePairBuilder {
     pd: ProtectionDomain,

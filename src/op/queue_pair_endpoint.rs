@@ -102,6 +102,24 @@ fn transport_of(code: u8) -> Result<Transport, EndpointError> {
 }
 
 /// Timeouts and retries of a reliable connection.
+///
+/// ```
+/// use tokio_rdma::op::ConnectOptions;
+/// use tokio_rdma::types::AckTimeout;
+/// # use tokio_rdma::{CompletionMode, CompletionQueue, Device, QueuePair};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let device = Device::open_default()?;
+/// # let pd = device.protection_domain()?;
+/// # let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
+/// # let (ours, theirs) = (QueuePair::new(&pd, &queue)?, QueuePair::new(&pd, &queue)?);
+/// let timeout = AckTimeout::from_code(18);
+/// let options = ConnectOptions { timeout, retry_count: 3, ..ConnectOptions::default() };
+/// ours.connect_with(&theirs.endpoint(), &options)?;
+/// assert_eq!(ours.query()?.1.retry_count, Some(3));
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ConnectOptions {
     /// Time to wait for an acknowledgement. 67 ms unless set, code 14, as librdmacm and most applications do: far

@@ -13,6 +13,29 @@ use crate::verbs::{ProtectionDomain, Srq};
 /// Receives that many queue pairs draw from, in the order in which messages arrive; clones share it.
 ///
 /// All its completions arrive on one completion queue, which its queue pairs use for receives.
+///
+/// ```
+/// use tokio_rdma::{QueuePair, SharedReceiveQueue};
+/// # use tokio_rdma::{CompletionMode, CompletionQueue, Device, Pool};
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let device = Device::open_default()?;
+/// # let pd = device.protection_domain()?;
+/// # let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
+/// # let pool = Pool::new(&pd, 64, 4)?;
+/// # let peer = QueuePair::new(&pd, &queue)?;
+/// let receives = SharedReceiveQueue::new(&pd, &queue, 16, 1)?;
+/// let qp = QueuePair::builder(&pd, &queue).shared_receive_queue(&receives).build()?;
+/// # qp.connect(&peer.endpoint())?;
+/// # peer.connect(&qp.endpoint())?;
+/// let receive = receives.recv(pool.alloc(64).await?);
+/// peer.send(pool.copy_from(b"hello")?).await?;
+/// let received = receive.await?;
+/// assert_eq!((received.qpn, &received.buffer[..]), (qp.qpn(), &b"hello"[..]));
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone)]
 pub struct SharedReceiveQueue {
     inner: Arc<Inner>,

@@ -10,6 +10,21 @@ use crate::error::VerbError;
 use rdma_provider::contract::{Channel as _, Context as _};
 
 /// Completion channel, `ibv_create_comp_channel(3)`; clones share it.
+///
+/// ```
+/// use tokio_rdma::verbs::{Channel, Cq};
+/// # use tokio_rdma::Device;
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let device = Device::open_default()?;
+/// let channel = Channel::new(&device)?;
+/// let cq = Cq::new(&device, 16, Some(&channel), 7)?;
+/// // Wait until the descriptor of the channel is readable, and take the event.
+/// cq.arm(false)?;
+/// assert_eq!(channel.next_event()?, None);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone)]
 pub struct Channel {
     inner: Arc<Inner>,

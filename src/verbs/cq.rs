@@ -14,6 +14,20 @@ use crate::types::WorkCompletion;
 use rdma_provider::contract::{Context as _, Cq as _};
 
 /// Bare completion queue, `ibv_create_cq(3)`; clones share it.
+///
+/// ```
+/// use tokio_rdma::types::WorkCompletion;
+/// use tokio_rdma::verbs::Cq;
+/// # use tokio_rdma::Device;
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let device = Device::open_default()?;
+/// let cq = Cq::new(&device, 16, None, 0)?;
+/// let mut completions = [WorkCompletion::default(); 4];
+/// assert_eq!(cq.poll(&mut completions)?, 0);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone)]
 pub struct Cq {
     inner: Arc<Inner>,

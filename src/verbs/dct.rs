@@ -17,6 +17,23 @@ use rdma_provider::contract::{Dct as _, DctInit, Pd as _};
 ///
 /// Dropping it destroys it: nobody reaches anything through it any more, and completions of its receives that are not yet
 /// polled may be gone.
+///
+/// ```
+/// use tokio_rdma::types::{DcKey, SrqCaps};
+/// use tokio_rdma::verbs::{Cq, Dct, Srq};
+/// # use tokio_rdma::Device;
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let device = Device::software()?;
+/// # let pd = device.protection_domain()?;
+/// let cq = Cq::new(&device, 16, None, 0)?;
+/// let srq = Srq::new(&pd, SrqCaps { max_wr: 16, max_sge: 1 })?;
+/// let target = Dct::new(&pd, &cq, &srq, DcKey(0x5eed))?;
+/// // `Dct::modify` to RTR gives it its number.
+/// assert_eq!(target.number(), None);
+/// # Ok(())
+/// # }
+/// ```
 pub struct Dct {
     raw: dispatch::Dct,
     /// One transition at a time, so that what is checked is what is changed.

@@ -11,6 +11,18 @@ use std::net::IpAddr;
 use crate::types::{Gid, GidEntry, GidKind};
 
 /// An IP address with the length of its network's prefix: `10.9.0.1/24`.
+///
+/// ```
+/// use tokio_rdma::types::IpPrefix;
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let network = IpPrefix::new("10.9.0.1".parse()?, 24);
+/// assert_eq!(network.to_string(), "10.9.0.0/24");
+/// assert!(network.contains("10.9.0.200".parse()?));
+/// assert!(!network.contains("10.9.1.1".parse()?));
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct IpPrefix {
     address: IpAddr,

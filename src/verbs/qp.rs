@@ -29,6 +29,30 @@ pub struct QpOptions {
 /// Bare queue pair, `ibv_create_qp(3)`.
 ///
 /// Dropping it destroys it: work in flight is abandoned, completions not yet polled are gone.
+///
+/// ```
+/// use tokio_rdma::types::{QpAttr, QpCaps, QpState, Transport};
+/// use tokio_rdma::verbs::{Cq, Qp, QpOptions};
+/// # use tokio_rdma::Access;
+/// # use tokio_rdma::Device;
+/// # use tokio_rdma::types::PortNum;
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let device = Device::software()?;
+/// # let pd = device.protection_domain()?;
+/// let cq = Cq::new(&device, 16, None, 0)?;
+/// let caps = QpCaps { max_send_wr: 4, max_recv_wr: 4, max_send_sge: 1, max_recv_sge: 1, max_inline: 0 };
+/// let qp = Qp::new(&pd, &cq, &cq, None, &QpOptions { transport: Transport::Rc, caps })?;
+/// qp.modify(&QpAttr {
+///     pkey_index: Some(0),
+///     port: Some(PortNum(1)),
+///     access: Some(Access::REMOTE_WRITE),
+///     ..QpAttr::to_state(QpState::Init)
+/// })?;
+/// assert_eq!(qp.query()?.0, QpState::Init);
+/// # Ok(())
+/// # }
+/// ```
 pub struct Qp {
     raw: dispatch::Qp,
     transport: Transport,

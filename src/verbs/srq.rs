@@ -12,6 +12,22 @@ use crate::types::{RecvWr, SrqCaps};
 use rdma_provider::contract::{Pd as _, Srq as _};
 
 /// Bare shared receive queue, `ibv_create_srq(3)`; clones share it.
+///
+/// ```
+/// use tokio_rdma::types::SrqCaps;
+/// use tokio_rdma::verbs::Srq;
+/// # use tokio_rdma::Device;
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let device = Device::open_default()?;
+/// # let pd = device.protection_domain()?;
+/// let srq = Srq::new(&pd, SrqCaps { max_wr: 16, max_sge: 1 })?;
+/// assert!(srq.caps().max_wr >= 16);
+/// srq.set_limit(4)?;
+/// assert_eq!(srq.limit()?, 4);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone)]
 pub struct Srq {
     inner: Arc<Inner>,

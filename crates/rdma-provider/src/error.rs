@@ -7,6 +7,14 @@ use std::io;
 ///
 /// The four return conventions of libibverbs and librdmacm are already undone: `errno` is positive
 /// and is the reason.
+///
+/// ```
+/// use rdma_provider::VerbError;
+///
+/// let error = VerbError::new("ibv_reg_mr", VerbError::ENOMEM);
+/// assert!(error.to_string().starts_with("ibv_reg_mr: "));
+/// assert_eq!(std::io::Error::from(error).kind(), std::io::ErrorKind::OutOfMemory);
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct VerbError {
     /// Name of the C function, for example `ibv_reg_mr`.

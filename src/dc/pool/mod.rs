@@ -45,9 +45,20 @@ impl Default for DcPolicy {
 
 /// A few [`DcInitiator`]s for any number of peers. Clones share them.
 ///
-/// ```no_run
-/// # async fn example(pd: tokio_rdma::ProtectionDomain, queue: tokio_rdma::CompletionQueue, addresses: Vec<tokio_rdma::dc::DcAddress>,
-/// #     memory: tokio_rdma::Pool, remote: tokio_rdma::RemoteRegion) -> Result<(), Box<dyn std::error::Error>> {
+/// ```
+/// # use tokio_rdma::dc::DcTarget;
+/// # use tokio_rdma::{Access, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, SharedReceiveQueue};
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let device = Device::software()?;
+/// # let pd = device.protection_domain()?;
+/// # let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
+/// # let receives = SharedReceiveQueue::new(&pd, &queue, 16, 1)?;
+/// # let targets = [DcTarget::new(&pd, &receives)?, DcTarget::new(&pd, &receives)?];
+/// # let addresses = targets.each_ref().map(DcTarget::address);
+/// # let memory = Pool::new(&pd, 64, 4)?;
+/// # let region = ExposedRegion::new(&pd, vec![0; 64], Access::REMOTE_WRITE)?;
+/// # let remote = region.grant();
 /// let pool = tokio_rdma::dc::DcPool::builder(&pd, &queue).initiators(4).build()?;
 /// let peers = addresses.iter().map(|address| pool.peer(address)).collect::<Result<Vec<_>, _>>()?;
 /// for peer in &peers {
@@ -58,6 +69,9 @@ impl Default for DcPolicy {
 /// let (first, second) = (lease.write_inline(b"one", remote.slice(..3)?), lease.write_inline(b"two", remote.slice(3..6)?));
 /// first.await?;
 /// second.await?;
+/// # let mut bytes = [0; 6];
+/// # region.read(0, &mut bytes)?;
+/// # assert_eq!(&bytes, b"onetwo");
 /// # Ok(())
 /// # }
 /// ```

@@ -6,6 +6,15 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use super::PortNum;
 
 /// Global identifier of a port: 128 bits, on RoCE v2 an IP address (IPv4 in its mapped form).
+///
+/// ```
+/// use rdma_provider::types::Gid;
+/// use std::net::{IpAddr, Ipv4Addr};
+///
+/// let gid = Gid::from(Ipv4Addr::new(10, 9, 0, 1));
+/// assert_eq!(gid.to_string(), "::ffff:10.9.0.1");
+/// assert_eq!(gid.to_ip(), IpAddr::from([10, 9, 0, 1]));
+/// ```
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
 pub struct Gid(pub [u8; 16]);
 
@@ -73,6 +82,16 @@ impl fmt::Display for GidKind {
 }
 
 /// One entry of a port's GID table, `ibv_query_gid_ex(3)`.
+///
+/// ```
+/// use rdma_provider::types::{Gid, GidEntry, GidKind};
+/// use std::net::Ipv4Addr;
+///
+/// let gid = Gid::from(Ipv4Addr::new(10, 9, 0, 1));
+/// let entry = GidEntry::new(3, gid, GidKind::RoceV2).on_interface(2);
+/// assert!(entry.is_roce_v2());
+/// assert_eq!(entry.interface, Some(2));
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct GidEntry {
@@ -109,6 +128,14 @@ impl GidEntry {
 }
 
 /// Path MTU: payload bytes of a full packet.
+///
+/// ```
+/// use rdma_provider::types::Mtu;
+///
+/// assert_eq!(Mtu::from_code(3), Some(Mtu::Mtu1024));
+/// assert_eq!(Mtu::Mtu1024.bytes(), 1024);
+/// assert_eq!(Mtu::from_code(6), None);
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Mtu {
     /// 256 bytes.
@@ -152,6 +179,15 @@ pub enum LinkLayer {
 }
 
 /// Route to a peer: `struct ibv_ah_attr`, see `ibv_create_ah(3)`.
+///
+/// ```
+/// use rdma_provider::types::{AddressVector, Gid, PortNum};
+/// use std::net::Ipv4Addr;
+///
+/// let peer = Gid::from(Ipv4Addr::new(10, 9, 0, 2));
+/// let route = AddressVector { traffic_class: 26 << 2, ..AddressVector::new(PortNum(1), 3, peer) };
+/// assert_eq!((route.dgid, route.sgid_index, route.hop_limit), (peer, 3, 64));
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct AddressVector {
     /// Port that sends.

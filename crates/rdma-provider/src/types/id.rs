@@ -84,6 +84,15 @@ impl Qpn {
 ///
 /// Comparison is by signed distance (`IBTA 9.7.2`), hence no `Ord`: of two numbers the one less than
 /// 2^23 steps ahead is the later.
+///
+/// ```
+/// use rdma_provider::types::Psn;
+///
+/// let last = Psn::new(0x00ff_ffff);
+/// let next = last.add(1);
+/// assert_eq!(next, Psn::new(0));
+/// assert_eq!(next.distance_from(last), 1);
+/// ```
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Psn(u32);
 

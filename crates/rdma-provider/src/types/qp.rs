@@ -95,6 +95,14 @@ bitflags! {
 /// Time to wait for an acknowledgement: a code of 5 bits meaning 4.096 µs × 2^code; 0 waits for ever.
 ///
 /// Devices may wait up to four times as long.
+///
+/// ```
+/// use rdma_provider::types::AckTimeout;
+///
+/// // 4.096 µs × 2^14 is about 67 ms.
+/// assert_eq!(AckTimeout::from_code(14).nanoseconds(), Some(67_108_864));
+/// assert_eq!(AckTimeout::from_code(0).nanoseconds(), None);
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct AckTimeout(u8);
 
@@ -119,6 +127,14 @@ impl AckTimeout {
 }
 
 /// Time a peer shall wait after "receiver not ready": a code of 5 bits, 0.01 ms to 655.36 ms.
+///
+/// ```
+/// use rdma_provider::types::RnrTimer;
+///
+/// // 0.64 ms.
+/// assert_eq!(RnrTimer::from_code(12).nanoseconds(), 640_000);
+/// assert_eq!(RnrTimer::from_code(0).nanoseconds(), 655_360_000);
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct RnrTimer(u8);
 
@@ -151,6 +167,19 @@ impl RnrTimer {
 /// Attributes for `ibv_modify_qp(3)`: those that are `Some` are given.
 ///
 /// Which are required and which are allowed depends on the transition; see [`super::transition()`].
+///
+/// ```
+/// use rdma_provider::types::{Access, PortNum, QpAttr, QpAttrMask, QpState};
+///
+/// let to_init = QpAttr {
+///     pkey_index: Some(0),
+///     port: Some(PortNum(1)),
+///     access: Some(Access::REMOTE_WRITE),
+///     ..QpAttr::to_state(QpState::Init)
+/// };
+/// let given = QpAttrMask::STATE | QpAttrMask::PKEY_INDEX | QpAttrMask::PORT;
+/// assert_eq!(to_init.mask(), given | QpAttrMask::ACCESS_FLAGS);
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct QpAttr {
     /// Target state.

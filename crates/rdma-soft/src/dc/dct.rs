@@ -193,6 +193,22 @@ fn merge(into: &mut QpAttr, given: &QpAttr) {
 /// - An initiator whose session was evicted meanwhile gets `REM_OP_ERR`.
 /// - When a target is destroyed, or fails with its completion queue, the receive of a partly received message returns to
 ///   the shared queue.
+///
+/// ```
+/// use rdma_soft::Network;
+/// use rdma_soft::contract::{Context as _, Dct as _, DctInit, Pd as _};
+/// use rdma_soft::types::{DcKey, SrqCaps};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let context = Network::new().open("a")?;
+/// let (pd, cq) = (context.create_pd()?, context.create_cq(16, None, 0, 0)?);
+/// let srq = pd.create_srq(SrqCaps { max_wr: 16, max_sge: 1 })?;
+/// let target = pd.create_dct(&DctInit { srq: &srq, recv_cq: &cq, key: DcKey(0x5eed) })?;
+/// // It has its number from RTR on.
+/// assert_eq!(target.number(), None);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug)]
 pub struct Dct(Arc<DctInner>);
 

@@ -118,6 +118,21 @@ pub(crate) struct Subscriber {
 }
 
 /// Completion channel, see [`contract::Channel`].
+///
+/// ```
+/// use rdma_soft::Network;
+/// use rdma_soft::contract::{Channel as _, Context as _, Cq as _};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let context = Network::new().open("a")?;
+/// let channel = context.create_channel()?;
+/// let cq = context.create_cq(16, Some(&channel), 0, 7)?;
+/// // The next completion makes `channel.fd()` readable.
+/// cq.arm(false)?;
+/// assert_eq!(channel.next_event()?, None);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone)]
 pub struct Channel(pub(crate) Arc<Mailbox<Arc<Subscriber>>>);
 

@@ -260,6 +260,20 @@ impl CqInner {
 /// Completion queue, see [`contract::Cq`].
 ///
 /// Destroying or resetting a queue pair removes its completions from the queue.
+///
+/// ```
+/// use rdma_soft::Network;
+/// use rdma_soft::contract::{Context as _, Cq as _};
+/// use rdma_soft::types::WorkCompletion;
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let context = Network::new().open("a")?;
+/// let cq = context.create_cq(16, None, 0, 0)?;
+/// let mut completions = [WorkCompletion::default(); 4];
+/// assert_eq!(cq.poll(&mut completions)?, 0);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug)]
 pub struct Cq(pub(crate) Arc<CqInner>);
 

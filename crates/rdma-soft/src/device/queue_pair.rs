@@ -389,6 +389,23 @@ impl QpInner {
 /// - A `SendWithInvalidate` that names no window bound by the receiving queue pair ends the receive with
 ///   `REM_INV_REQ_ERR`. As there is no NAK for this case, the sender's retries run out.
 /// - Destroying the queue pair ends the access through all windows that it bound.
+///
+/// ```
+/// use rdma_soft::Network;
+/// use rdma_soft::contract::{Context as _, Pd as _, Qp as _, QpInit};
+/// use rdma_soft::types::{QpCaps, QpState, Transport};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let context = Network::new().open("a")?;
+/// let (pd, cq) = (context.create_pd()?, context.create_cq(16, None, 0, 0)?);
+/// let caps = QpCaps { max_send_wr: 4, max_recv_wr: 4, max_send_sge: 1, max_recv_sge: 1, max_inline: 0 };
+/// let init = QpInit { transport: Transport::Rc, send_cq: &cq, recv_cq: &cq, srq: None, caps };
+/// // `examples/write.rs` continues from RESET.
+/// let qp = pd.create_qp(&init)?;
+/// assert_eq!(qp.query()?.0, QpState::Reset);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug)]
 pub struct Qp(pub(crate) Arc<QpInner>);
 

@@ -70,6 +70,20 @@ impl SrqInner {
 
 /// Shared receive queue, see [`contract::Srq`]. A slot is free again when the completion of its
 /// receive has been polled.
+///
+/// ```
+/// use rdma_soft::Network;
+/// use rdma_soft::contract::{Context as _, Pd as _, Srq as _};
+/// use rdma_soft::types::SrqCaps;
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let pd = Network::new().open("a")?.create_pd()?;
+/// let srq = pd.create_srq(SrqCaps { max_wr: 16, max_sge: 1 })?;
+/// srq.set_limit(4)?;
+/// assert_eq!(srq.limit()?, 4);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug)]
 pub struct Srq(pub(crate) Arc<SrqInner>);
 

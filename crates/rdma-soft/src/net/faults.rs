@@ -10,6 +10,17 @@ use rdma_provider::types::Gid;
 /// corrupted, and its delay.
 ///
 /// The default has no faults. Probabilities are clamped to the range 0 to 1.
+///
+/// ```
+/// use rdma_soft::{Faults, Network};
+/// use std::time::Duration;
+///
+/// let delay = Duration::from_micros(1)..Duration::from_micros(50);
+/// let faults = Faults::none().loss(0.01).reorder(0.1).delay(delay);
+/// assert_eq!(faults.loss, 0.01);
+/// let network = Network::with_faults(7, faults);
+/// assert_eq!(network.counters().sent, 0);
+/// ```
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Faults {

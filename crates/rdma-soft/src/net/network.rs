@@ -37,6 +37,22 @@ pub(crate) const MAD: usize = 256;
 /// without faults no packets are built: the posting thread copies the data itself.
 ///
 /// A clone is another handle to the same network.
+///
+/// ```
+/// use rdma_soft::contract::Context as _;
+/// use rdma_soft::types::PortNum;
+/// use rdma_soft::{Faults, Network};
+/// use std::time::Duration;
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let network = Network::simulated(7, Faults::none().loss(0.1));
+/// let (a, b) = (network.open("a")?, network.open("b")?);
+/// assert_ne!(a.port(PortNum(1))?.gids, b.port(PortNum(1))?.gids);
+/// // Nothing was posted, so no packet is in flight.
+/// assert!(network.run_until_idle(Duration::from_secs(1)));
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone)]
 pub struct Network(pub(crate) Arc<NetworkInner>);
 
