@@ -8,7 +8,11 @@ use std::path::{Path, PathBuf};
 const NOT_OURS: [&str; 4] = ["target", ".git", "corpus", "node_modules"];
 
 /// Beginnings of paths of this repository.
-const PLACES: [&str; 7] = ["src/", "tests/", "benches/", "examples/", "docs/", "scripts/", ".ci/"];
+const PLACES: [&str; 9] =
+    ["src/", "crates/", "tests/", "testing/", "benches/", "examples/", "docs/", "scripts/", ".ci/"];
+
+/// Directories with source files.
+const CODE: [&str; 6] = ["src", "crates", "tests", "testing", "benches", "examples"];
 
 #[test]
 fn files_named_in_the_documentation_exist() {
@@ -24,6 +28,29 @@ fn files_named_in_the_documentation_exist() {
         );
     }
     assert!(missing.is_empty(), "\n{}\n", missing.join("\n"));
+}
+
+/// A name without directories, or with the last of them, stands for any source file whose path ends with it.
+#[test]
+fn source_files_named_by_pages_and_module_documentation_exist() {
+    let files = sources(&CODE);
+    let mut named = Vec::new();
+    for page in pages() {
+        let quoted = quotes(&read(&page));
+        named.extend(quoted.iter().flat_map(|quote| source_names(quote)).map(|name| (page.clone(), name.to_owned())));
+    }
+    for file in sources(&["src", "crates"]) {
+        let text = fs::read_to_string(&file).expect("a source file");
+        let docs = text.lines().filter_map(|line| line.trim_start().strip_prefix("//!"));
+        named.extend(docs.flat_map(source_names).map(|name| (file.display().to_string(), name.to_owned())));
+    }
+    assert!(named.len() > 100, "only {named:?}");
+    let missing: BTreeSet<_> = named
+        .iter()
+        .filter(|(_, name)| !files.iter().any(|file| file.ends_with(name)))
+        .map(|(place, name)| format!("{place}: {name}"))
+        .collect();
+    assert!(missing.is_empty(), "\n{}\n", missing.into_iter().collect::<Vec<_>>().join("\n"));
 }
 
 #[test]
@@ -231,6 +258,12 @@ fn quotes(text: &str) -> BTreeSet<String> {
     text.lines().flat_map(|line| line.split('`').skip(1).step_by(2)).map(str::to_owned).collect()
 }
 
+/// Names of source files in a text, without patterns such as `ibv_*.rs`.
+fn source_names(text: &str) -> impl Iterator<Item = &str> {
+    let words = text.split(|c: char| !c.is_ascii_alphanumeric() && !"_-./*".contains(c));
+    words.map(|word| word.trim_end_matches('.')).filter(|word| word.ends_with(".rs") && !word.contains('*'))
+}
+
 /// Targets of links within the repository.
 fn links(text: &str) -> BTreeSet<String> {
     let prose = prose(text);
@@ -291,7 +324,7 @@ fn pages() -> Vec<String> {
 /// Names of all functions in source, tests and examples.
 fn functions() -> BTreeSet<String> {
     let mut found = BTreeSet::new();
-    for path in sources(&["src", "crates", "tests", "testing", "examples"]) {
+    for path in sources(&CODE) {
         let text = fs::read_to_string(&path).expect("a source file");
         let names = text.split("fn ").skip(1);
         found.extend(names.filter_map(|rest| rest.split(['(', '<']).next()).map(str::to_owned));

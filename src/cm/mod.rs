@@ -1,4 +1,4 @@
-//! `[6]` How two sides meet: listen, connect, say goodbye, by IP address.
+//! How two sides meet: listen, connect, say goodbye, by IP address.
 //!
 //! ```text
 //!  Listener::bind ─▶ accept ─▶ Request ─▶ prepare a queue pair ─▶ Request::accept ─▶ Link

@@ -1,4 +1,4 @@
-//! `[6]` What works on this machine, what does not, why, and what to do about it.
+//! What works on this machine, what does not, why, and what to do about it.
 //!
 //! [`examine()`] looks at the machine (hardware, kernel modules, device nodes, limits, container), opens every device
 //! and tries what a program needs; the [`Report`] says what was found, and its [`Finding`]s what to do. It works

@@ -1,4 +1,4 @@
-//! `[1]` Memory a device may touch.
+//! Memory a device may touch.
 //!
 //! [`HostMemory`] is what the crate allocates itself, [`Storage`] what users bring. [`RemoteRegion`] names a peer's memory.
 

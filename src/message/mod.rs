@@ -1,4 +1,4 @@
-//! `[7]` Connections that carry messages, and one-sided operations beside them.
+//! Connections that carry messages, and one-sided operations beside them.
 //!
 //! ```text
 //!   Connection ─ SendHalf, RecvHalf        connection.rs, halves.rs    what a service holds
@@ -6,7 +6,7 @@
 //!   Listener                               listener.rs, admission.rs   which peers become connections
 //!        │ driver.rs: time, and progress when nobody asks for any
 //!        ▼
-//!      core.rs: one end at work            inbound.rs, fetching.rs, memory.rs, outbound.rs, ending.rs, waiters.rs
+//!      core.rs: one end at work            inbound.rs, fetching.rs, message_memory.rs, outbound.rs, ending.rs, waiters.rs
 //!        │ asks, tells
 //!        ▼
 //!      protocol.rs: frames and time in, frames, actions and a deadline out      pure, judges what a peer sends

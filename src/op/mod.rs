@@ -1,4 +1,4 @@
-//! `[5]` Operations: each a future that owns what the device touches.
+//! Operations: each a future that owns what the device touches.
 //!
 //! Calling posts, awaiting waits: two operations called one after the other are in flight together, in that
 //! order. A result brings the buffer home, an error too. Dropping the future detaches: the work goes on, and

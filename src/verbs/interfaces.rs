@@ -1,4 +1,4 @@
-//! `[0]` What the kernel says about the network interfaces of this host.
+//! What the kernel says about the network interfaces of this host.
 
 use std::collections::{BTreeSet, HashMap};
 use std::fs;

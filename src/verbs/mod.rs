@@ -1,4 +1,4 @@
-//! `[3]` The objects of the verbs interface, each freed after all that was made from it.
+//! The objects of the verbs interface, each freed after all that was made from it.
 //!
 //! ```text
 //! Device ── ProtectionDomain ── Registration ── BufMut, Buf, Pool, ExposedRegion, DmaBufRegion

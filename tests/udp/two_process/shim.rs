@@ -159,9 +159,9 @@ async fn leave(
         }
         if chance.percent(1) {
             count(&faults.damaged);
-            // In the check itself. One damage of 32768 is not found where the identification of IPv4 has to be guessed (src/provider/
-            // soft/udp/icrc.rs), on which the place of the bit has no influence; and a sum of UDP, which would find it, is made
-            // anew here. What then gets through has the right bytes.
+            // In the check itself. One damage of 32768 is not found where the identification of IPv4 has to be guessed
+            // (crates/rdma-soft/src/roce/icrc.rs), on which the place of the bit has no influence; and a sum of UDP, which would
+            // find it, is made anew here. What then gets through has the right bytes.
             let at = length.saturating_sub(1 + chance.below(4) as usize);
             datagram[at] ^= 1 << chance.below(8);
         }

@@ -1,4 +1,4 @@
-//! `[0]` Values of the verbs interface: what is asked of a device and what it answers.
+//! Values of the verbs interface: what is asked of a device and what it answers.
 //!
 //! No I/O, no device and no `unsafe` here. Every type prints (`Debug`), and codes that a device may
 //! invent are kept as values instead of being refused.
