@@ -15,12 +15,22 @@
 //!  cm          listen, connect and disconnect by IP address
 //!  doctor      what works on this machine, and what to do if not
 //!  op, dc      QueuePair::{send, recv, write, read, compare_swap, fetch_add}, Batch; DcInitiator, DcPool → futures
-//!  completion  slot of each operation in flight; completion queues watched by events, busy polling or both
+//!  completion  CompletionQueue: modes (events, busy polling or both), counters
 //!  memory      Buf, Pool, ExposedRegion: registered memory, freed when no device reaches it any more
 //!  verbs       the bare objects: Device, ProtectionDomain, Qp, Cq, Srq
 //!  ───────────────────────────────────────────────────────────────────────────────────────────────
 //!  rdma-soft   the embedded software device      rdma-ibverbs   libibverbs, librdmacm, libmlx5
 //! ```
+//!
+//! [`error`] has the errors of all layers, [`types`] the values of the verbs interface, [`software`] the networks of the
+//! software device, and [`raw`](raw/index.html) the handles of libibverbs.
+//!
+//! | Feature | What it adds |
+//! |---|---|
+//! | none | the software device, in memory and as RoCE v2 over UDP |
+//! | `ibverbs` | devices that libibverbs opens, and connections by librdmacm; [`raw`](raw/index.html) |
+//! | `mlx5` | dynamic connections (DC) of ConnectX adapters; includes `ibverbs` |
+//! | `serde` | [`QueuePairEndpoint`], [`DcAddress`](dc::DcAddress) and [`RemoteRegion`] in any format of serde |
 //!
 //! # A first run
 //!
@@ -51,7 +61,7 @@
 #![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::todo, clippy::unimplemented))]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
-/// The programs of the pages are tests.
+/// Compiles the programs of the Markdown pages.
 #[cfg(doctest)]
 mod pages {
     #[doc = include_str!("../README.md")]

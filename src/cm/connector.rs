@@ -10,7 +10,7 @@ use crate::error::{SetupError, VerbError};
 use crate::op::{QueuePair, QueuePairBuilder};
 use crate::types::{Gid, PortNum};
 use crate::verbs::Device;
-use rdma_provider::cm_contract::{CmId as _, REQUEST_DATA};
+use rdma_provider::cm_contract::{CmId as _, MAX_REQUEST_DATA};
 
 use super::endpoint::{Endpoint, Halfway, within};
 use super::error::{ConnectError, Step};
@@ -212,7 +212,7 @@ impl Route {
         let Self { endpoint, path, address, .. } = self;
         endpoint.ready()?;
         let device = endpoint.router().device().clone();
-        let (_, transport) = options.checked(REQUEST_DATA)?;
+        let (_, transport) = options.checked(MAX_REQUEST_DATA)?;
         let misfit = |error| ConnectError::from(error).during(Step::Prepare, address);
         path.check(&device, queue_pair).map_err(misfit)?;
         Keepalive::check(options.probes(), transport.timeout, queue_pair).map_err(misfit)?;
@@ -222,7 +222,7 @@ impl Route {
             let (ours, options) = (queue_pair.clone(), options.clone());
             endpoint
                 .call(move |id| {
-                    let (private_data, _) = options.checked(REQUEST_DATA)?;
+                    let (private_data, _) = options.checked(MAX_REQUEST_DATA)?;
                     Ok(id.connect(&reads.params(&ours, private_data, options.deadline()))?)
                 })
                 .await

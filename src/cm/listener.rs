@@ -20,7 +20,7 @@ use crate::error::{LimitError, SetupError, VerbError};
 use crate::op::{QueuePair, QueuePairBuilder};
 use crate::types::{Gid, PortNum, Qpn};
 use crate::verbs::Device;
-use rdma_provider::cm_contract::{Admit, CmAnswer, CmId as _, CmPeer, REJECT_DATA, RESPONSE_DATA};
+use rdma_provider::cm_contract::{Admit, CmAnswer, CmId as _, CmPeer, MAX_REJECT_DATA, MAX_RESPONSE_DATA};
 
 use super::clock::{self, Sleep};
 use super::connector::{lookup, no_address};
@@ -170,7 +170,7 @@ impl Listener {
 
     /// What [`answer`](Self::answer) sends to peers that are accepted with `options`.
     pub(crate) fn answer_with(device: &Device, options: &Options) -> Result<CmAnswer, ConnectError> {
-        let (private_data, _) = options.checked(RESPONSE_DATA)?;
+        let (private_data, _) = options.checked(MAX_RESPONSE_DATA)?;
         Ok(Reads::of(device, options)?.answer(private_data.to_vec()))
     }
 
@@ -490,7 +490,7 @@ impl Request {
     pub async fn accept(self, queue_pair: &QueuePair, options: &Options) -> Result<Link, ConnectError> {
         let Self { endpoint, peer, path, local, address, .. } = self;
         endpoint.ready()?;
-        let (_, transport) = options.checked(RESPONSE_DATA)?;
+        let (_, transport) = options.checked(MAX_RESPONSE_DATA)?;
         let device = endpoint.router().device().clone();
         let misfit = |error| ConnectError::from(error).during(Step::Prepare, address);
         path.check(&device, queue_pair).map_err(misfit)?;
@@ -502,7 +502,7 @@ impl Request {
             let (ours, options) = (queue_pair.clone(), options.clone());
             let said = endpoint
                 .call(move |id| {
-                    let (private_data, _) = options.checked(RESPONSE_DATA)?;
+                    let (private_data, _) = options.checked(MAX_RESPONSE_DATA)?;
                     make_ready(id, &ours, reads, transport)?;
                     Ok(id.accept(&reads.params(&ours, private_data, options.deadline()))?)
                 })
@@ -536,7 +536,7 @@ impl Request {
     ///
     /// Dropping the future rejects it all the same.
     pub async fn reject(self, private_data: &[u8]) -> Result<(), ConnectError> {
-        LimitError::check("private_data", private_data.len() as u64, REJECT_DATA as u64)?;
+        LimitError::check("private_data", private_data.len() as u64, MAX_REJECT_DATA as u64)?;
         self.endpoint.ready()?;
         let data = private_data.to_vec();
         let said = self.endpoint.call(move |id| Ok(id.reject(&data)?)).await;

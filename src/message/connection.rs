@@ -27,7 +27,7 @@ use crate::error::{NoRuntime, OpErrorKind, SetupError};
 use crate::memory::Pool;
 use crate::op::{QueuePair, QueuePairBuilder, QueuePairEndpoint};
 use crate::verbs::{Device, ProtectionDomain};
-use rdma_provider::cm_contract::REQUEST_DATA;
+use rdma_provider::cm_contract::MAX_REQUEST_DATA;
 
 /// A reliable connection that carries messages both ways, and reads and writes memory that the peer has exposed.
 ///
@@ -132,7 +132,7 @@ impl Connection {
         address: impl ToSocketAddrs,
         config: &ConnectionConfig,
     ) -> Result<Self, EstablishError> {
-        let options = config.cm_options(REQUEST_DATA)?;
+        let options = config.cm_options(MAX_REQUEST_DATA)?;
         let pd = config.domain(device)?;
         let mut prepared = None;
         let (_, link) = cm::connect(device, address, &options, |route| {

@@ -7,7 +7,7 @@ use bytes::Bytes;
 use super::flow_control::RESERVE;
 use super::frame::{MAX_RECEIVES, OFFER_LEN};
 use crate::error::LimitError;
-use rdma_provider::cm_contract::REJECT_DATA;
+use rdma_provider::cm_contract::MAX_REJECT_DATA;
 
 /// What an end says of itself while it connects: how much it can receive.
 ///
@@ -118,7 +118,7 @@ impl Rejection {
     /// Bytes without the user's.
     const LEN: usize = 8;
     /// Most bytes that a service can add.
-    pub(super) const MAX_USER_DATA: usize = REJECT_DATA - Self::LEN;
+    pub(super) const MAX_USER_DATA: usize = MAX_REJECT_DATA - Self::LEN;
     /// Distinguishes it from other rejections.
     const KIND: u8 = 1;
 
@@ -263,13 +263,13 @@ mod tests {
         for len in [0, 1, 7, Rejection::MAX_USER_DATA] {
             let user_data: Vec<u8> = (0..len).map(|at| (at % 3) as u8).collect();
             let mut bytes = Rejection::encode(&user_data).unwrap();
-            bytes.resize(REJECT_DATA, 0);
+            bytes.resize(MAX_REJECT_DATA, 0);
             assert_eq!(Rejection::decode(&bytes).unwrap().user_data, user_data);
             bytes[4] += 1;
             assert_eq!(Rejection::decode(&bytes), None, "another version");
         }
         assert_eq!(Rejection::encode(&[0; 141]).unwrap_err().allowed, 140);
-        for other in [&b""[..], b"tRDM", &[0; REJECT_DATA], crate::cm::FOR_MESSAGES, &HELLO.encode(b"").unwrap()] {
+        for other in [&b""[..], b"tRDM", &[0; MAX_REJECT_DATA], crate::cm::FOR_MESSAGES, &HELLO.encode(b"").unwrap()] {
             assert_eq!(Rejection::decode(other), None, "{other:?}");
         }
     }

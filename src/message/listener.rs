@@ -27,7 +27,7 @@ use crate::cm::clock::Sleep;
 use crate::contained::wakes_contained;
 use crate::error::NoRuntime;
 use crate::verbs::Device;
-use rdma_provider::cm_contract::{Admit as _, RESPONSE_DATA};
+use rdma_provider::cm_contract::{Admit as _, MAX_RESPONSE_DATA};
 
 /// Takes connections that peers ask for by address.
 ///
@@ -155,7 +155,7 @@ impl Listener {
     ) -> Result<Self, EstablishError> {
         config.check(device)?;
         // What cannot be said to any peer would have all of them rejected, and nobody told why.
-        let answer = cm::Listener::answer_with(device, &config.cm_options(RESPONSE_DATA)?)?;
+        let answer = cm::Listener::answer_with(device, &config.cm_options(MAX_RESPONSE_DATA)?)?;
         let admission = Admission::new(config, answer);
         let inner = cm::Listener::bind(device, address).await?;
         let answered = inner.answer(admission.clone()).await?;
@@ -448,7 +448,7 @@ impl ConnectionRequest {
                 return Err(EstablishError::Refused { address, refusal });
             }
         };
-        let options = config.cm_options(RESPONSE_DATA)?;
+        let options = config.cm_options(MAX_RESPONSE_DATA)?;
         let pd = config.domain(&self.device)?;
         let path = (self.inner.port(), self.inner.gid_index());
         // No fault of this end, so that a listener goes on.

@@ -5,8 +5,8 @@
 use std::error::Error;
 
 use rdma_ibverbs::Context;
-use rdma_provider::contract::Context as _;
-use rdma_provider::types::PortNum;
+use rdma_ibverbs::contract::Context as _;
+use rdma_ibverbs::types::PortNum;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let names = match rdma_ibverbs::devices() {

@@ -11,7 +11,7 @@ use rdma_sys::*;
 
 use super::ibv_channel::{Channel, do_not_block};
 use super::ibv_cq::Cq;
-use super::ibv_mr::Pd;
+use super::ibv_pd::Pd;
 use super::{Ibverbs, convert, mlx5_dc, sys};
 use rdma_provider::VerbError;
 use rdma_provider::contract::{self, Context as _, Pd as _, QpInit};

@@ -19,6 +19,24 @@
 //! }
 //! ```
 //!
+//! [`Context::open`] opens a device by name. The methods of all objects are those of the traits in [`contract`]; the values are
+//! in [`types`].
+//!
+//! ```no_run
+//! use rdma_ibverbs::Context;
+//! use rdma_ibverbs::contract::Context as _;
+//! use rdma_ibverbs::types::PortNum;
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let context = Context::open("mlx5_0")?.ok_or("no such device")?;
+//! println!("{} queue pairs, port 1: {:?}", context.attr().max_qp, context.port(PortNum(1))?.state);
+//! let pd = context.create_pd()?;
+//! let cq = context.create_cq(16, None, 0, 0)?;
+//! # drop((pd, cq));
+//! # Ok(())
+//! # }
+//! ```
+//!
 //! `examples/devices.rs` opens the devices and lists their ports and GIDs.
 
 #![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::todo, clippy::unimplemented))]
@@ -30,6 +48,7 @@ mod ibv_channel;
 mod ibv_context;
 mod ibv_cq;
 mod ibv_mr;
+mod ibv_pd;
 mod ibv_post;
 mod ibv_qp;
 mod ibv_srq;
@@ -37,23 +56,24 @@ mod mlx5_dc;
 mod owned;
 mod sys;
 
-use rdma_provider::contract::Provider;
-
 pub use cm::{CmChannel, CmId};
 pub use ibv_ah::Ah;
 pub use ibv_channel::Channel;
 pub use ibv_context::{Context, devices};
 pub use ibv_cq::Cq;
-pub use ibv_mr::{Mr, Mw, Pd};
+pub use ibv_mr::{Mr, Mw};
+pub use ibv_pd::Pd;
 pub use ibv_qp::Qp;
 pub use ibv_srq::Srq;
 pub use mlx5_dc::Dct;
+
+pub use rdma_provider::{VerbError, cm_contract, contract, types};
 
 /// The provider that calls libibverbs.
 #[derive(Debug)]
 pub struct Ibverbs;
 
-impl Provider for Ibverbs {
+impl contract::Provider for Ibverbs {
     type Context = Context;
     type Pd = Pd;
     type Mr = Mr;

@@ -30,8 +30,6 @@
 //! [`CmChannel::take_event`], [`CmChannel::create_id`], [`CmId::key`], [`CmId::local_addr`], [`CmId::peer_addr`] and
 //! [`CmId::route`] never do.
 
-#![allow(missing_docs, reason = "the fields are those of librdmacm")]
-
 use std::fmt::Debug;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::BorrowedFd;
@@ -126,17 +124,17 @@ pub trait CmId: Debug + Send + Sync {
     /// `rdma_connect(3)`, after the route was resolved. [`ConnectResponse`](CmEventKind::ConnectResponse),
     /// [`Rejected`](CmEventKind::Rejected), [`Unreachable`](CmEventKind::Unreachable) or
     /// [`ConnectError`](CmEventKind::ConnectError) follows, unless the call fails. EINVAL for private data of more than
-    /// [`REQUEST_DATA`] bytes.
+    /// [`MAX_REQUEST_DATA`] bytes.
     fn connect(&self, params: &CmParams<'_>) -> Result<(), VerbError>;
 
     /// `rdma_accept(3)` on an id of a connect request, whose queue pair is in RTS already: the peer may send before
     /// [`Established`](CmEventKind::Established) comes. If it does not, [`Rejected`](CmEventKind::Rejected),
     /// [`Unreachable`](CmEventKind::Unreachable) or [`ConnectError`](CmEventKind::ConnectError) does. EINVAL for private
-    /// data of more than [`RESPONSE_DATA`] bytes, and if the peer has given up meanwhile.
+    /// data of more than [`MAX_RESPONSE_DATA`] bytes, and if the peer has given up meanwhile.
     fn accept(&self, params: &CmParams<'_>) -> Result<(), VerbError>;
 
     /// `rdma_reject(3)` on an id of a connect request: the peer gets [`Rejected`](CmEventKind::Rejected) with reason
-    /// [`CONSUMER`](RejectReason::CONSUMER). EINVAL for private data of more than [`REJECT_DATA`] bytes, and if the
+    /// [`CONSUMER`](RejectReason::CONSUMER). EINVAL for private data of more than [`MAX_REJECT_DATA`] bytes, and if the
     /// request was answered or the peer has given up.
     fn reject(&self, private_data: &[u8]) -> Result<(), VerbError>;
 
@@ -192,28 +190,35 @@ pub enum Verdict {
 /// An answer to connect requests; fields as in [`CmParams`], counts cut to what the peer asks for.
 #[derive(Debug, Clone, Default)]
 pub struct CmAnswer {
+    /// Private data of the response.
     pub private_data: Vec<u8>,
+    /// READ and atomic requests that the listener's side serves at once.
     pub responder_resources: u8,
+    /// READ and atomic requests that the listener's side issues at once.
     pub initiator_depth: u8,
+    /// Retransmissions of what was not acknowledged, 0 to 7, by the listener's queue pair.
     pub retry_count: u8,
+    /// Retransmissions of what found no receive, 0 to 7, that the peer shall make.
     pub rnr_retry: u8,
 }
 
 /// Most bytes of private data in a request: 92 less the IP addresses that rdma_cm puts before them.
-pub const REQUEST_DATA: usize = 56;
+pub const MAX_REQUEST_DATA: usize = 56;
 /// Most bytes of private data in a response.
-pub const RESPONSE_DATA: usize = 196;
+pub const MAX_RESPONSE_DATA: usize = 196;
 /// Most bytes of private data in a rejection.
-pub const REJECT_DATA: usize = 148;
+pub const MAX_REJECT_DATA: usize = 148;
 
 /// Over which device a connection goes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CmRoute {
     /// Name of the device.
     pub device: String,
+    /// Port of the device.
     pub port: PortNum,
     /// Our GID; an entry of the port's table.
     pub source: Gid,
+    /// GID of the peer.
     pub destination: Gid,
     /// Path MTU, if it is known yet.
     pub mtu: Option<Mtu>,
@@ -222,7 +227,9 @@ pub struct CmRoute {
 /// What one side says of its queue pair, `struct rdma_conn_param`.
 #[derive(Debug, Clone, Copy)]
 pub struct CmParams<'a> {
+    /// Number of the queue pair.
     pub qpn: Qpn,
+    /// Bytes for the peer's program, at most [`MAX_REQUEST_DATA`] or [`MAX_RESPONSE_DATA`].
     pub private_data: &'a [u8],
     /// READ and atomic requests that it serves at once.
     pub responder_resources: u8,
@@ -242,12 +249,13 @@ pub struct CmParams<'a> {
 /// What the peer said of its queue pair.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CmPeer {
-    /// As it travels: filled up with zeros to [`REQUEST_DATA`] or [`RESPONSE_DATA`] bytes.
+    /// As it travels: filled up with zeros to [`MAX_REQUEST_DATA`] or [`MAX_RESPONSE_DATA`] bytes.
     pub private_data: Vec<u8>,
     /// READ and atomic requests that *we* may be asked to serve at once: the peer's `initiator_depth`.
     pub responder_resources: u8,
     /// READ and atomic requests that *we* may issue at once: the peer's `responder_resources`.
     pub initiator_depth: u8,
+    /// Receives of the peer come from a shared queue.
     pub srq: bool,
 }
 
@@ -256,6 +264,7 @@ pub struct CmPeer {
 pub struct CmEvent<P: Provider> {
     /// [Key](CmId::key) of the id; of the listener for a connect request.
     pub key: u64,
+    /// What happened.
     pub kind: CmEventKind<P>,
 }
 
@@ -263,13 +272,19 @@ pub struct CmEvent<P: Provider> {
 #[derive(Debug)]
 #[allow(dead_code, reason = "some only real devices raise")]
 pub enum CmEventKind<P: Provider> {
+    /// [`CmId::resolve_addr`] has succeeded: the id is bound to a device and has a [route](CmId::route).
     AddressResolved,
+    /// [`CmId::resolve_addr`] has failed.
     AddressError(i32),
+    /// [`CmId::resolve_route`] has succeeded: the id may connect.
     RouteResolved,
+    /// [`CmId::resolve_route`] has failed.
     RouteError(i32),
     /// A peer asks; the new id reports by the listener's channel under its own key.
     ConnectRequest {
+        /// The new id, which is accepted, rejected or dropped.
         id: P::CmId,
+        /// What the peer said of its queue pair.
         peer: CmPeer,
     },
     /// The peer has accepted and waits for [`CmId::establish`].
@@ -278,8 +293,9 @@ pub enum CmEventKind<P: Provider> {
     Established,
     /// The peer refused, or gave up its request.
     Rejected {
+        /// Reason code of the rejection.
         reason: RejectReason,
-        /// As it travels: filled up with zeros to [`REJECT_DATA`] bytes, or empty.
+        /// As it travels: filled up with zeros to [`MAX_REJECT_DATA`] bytes, or empty.
         private_data: Vec<u8>,
     },
     /// No answer, after all repetitions.

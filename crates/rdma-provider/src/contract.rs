@@ -6,7 +6,7 @@
 //! keeps parents alive longer than their children.
 
 // Declares `unsafe fn`; holds no unsafe block.
-#![allow(unsafe_code, missing_docs)]
+#![allow(unsafe_code)]
 
 use std::borrow::Borrow;
 use std::fmt::{self, Debug};
@@ -22,17 +22,29 @@ use crate::types::{
 
 /// The object types of one provider.
 pub trait Provider: Sized + 'static {
+    /// An open device.
     type Context: Context<Self>;
+    /// A protection domain.
     type Pd: Pd<Self>;
+    /// A memory registration.
     type Mr: Mr;
+    /// A memory window of type 2.
     type Mw: Mw;
+    /// A completion channel.
     type Channel: Channel;
+    /// A completion queue.
     type Cq: Cq;
+    /// A queue pair.
     type Qp: Qp;
+    /// A DC target; [`NoDct`] for a provider without DC.
     type Dct: Dct;
+    /// A shared receive queue.
     type Srq: Srq;
+    /// An address handle.
     type Ah: Ah;
+    /// An event channel of the connection manager.
     type CmChannel: CmChannel<Self>;
+    /// A listener or connection of the connection manager.
     type CmId: CmId;
 }
 
@@ -156,6 +168,7 @@ pub trait Pd<P: Provider>: Debug + Send + Sync {
 pub struct DmaBufRange {
     /// First byte, counted from the start of the memory.
     pub offset: u64,
+    /// Number of bytes.
     pub len: usize,
     /// What work and peers call the first byte.
     pub iova: u64,
@@ -164,10 +177,15 @@ pub struct DmaBufRange {
 /// What a queue pair is made of, `struct ibv_qp_init_attr`.
 #[derive(Debug)]
 pub struct QpInit<'a, P: Provider> {
+    /// Transport service, which a queue pair keeps for its lifetime.
     pub transport: Transport,
+    /// Completion queue of send work requests.
     pub send_cq: &'a P::Cq,
+    /// Completion queue of receive work requests. May be the same as `send_cq`.
     pub recv_cq: &'a P::Cq,
+    /// Source of receives. If `None`, the queue pair has a receive queue of its own.
     pub srq: Option<&'a P::Srq>,
+    /// Sizes of its queues that are required at least.
     pub caps: QpCaps,
 }
 
@@ -222,8 +240,12 @@ impl<'a, P: Provider> DctInit<'a, P> {
 ///
 /// A window that is bound to it is dropped first: a device may refuse to end a registration under one.
 pub trait Mr: Debug + Send + Sync {
+    /// The key by which local work requests name the memory.
     fn lkey(&self) -> Lkey;
+
+    /// The key by which peers name the memory.
     fn rkey(&self) -> Rkey;
+
     /// What [`WindowBind::region`](crate::types::WindowBind::region) carries.
     fn handle(&self) -> usize;
 
@@ -308,6 +330,7 @@ impl std::error::Error for PostError {}
 
 /// Queue pair, `ibv_create_qp(3)`.
 pub trait Qp: Debug + Send + Sync {
+    /// The number that peers address. It is constant.
     fn qpn(&self) -> Qpn;
 
     /// Sizes granted; at least what was asked.

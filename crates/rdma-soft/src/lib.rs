@@ -49,11 +49,6 @@
 //! network without faults the thread that posts runs the whole exchange and copies the data once from the memory
 //! of the sender to the memory of the receiver. With faults, or in virtual time, the same state machines
 //! exchange encoded packets.
-//!
-//! Locks are taken in this order: requester half of one queue pair; responder half of one queue
-//! pair or a DC target; one of completion queue, shared receive queue, channel, windows, scheduler. An action that needs
-//! another order, for example a queue pair that takes a second one down with it, goes to a `Deferred` list and runs when no
-//! lock is held.
 
 #![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::todo, clippy::unimplemented))]
 

@@ -17,7 +17,7 @@ use super::address::Address;
 use crate::{convert, sys};
 use rdma_provider::VerbError;
 use rdma_provider::cm_contract::{
-    self, CmEvent, CmEventKind, CmParams, CmRoute, REJECT_DATA, REQUEST_DATA, RESPONSE_DATA,
+    self, CmEvent, CmEventKind, CmParams, CmRoute, MAX_REJECT_DATA, MAX_REQUEST_DATA, MAX_RESPONSE_DATA,
 };
 use rdma_provider::types::{PortNum, QpAttr, QpState, RejectReason};
 
@@ -209,7 +209,7 @@ impl cm_contract::CmId for CmId {
     }
 
     fn connect(&self, params: &CmParams<'_>) -> Result<(), VerbError> {
-        let mut raw = conn_param("rdma_connect", params, REQUEST_DATA)?;
+        let mut raw = conn_param("rdma_connect", params, MAX_REQUEST_DATA)?;
         self.step("rdma_connect", (Phase::RouteKnown, Phase::Connecting), |id| {
             // SAFETY: S3: the id is alive and has a device; the parameters are ours, and copied with what they name.
             unsafe { rdma_connect(id, &raw mut raw) }
@@ -217,7 +217,7 @@ impl cm_contract::CmId for CmId {
     }
 
     fn accept(&self, params: &CmParams<'_>) -> Result<(), VerbError> {
-        let mut raw = conn_param("rdma_accept", params, RESPONSE_DATA)?;
+        let mut raw = conn_param("rdma_accept", params, MAX_RESPONSE_DATA)?;
         self.step("rdma_accept", (Phase::Asked, Phase::Accepted), |id| {
             // SAFETY: S3: as above.
             unsafe { rdma_accept(id, &raw mut raw) }
@@ -226,7 +226,7 @@ impl cm_contract::CmId for CmId {
 
     fn reject(&self, private_data: &[u8]) -> Result<(), VerbError> {
         const VERB: &str = "rdma_reject";
-        let len = data_len(VERB, private_data, REJECT_DATA)?;
+        let len = data_len(VERB, private_data, MAX_REJECT_DATA)?;
         self.step(VERB, (Phase::Asked, Phase::Failed), |id| {
             // SAFETY: S3: the id is alive; the data is copied.
             unsafe { rdma_reject(id, private_data.as_ptr().cast(), len) }

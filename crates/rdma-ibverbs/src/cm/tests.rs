@@ -13,7 +13,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 
 use super::*;
 use crate::ibv_context::Context;
-use crate::ibv_mr::Pd;
+use crate::ibv_pd::Pd;
 use crate::{ibv_cq, ibv_qp};
 use rdma_provider::cm_contract::{CmChannel as _, CmEventKind as Kind, CmId as _, CmParams, CmPeer, CmRoute};
 use rdma_provider::contract::{Context as _, Pd as _, Qp as _, QpInit};

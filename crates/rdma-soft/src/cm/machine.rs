@@ -10,7 +10,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use rdma_provider::VerbError;
-use rdma_provider::cm_contract::{Admit, CmParams, CmPeer, REJECT_DATA};
+use rdma_provider::cm_contract::{Admit, CmParams, CmPeer, MAX_REJECT_DATA};
 use rdma_provider::types::{AckTimeout, Gid, Mtu, Psn, Qpn, RejectReason};
 
 use super::connection::{Connection, State};
@@ -498,7 +498,7 @@ impl Machine {
     }
 
     /// Rejects a request, and remembers that for as long as the peer may repeat it. Its queue pair may ask anew.
-    fn refuse(&mut self, now: u64, id: CommId, reason: RejectReason, private_data: Private<REJECT_DATA>) {
+    fn refuse(&mut self, now: u64, id: CommId, reason: RejectReason, private_data: Private<MAX_REJECT_DATA>) {
         let Some(connection) = self.connections.get_mut(&id) else { return };
         connection.state = State::Refused;
         let remote_id = connection.remote_id;

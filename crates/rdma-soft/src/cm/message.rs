@@ -5,7 +5,7 @@
 
 use std::net::{IpAddr, SocketAddr};
 
-use rdma_provider::cm_contract::{REJECT_DATA, REQUEST_DATA, RESPONSE_DATA};
+use rdma_provider::cm_contract::{MAX_REJECT_DATA, MAX_REQUEST_DATA, MAX_RESPONSE_DATA};
 use rdma_provider::types::{AckTimeout, Gid, Mtu, Psn, Qkey, Qpn, RejectReason};
 
 /// Most bytes of private data in a request to resolve a service.
@@ -102,7 +102,7 @@ pub(super) struct Req {
     /// Of the IP header in front of the private data.
     pub(super) source: SocketAddr,
     pub(super) destination: IpAddr,
-    pub(super) private_data: Private<REQUEST_DATA>,
+    pub(super) private_data: Private<MAX_REQUEST_DATA>,
 }
 
 /// What the requester's packets carry, and wishes of ours to carry: the rest of the primary path of a request.
@@ -150,7 +150,7 @@ pub(super) struct Rej {
     pub(super) remote_id: CommId,
     pub(super) about: About,
     pub(super) reason: RejectReason,
-    pub(super) private_data: Private<REJECT_DATA>,
+    pub(super) private_data: Private<MAX_REJECT_DATA>,
 }
 
 /// Answer to a request, IBTA 12.6.8.
@@ -169,7 +169,7 @@ pub(super) struct Rep {
     pub(super) guid: u64,
     /// Time that the passive side's device takes to acknowledge.
     pub(super) ack_delay: CmTimeout,
-    pub(super) private_data: Private<RESPONSE_DATA>,
+    pub(super) private_data: Private<MAX_RESPONSE_DATA>,
 }
 
 /// Ready to use, IBTA 12.6.9.

@@ -1,4 +1,13 @@
 //! The adapter: what all that have opened it share.
+//!
+//! # Order of locks
+//!
+//! 1. The requester half of one queue pair.
+//! 2. The responder half of one queue pair, or a DC target.
+//! 3. One of completion queue, shared receive queue, channel, windows, scheduler.
+//!
+//! An action that needs another order, for example a queue pair whose failure puts a second one into the error state, goes to
+//! a [`Deferred`] list and runs when no lock is held.
 
 pub(crate) mod completion_channel;
 pub(crate) mod completion_queue;

@@ -1,0 +1,131 @@
+//! Protection domain.
+
+#![allow(unsafe_code)]
+
+use std::ffi::c_int;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::ptr::NonNull;
+
+use rdma_sys::*;
+
+use super::ibv_ah::Ah;
+use super::ibv_mr::{Mr, Mw};
+use super::ibv_qp::Qp;
+use super::ibv_srq::Srq;
+use super::mlx5_dc::Dct;
+use super::{Ibverbs, convert, sys};
+use rdma_provider::VerbError;
+use rdma_provider::contract::{self, DctInit, DmaBufRange, NoDct, QpInit};
+use rdma_provider::types::{Access, AddressVector, DcAttr, DeviceAttr, SrqCaps};
+
+/// Of `errno(3)`.
+const EPROTONOSUPPORT: i32 = 93;
+
+/// `ibv_pd`.
+#[derive(Debug)]
+pub struct Pd {
+    raw: NonNull<ibv_pd>,
+    /// What queue pairs may be asked to do.
+    device: DeviceAttr,
+    /// They are posted to by `ibv_wr_*`.
+    extended: bool,
+}
+
+// SAFETY: S3: libibverbs is safe to call from any thread at once; the handle is used until `Drop` only.
+unsafe impl Send for Pd {}
+// SAFETY: S3: as above.
+unsafe impl Sync for Pd {}
+
+impl Pd {
+    /// The handle of the C library.
+    ///
+    /// # Safety
+    ///
+    /// It is valid while this object lives. What the object is for is left to the object: the caller neither ends the handle
+    /// nor changes it.
+    #[must_use]
+    pub const unsafe fn as_raw(&self) -> NonNull<ibv_pd> {
+        self.raw
+    }
+
+    pub(super) fn new(context: NonNull<ibv_context>, device: DeviceAttr, extended: bool) -> Result<Self, VerbError> {
+        // SAFETY: S3: the context is open.
+        let raw = sys::handle("ibv_alloc_pd", unsafe { ibv_alloc_pd(context.as_ptr()) })?;
+        Ok(Self { raw, device, extended })
+    }
+
+    /// The same, of a device that has DC, to find out whether it has.
+    pub(super) fn with_dc(mut self, dc: DcAttr) -> Self {
+        self.device.dc = Some(dc);
+        self
+    }
+
+    /// Registers what the descriptor `fd` names, which the kernel looks up.
+    fn reg_dma_buf(&self, fd: c_int, range: DmaBufRange, access: Access) -> Result<Mr, VerbError> {
+        let DmaBufRange { offset, len, iova } = range;
+        let flags = convert::access_flags(access) as i32;
+        // SAFETY: S3: the protection domain is alive; what the number names is looked up by the kernel.
+        let raw = unsafe { ibv_reg_dmabuf_mr(self.raw.as_ptr(), offset, len, iova, fd, flags) };
+        Ok(Mr::new(sys::handle("ibv_reg_dmabuf_mr", raw)?))
+    }
+
+    /// True if the device registers dma-bufs. No verb tells, so one that cannot be is offered: who looks at it can.
+    pub(super) fn takes_dma_bufs(&self) -> bool {
+        let nothing = DmaBufRange { offset: 0, len: 4096, iova: 0 };
+        match self.reg_dma_buf(-1, nothing, Access::LOCAL_WRITE) {
+            Ok(_) => true,
+            // Of a library or kernel that does not know the verb, of a driver that does not, of one that cannot.
+            Err(error) => !matches!(error.errno, VerbError::EOPNOTSUPP | VerbError::ENOSYS | EPROTONOSUPPORT),
+        }
+    }
+}
+
+impl contract::Pd<Ibverbs> for Pd {
+    unsafe fn register(&self, addr: NonNull<u8>, len: usize, access: Access, _shared: bool) -> Result<Mr, VerbError> {
+        let verb = "ibv_reg_mr";
+        let flags = convert::access_flags(access);
+        // SAFETY: S1, S2: the caller keeps the range allocated and unaliased; the protection domain is alive.
+        let raw = unsafe { ibv_reg_mr(self.raw.as_ptr(), addr.as_ptr().cast(), len, flags as i32) };
+        Ok(Mr::new(sys::handle(verb, raw)?))
+    }
+
+    fn register_dma_buf(&self, fd: BorrowedFd<'_>, range: DmaBufRange, access: Access) -> Result<Mr, VerbError> {
+        self.reg_dma_buf(fd.as_raw_fd(), range, access)
+    }
+
+    fn create_qp(&self, init: &QpInit<'_, Ibverbs>) -> Result<Qp, VerbError> {
+        Qp::new(self.raw, init, &self.device, self.extended)
+    }
+
+    fn create_dct(&self, init: &DctInit<'_, Ibverbs>) -> Result<Dct, VerbError> {
+        if self.device.dc.is_none() {
+            return Err(NoDct::REFUSED);
+        }
+        Dct::new(self.raw, init)
+    }
+
+    fn create_mw(&self) -> Result<Mw, VerbError> {
+        // SAFETY: S3: the protection domain is alive.
+        let raw = unsafe { ibv_alloc_mw(self.raw.as_ptr(), ibv_mw_type::IBV_MW_TYPE_2) };
+        Ok(Mw::new(sys::handle("ibv_alloc_mw", raw)?))
+    }
+
+    fn create_srq(&self, caps: SrqCaps) -> Result<Srq, VerbError> {
+        Srq::new(self.raw, caps)
+    }
+
+    fn create_ah(&self, address: &AddressVector) -> Result<Ah, VerbError> {
+        // libmlx5 does not say why it has no such port.
+        if !(1..=self.device.ports).contains(&address.port.0) {
+            return Err(VerbError::new("ibv_create_ah", VerbError::EINVAL));
+        }
+        Ah::new(self.raw, address)
+    }
+}
+
+impl Drop for Pd {
+    fn drop(&mut self) {
+        // SAFETY: S3: made by us; all that was made from it is gone.
+        sys::freed("ibv_dealloc_pd", unsafe { ibv_dealloc_pd(self.raw.as_ptr()) });
+    }
+}
