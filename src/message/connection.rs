@@ -235,7 +235,7 @@ impl Connection {
     /// is dropped. It can be called again, to wait.
     pub async fn close(&self) -> Result<(), MessageError> {
         let handle = self.handle();
-        handle.shared.with(|core, waker| core.close(waker));
+        handle.shared.with(|core, bell| core.close(bell));
         let mut turn = Turn::new(&handle.shared, Core::leave_flushers);
         let mut gone = async || {
             poll_fn(|context| {

@@ -176,7 +176,7 @@ impl Core {
         };
         for _ in 0..config.receives() {
             match core.receive_pool.try_alloc(core.receive_pool.buffer_size()) {
-                Ok(buffer) => core.post(buffer),
+                Ok(buffer) => core.post_receive(buffer),
                 Err(error) => unreachable!("the pool has as many buffers as there are receives: {error}"),
             }
         }
@@ -294,12 +294,12 @@ impl Core {
             }
             Kind::Offer => {
                 let region = decode_offer(&buffer, self.limits.receive)?;
-                self.post(buffer);
+                self.post_receive(buffer);
                 // The peer keeps the credit until the message was handed out.
                 self.inbox.push(Incoming::Offered(region));
             }
             Kind::Ack | Kind::Ping | Kind::Fin | Kind::Abort => {
-                self.post(buffer);
+                self.post_receive(buffer);
                 self.protocol.flow.release_control();
             }
         }
@@ -307,7 +307,7 @@ impl Core {
     }
 
     /// Posts a receive.
-    pub(super) fn post(&mut self, mut buffer: BufMut) {
+    pub(super) fn post_receive(&mut self, mut buffer: BufMut) {
         let whole = buffer.resize(self.receive_pool.buffer_size());
         debug_assert!(whole.is_ok(), "it is of the pool");
         let receive = self.qp.recv(buffer);
@@ -464,7 +464,7 @@ mod tests {
         let spare = core.receive_pool.try_alloc(1).unwrap();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(core.qp.clone().close());
-        core.post(spare);
+        core.post_receive(spare);
         assert_eq!(core.protocol.phase().failure(), Some(OpErrorKind::Closed));
         assert!(core.take_after().ring, "and the driver is told");
         core.progress(Waker::noop());

@@ -1,8 +1,11 @@
 //! The driver: the task that runs a connection while no task of the service does.
 //!
-//! Credits, fetches, answers to the peer and deadlines must continue while the service waits for something else. The driver does
-//! no work that a task of the service cannot do: a task that sends or receives makes progress itself, so that no task waits for
-//! the driver as long as both ends send and receive.
+//! Credits, fetches and answers to the peer must continue while the service waits for something else. A task that sends or
+//! receives makes this progress itself, and does not wait for the driver. Three things happen in the driver only:
+//!
+//! - It reads the clock and executes deadlines, `Core::on_time`.
+//! - It notices that the peer has disconnected, `Core::disconnected`.
+//! - It closes the queue pair of a connection that has ended: `Connection::close` waits for that.
 //!
 //! The driver ends with the connection: when that is closed or has failed, or after the service has dropped its last handle.
 
@@ -18,7 +21,7 @@ use tokio::task::yield_now;
 
 use super::error::CloseReason;
 use super::lifecycle::Event;
-use super::shared::{Polled, Shared};
+use super::shared::{DriverPoll, Shared};
 use super::timers::LINGER;
 use crate::cm::Link;
 use crate::cm::clock::{self, Sleep, timeout};
@@ -26,19 +29,19 @@ use crate::cm::clock::{self, Sleep, timeout};
 /// Runs a connection until it has ended.
 pub(super) fn drive(shared: Arc<Shared>, link: Option<Arc<Link>>) -> impl Future<Output = ()> + Send {
     // Made before the first poll: a runtime that shuts down may drop a task that was never polled.
-    let mut end = End { shared: Some(shared.clone()) };
+    let mut guard = ShutdownGuard { shared: Some(shared.clone()) };
     async move {
         let mut sleep = Sleep::new(clock::deadline(Duration::MAX));
         let alone = shared.runtime.runtime_flavor() == RuntimeFlavor::CurrentThread;
         let mut disconnected = pin!(disconnected(link));
         poll_fn(|context| {
             shared.bell.register(context.waker());
-            let polled = Polled::begin(&shared.bell);
+            let driver_poll = DriverPoll::begin(&shared.bell);
             let result = poll(&shared, &mut sleep, disconnected.as_mut(), context);
-            let again = polled.end() && result.is_pending();
+            let again = driver_poll.end() && result.is_pending();
             if again && alone {
-                // A runtime of one thread polls its own future, that of `block_on` or a `LocalSet`, and its sockets only once in
-                // 61 polls as long as tasks wake themselves. A yield wakes the driver after them.
+                // A runtime of one thread polls its own future, that of `block_on` or a `LocalSet`, and its sockets only every
+                // `event_interval` polls, 61 by default, as long as tasks wake themselves. A yield wakes the driver after them.
                 let _ = pin!(yield_now()).poll(context);
             } else if again {
                 // Another thread may steal the driver if the next task on this thread runs for long.
@@ -48,7 +51,7 @@ pub(super) fn drive(shared: Arc<Shared>, link: Option<Arc<Link>>) -> impl Future
         })
         .await;
         if let Some(mut abort) = shared.with(|core, _| core.sends.pop_back()) {
-            // In the error state the device would not send it.
+            // Closing enters the error state, where nothing is sent; wait for the Abort first.
             let taken = timeout(LINGER, poll_fn(|context| abort.poll(context))).await;
             tracing::debug!(qpn = %shared.qp.qpn(), ?taken, "abort");
         }
@@ -58,7 +61,7 @@ pub(super) fn drive(shared: Arc<Shared>, link: Option<Arc<Link>>) -> impl Future
         if timeout(LINGER, shared.qp.clone().close()).await.is_none() {
             tracing::warn!(qpn = %shared.qp.qpn(), "a queue pair is not flushed");
         }
-        drop(end.shared.take());
+        drop(guard.shared.take());
         shared.with(|core, _| core.on(Event::QueuePairClosed));
         drop(shared.bell.take());
     }
@@ -94,11 +97,11 @@ fn poll(
 }
 
 /// Ends a connection whose runtime drops the driver, and its queue pair.
-struct End {
+struct ShutdownGuard {
     shared: Option<Arc<Shared>>,
 }
 
-impl Drop for End {
+impl Drop for ShutdownGuard {
     fn drop(&mut self) {
         if let Some(shared) = &self.shared {
             let ended = shared.qp.modify(&crate::types::QpAttr::to_state(crate::types::QpState::Err));

@@ -101,7 +101,7 @@ impl Core {
         while let Some(message) = self.inbox.pop() {
             self.counters.discarded += 1;
             match message {
-                Incoming::Here(buffer) => self.post(buffer),
+                Incoming::Here(buffer) => self.post_receive(buffer),
                 Incoming::Landed(bytes) => {
                     self.inbox.memory -= bytes.len() as u64;
                     self.after.discarded.push(bytes);

@@ -118,7 +118,7 @@ impl SendHalf {
     ///
     /// As there.
     pub fn finish(&self) -> Result<(), MessageError> {
-        self.handle.shared.with(|core, waker| core.finish(waker))
+        self.handle.shared.with(|core, bell| core.finish(bell))
     }
 
     /// As [`Connection::abort`](super::Connection::abort): ends both directions.

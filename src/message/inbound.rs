@@ -159,7 +159,7 @@ impl Core {
             match spare {
                 Ok(spare) => {
                     if open {
-                        self.post(spare);
+                        self.post_receive(spare);
                     }
                     return buffer.freeze().into();
                 }
@@ -168,7 +168,7 @@ impl Core {
         }
         let bytes = Bytes::copy_from_slice(&buffer);
         if open {
-            self.post(buffer);
+            self.post_receive(buffer);
         }
         bytes
     }

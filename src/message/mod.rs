@@ -17,8 +17,6 @@
 #![forbid(unsafe_code)]
 
 mod admission;
-#[cfg(all(test, not(loom)))]
-mod all_errors;
 mod config;
 mod connection;
 mod core;
@@ -45,12 +43,8 @@ mod outbound;
 mod protocol;
 mod shared;
 #[cfg(all(test, not(loom)))]
-mod stranger;
+mod tests;
 mod timers;
-#[cfg(all(test, not(loom)))]
-mod unaccepted;
-#[cfg(all(test, not(loom)))]
-mod unconfirmed;
 mod waiters;
 
 pub use admission::{ListenerStats, Refusal};

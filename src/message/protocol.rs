@@ -3,13 +3,15 @@
 //!
 //! ```text
 //!   frames that have arrived ─▶ receive ─┐                      ┌─▶ next_frame   frames that carry no message
-//!   messages to send ─────────▶ flow ────┤                      │
+//!   messages to send ─────────▶ flow ────┤                      ├─▶ abort_frame  the `Abort`, if there is a credit
+//!   receives posted again ────▶ flow ────┤                      ├─▶ flow         credits, what the peer has finished
 //!   the service, failures ────▶ on ──────┼─▶ Flow               ├─▶ actions      what to send, to wake, to release
 //!   the last handle is gone ──▶ abandon ─┤   Phase              │
 //!   time ─────────────────────▶ due ─────┘   Timers ────────────┴─▶ deadline
 //! ```
 //!
-//! [`Core`](super::core::Core) feeds it with completions, posts its frames, and executes its actions.
+//! [`Core`](super::core::Core) feeds it with completions, posts its frames, and executes its actions. For credits it calls
+//! [`Flow`] directly, in `core.rs`, `inbound.rs`, `outbound.rs`, `fetching.rs` and `ending.rs`.
 
 use std::time::Instant;
 
@@ -42,7 +44,7 @@ impl Protocol {
         Self { flow: Flow::new(receives, 0), phase: Phase::Running(Stage::Open), timers: Timers::unset() }
     }
 
-    /// Connects to a peer that has posted `window` receives.
+    /// Sets the peer's window and starts the timers.
     pub(super) fn meet(&mut self, receives: u32, window: u32, times: Times, now: Instant) {
         self.flow = Flow::new(receives, window);
         self.timers = Timers::new(times, now);

@@ -57,12 +57,12 @@ impl std::task::Wake for Bell {
 }
 
 /// A poll of the driver of a bell. The driver is not woken by its own bell meanwhile.
-pub(super) struct Polled {
+pub(super) struct DriverPoll {
     bell: *const Bell,
     before: (*const Bell, bool),
 }
 
-impl Polled {
+impl DriverPoll {
     pub(super) fn begin(bell: &Bell) -> Self {
         Self { bell, before: POLLED.replace((bell, false)) }
     }
@@ -73,7 +73,7 @@ impl Polled {
     }
 }
 
-impl Drop for Polled {
+impl Drop for DriverPoll {
     fn drop(&mut self) {
         POLLED.set(self.before);
     }
@@ -146,13 +146,13 @@ impl Shared {
 
     /// Continues without the service, which has dropped its last handle.
     pub(super) fn abandon(&self) {
-        self.with(|core, waker| core.abandon(waker));
+        self.with(|core, bell| core.abandon(bell));
         self.bell.ring();
     }
 
     /// Ends the connection at once, without having finished.
     pub(super) fn abort(&self, reason: CloseReason) {
-        self.with(|core, waker| core.abort(reason, waker));
+        self.with(|core, bell| core.abort(reason, bell));
         self.bell.ring();
     }
 }

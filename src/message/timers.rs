@@ -79,12 +79,14 @@ impl Timers {
 
     /// Creates the timers of a connection that begins at `now`.
     pub(super) fn new(times: Times, now: Instant) -> Self {
-        let first = |time: Option<Duration>| time.and_then(|time| now.checked_add(time));
+        let after = |time: Option<Duration>| time.and_then(|time| now.checked_add(time));
         Self {
             times,
-            silence: first(times.keepalive.map(|(interval, _)| interval)),
-            stall: first(times.stall.map(|stall| stall / 2)),
-            first_message: first(times.first_message),
+            silence: after(times.keepalive.map(|(interval, _)| interval)),
+            // Checks at intervals find a stall, so that sending costs nothing. The time is counted from the first check that finds
+            // the task waiting, half of `stall` after the wait began at the latest: the connection ends after 1 to 1.5 × `stall`.
+            stall: after(times.stall.map(|stall| stall / 2)),
+            first_message: after(times.first_message),
             ..Self::unset()
         }
     }
@@ -117,6 +119,7 @@ impl Timers {
                 (Some(sent), _) => Some((sent, now)),
                 (None, _) => None,
             };
+            // See `new` for why half.
             self.stall = now.checked_add(stall / 2);
             if self.stalled.is_some_and(|(_, since)| now.duration_since(since) >= stall) {
                 return Some(Expired::End(CloseReason::Stalled));

@@ -8,8 +8,8 @@ use futures::future::{join_all, poll_immediate};
 use futures::pin_mut;
 
 use super::stranger::Stranger;
-use super::{CloseReason, Connection, ConnectionConfig, EstablishError, Listener, MessageError, Refusal};
 use crate::cm::{ConnectError, Step};
+use crate::message::{CloseReason, Connection, ConnectionConfig, EstablishError, Listener, MessageError, Refusal};
 use crate::software::Network;
 use crate::verbs::Device;
 

@@ -7,7 +7,7 @@ use rdma_provider::cm_contract::{CmChannel as _, CmEventKind, CmId as _, CmParam
 use rdma_provider::contract::Context as _;
 use rdma_provider::types::Qpn;
 
-use super::Handshake;
+use crate::message::Handshake;
 use crate::software::Network;
 
 /// Only a hang takes this long.

@@ -3,9 +3,9 @@
 use std::future::Future;
 use std::time::{Duration, Instant};
 
-use super::listener::GRACE;
 use super::stranger::Stranger;
-use super::{Connection, ConnectionConfig, Listener};
+use crate::message::listener::GRACE;
+use crate::message::{Connection, ConnectionConfig, Listener};
 use crate::software::Network;
 use crate::verbs::Device;
 
