@@ -337,8 +337,11 @@ impl contract::Qp for Qp {
 
     #[inline(always)]
     unsafe fn post_send<'a>(&self, list: impl IntoIterator<Item = impl Borrow<SendWr<'a>>>) -> Result<(), PostError> {
+        // The caller's branch on the result follows the call of the same provider, so that one that posts in place
+        // writes no result to memory.
         // SAFETY: S1: the caller's promise is passed on unchanged.
-        each!(self, inner => unsafe { inner.post_send(list) })
+        each!(self, inner => unsafe { inner.post_send(list)? });
+        Ok(())
     }
 
     #[inline]

@@ -46,7 +46,7 @@ impl<'a> DcSender<'a> {
     pub(super) fn destination(&self) -> Destination<'a> {
         match self.refusal() {
             Some(kind) => Destination::refused(kind),
-            None => Destination::new(self.qp, self.flags, Some(self.peer.receiver())),
+            None => Destination::new(&self.qp.inner, self.flags, Some(self.peer.receiver())),
         }
     }
 

@@ -2,14 +2,12 @@
 
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use super::checked::Checked;
 use super::operation::{Finish, Operation};
-use super::post::{Destination, SendRequest};
+use super::post::{Destination, Route, SendRequest};
 use super::queue_pair::QueuePair;
-use crate::engine::{Request, WorkQueue};
 use crate::error::{OpError, OpErrorKind, TryError, VerbError};
 use crate::memory::{BufMut, PoolError, RemoteRegion};
 use crate::types::{SendOp, WorkCompletion};
@@ -106,14 +104,16 @@ impl<'a> Destination<'a> {
     /// Posts an atomic operation, with a registered word that its result arrives in.
     #[inline]
     pub(crate) fn post_atomic(self, atomic: AtomicRequest) -> Atomic {
-        let operation = self.prepare(&atomic).map(|(queue, request, word)| Operation::post(queue, request, word));
+        let operation = self.prepare(&atomic).map(|(route, request, word)| route.post(request, word));
         Atomic { operation: operation.into() }
     }
 
     /// Posts an atomic operation if the send queue has a free slot.
     fn try_post_atomic(self, atomic: AtomicRequest) -> Result<Atomic, TryError<()>> {
         let operation = match self.prepare(&atomic) {
-            Ok((queue, request, word)) => Ok(Operation::try_post(queue, request, word)?),
+            Ok((route, request, word)) => {
+                Ok(Operation::try_post(&route.queue_pair.send, route.request(request), word)?)
+            }
             Err(kind) => Err(kind),
         };
         Ok(Atomic { operation: operation.into() })
@@ -122,7 +122,7 @@ impl<'a> Destination<'a> {
     /// Checks the operation and allocates a word for its result.
     #[inline]
     fn prepare(self, &AtomicRequest { op, remote }: &AtomicRequest) -> Result<Prepared<'a>, OpErrorKind> {
-        let route = self.route_for(&op)?;
+        let route = self.route_for(op)?;
         if remote.len() != 8 || !remote.addr().is_multiple_of(8) {
             return Err(OpErrorKind::Misaligned { addr: remote.addr(), len: remote.len() });
         }
@@ -130,13 +130,12 @@ impl<'a> Destination<'a> {
             PoolError::TooLong(limit) => OpErrorKind::Limit(limit),
             _ => OpErrorKind::Post(VerbError::new("ibv_reg_mr", VerbError::ENOMEM)),
         })?;
-        let request = route.request(SendRequest { op, remote_len: remote.len() });
-        Ok((route.queue_pair.send_queue(), request, word))
+        Ok((route, SendRequest { op, remote_len: remote.len() }, word))
     }
 }
 
-/// The send queue of an atomic operation, its work request, and the word that its result arrives in.
-type Prepared<'a> = (&'a Arc<WorkQueue>, Request<'a>, BufMut);
+/// The route of an atomic operation, its request, and the word that its result arrives in.
+type Prepared<'a> = (Route<'a>, SendRequest, BufMut);
 
 impl Future for Atomic {
     type Output = Result<u64, OpError<()>>;

@@ -241,7 +241,7 @@ impl Destination<'_> {
             Err(kind) => return Ok(BatchOp::refused(kind, batch)),
         };
         let (submitted, mut batch) = kept(batch, |batch| {
-            let queue = route.queue_pair.send_queue();
+            let queue = &route.queue_pair.send;
             queue.submit_batch(&batch.entries, &batch.buffers, route.flags, batch.signal_every, route.to, patience)
         });
         match submitted {

@@ -10,7 +10,7 @@ use std::task::{Context, Poll};
 use super::checked::Checked;
 use super::operation::{Finish, Operation};
 use super::queue_pair::QueuePair;
-use crate::engine::{Request, What, WorkQueue};
+use crate::engine::{What, WorkQueue};
 use crate::error::{OpError, OpErrorKind};
 use crate::memory::RemoteRegion;
 use crate::memory::{BoundWindow, ExposedRegion, Gather, PdKey, Sealed};
@@ -125,7 +125,7 @@ impl QueuePair {
         range: Range<usize>,
         access: Access,
     ) -> Result<Operation<Granting>, OpErrorKind> {
-        let route = self.destination().route_for(&SendOp::BindWindow)?;
+        let route = self.destination().route_for(SendOp::BindWindow)?;
         let qp = self.inner.core.qp().map_err(|_| OpErrorKind::Closed)?;
         let (window, bind) = self.inner.core.windows().lease(self.protection_domain(), region, range, access)?;
         // Whoever holds it holds up the end of the queue pair.
@@ -179,7 +179,7 @@ impl Lease {
     pub fn invalidate(self) -> Invalidate {
         let queue = self.leased.queue.clone();
         let what = What::Send(SendOp::LocalInvalidate(self.rkey()));
-        Operation::post(&queue, Request::new(what, SendFlags::SIGNALED, u64::MAX), self.leased)
+        Operation::post(&queue, what, SendFlags::SIGNALED, u64::MAX, self.leased)
     }
 }
 

@@ -7,10 +7,10 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use crate::engine::{Claim, InFlight, Patience, Refusal, Request, WorkQueue};
+use crate::engine::{Claim, InFlight, Patience, Refusal, Request, What, WorkQueue};
 use crate::error::{OpError, OpErrorKind, TryError};
 use crate::memory::Gather;
-use crate::types::WorkCompletion;
+use crate::types::{SendFlags, WorkCompletion};
 
 /// What an operation makes of its completion. Sealed.
 pub trait Finish: Unpin + 'static {
@@ -55,23 +55,26 @@ pub struct Operation<F: Finish> {
 }
 
 impl<F: Finish> Operation<F> {
-    /// Posts a work request whose data are in `held`, or queues it behind requests that wait for free slots.
+    /// Posts a work request whose data are the buffers of `held`, to the connected peer if it is a send, or queues it behind
+    /// requests that wait for free slots. `room`: bytes at the remote end, if it is memory.
+    ///
+    /// The parts of the request are arguments, so that they stay in registers while it is posted at once.
     #[inline(always)]
-    pub(crate) fn post(queue: &Arc<WorkQueue>, request: Request<'_>, held: F::Held) -> Self {
+    pub(crate) fn post(queue: &Arc<WorkQueue>, what: What, flags: SendFlags, room: u64, held: F::Held) -> Self {
         // The operation is put together in one place, so that it is built where it will be awaited: no call is given
-        // all of it. For the same reason the request is put together again where it is passed on: its fields stay in
-        // registers until then. The buffer is kept as `kept` does.
+        // all of it. The buffer is kept as `kept` does.
         let held = ManuallyDrop::new(held);
-        let claim = match request {
-            Request { what, flags, inline: None, window: None, to: None, room } => {
-                match queue.submit_now(what, flags, room, &*held) {
-                    Some(claim) => claim,
-                    None => submit(queue, Request::new(what, flags, room), &*held),
-                }
-            }
-            request => submit(queue, request, &*held),
+        let claim = match queue.submit_now(what, flags, room, &*held) {
+            Some(claim) => claim,
+            None => submit(queue, Request::new(what, flags, room), &*held),
         };
         let held = ManuallyDrop::into_inner(held);
+        Self { in_flight: InFlight::new(claim, held) }
+    }
+
+    /// Posts a work request of any kind, or queues it behind requests that wait for free slots.
+    pub(crate) fn post_any(queue: &Arc<WorkQueue>, request: Request<'_>, held: F::Held) -> Self {
+        let (claim, held) = kept(held, |held| submit(queue, request, held));
         Self { in_flight: InFlight::new(claim, held) }
     }
 

@@ -10,7 +10,7 @@
 #![forbid(unsafe_code)]
 
 use super::operation::{Finish, Operation, Return};
-use super::queue_pair::QueuePair;
+use super::queue_pair::Inner;
 use crate::engine::{Key, Request, To, What};
 use crate::error::{OpErrorKind, TryError};
 use crate::memory::{Gather, RemoteRegion};
@@ -68,7 +68,7 @@ pub(crate) struct Destination<'a>(Result<Route<'a>, OpErrorKind>);
 /// The send queue that leads to a peer, and what all work requests to that peer have in common.
 #[derive(Clone, Copy)]
 pub(super) struct Route<'a> {
-    pub(super) queue_pair: &'a QueuePair,
+    pub(super) queue_pair: &'a Inner,
     /// Modifiers of each work request, beside [`SendFlags::SIGNALED`].
     pub(super) flags: SendFlags,
     /// The receiver, unless the queue pair is connected to it.
@@ -78,7 +78,7 @@ pub(super) struct Route<'a> {
 impl<'a> Destination<'a> {
     /// The peer that `queue_pair` is connected to, or `to` on a transport without connections.
     #[inline(always)]
-    pub(crate) const fn new(queue_pair: &'a QueuePair, flags: SendFlags, to: Option<To<'a>>) -> Self {
+    pub(crate) const fn new(queue_pair: &'a Inner, flags: SendFlags, to: Option<To<'a>>) -> Self {
         Self(Ok(Route { queue_pair, flags, to }))
     }
 
@@ -94,7 +94,7 @@ impl<'a> Destination<'a> {
 
     /// The route, if `op` may be posted to it.
     #[inline(always)]
-    pub(super) fn route_for(self, op: &SendOp) -> Result<Route<'a>, OpErrorKind> {
+    pub(super) fn route_for(self, op: SendOp) -> Result<Route<'a>, OpErrorKind> {
         let route = self.0?;
         match route.refusal(op) {
             Some(kind) => Err(kind),
@@ -105,8 +105,8 @@ impl<'a> Destination<'a> {
     /// Posts `request` for the data of `held`, or queues it behind requests that wait for free slots.
     #[inline(always)]
     pub(crate) fn post<F: Finish>(self, request: SendRequest, held: F::Held) -> Operation<F> {
-        match self.route_for(&request.op) {
-            Ok(route) => Operation::post(route.queue_pair.send_queue(), route.request(request), held),
+        match self.route_for(request.op) {
+            Ok(route) => route.post(request, held),
             Err(kind) => Operation::refused(kind, held),
         }
     }
@@ -114,10 +114,10 @@ impl<'a> Destination<'a> {
     /// Posts `request` for `bytes`, which are copied by this call.
     #[inline(always)]
     pub(crate) fn post_inline(self, request: SendRequest, bytes: &[u8]) -> Operation<Return<()>> {
-        match self.route_for(&request.op) {
+        match self.route_for(request.op) {
             Ok(route) => {
                 let request = Request { inline: Some(bytes), ..route.request(request) };
-                Operation::post(route.queue_pair.send_queue(), request, ())
+                Operation::post_any(&route.queue_pair.send, request, ())
             }
             Err(kind) => Operation::refused(kind, ()),
         }
@@ -130,8 +130,8 @@ impl<'a> Destination<'a> {
         request: SendRequest,
         buffer: B,
     ) -> Result<Operation<Return<B>>, TryError<B>> {
-        match self.route_for(&request.op) {
-            Ok(route) => Operation::try_post(route.queue_pair.send_queue(), route.request(request), buffer),
+        match self.route_for(request.op) {
+            Ok(route) => Operation::try_post(&route.queue_pair.send, route.request(request), buffer),
             Err(kind) => Ok(Operation::refused(kind, buffer)),
         }
     }
@@ -140,23 +140,37 @@ impl<'a> Destination<'a> {
 impl<'a> Route<'a> {
     #[inline(always)]
     pub(super) fn request(self, SendRequest { op, remote_len }: SendRequest) -> Request<'a> {
-        let flags = self.flags | SendFlags::SIGNALED;
-        Request { to: self.to, ..Request::new(What::Send(op), flags, remote_len) }
+        Request { to: self.to, ..Request::new(What::Send(op), self.signaled(), remote_len) }
+    }
+
+    #[inline(always)]
+    fn signaled(self) -> SendFlags {
+        self.flags | SendFlags::SIGNALED
+    }
+
+    /// Posts `request`, whose operation the caller has [checked](Destination::route_for).
+    #[inline(always)]
+    pub(super) fn post<F: Finish>(self, request: SendRequest, held: F::Held) -> Operation<F> {
+        let queue = &self.queue_pair.send;
+        match self.to {
+            None => Operation::post(queue, What::Send(request.op), self.signaled(), request.remote_len, held),
+            Some(_) => Operation::post_any(queue, self.request(request), held),
+        }
     }
 
     /// Posts the binding of a window, which `held` keeps.
     pub(super) fn post_binding<F: Finish>(self, bind: &WindowBind, held: F::Held) -> Operation<F> {
         let request = Request { window: Some(bind), ..self.request(SendRequest::message(SendOp::BindWindow)) };
-        Operation::post(self.queue_pair.send_queue(), request, held)
+        Operation::post_any(&self.queue_pair.send, request, held)
     }
 
     /// Why `op` does not exist on the transport. The compiler decides all of it but the comparison of the transport.
     #[inline(always)]
-    fn refusal(self, op: &SendOp) -> Option<OpErrorKind> {
+    fn refusal(self, op: SendOp) -> Option<OpErrorKind> {
         use Transport::{Rc, Uc, Ud};
         match self.to {
             Some(To { key: Key::Datagram(_), handle, .. }) => {
-                let foreign = !handle.protection_domain().same(self.queue_pair.protection_domain());
+                let foreign = !handle.protection_domain().same(&self.queue_pair.pd);
                 let foreign = foreign.then_some(OpErrorKind::Foreign { what: "address handle" });
                 return self.unsupported("a datagram", &[Ud]).or(foreign);
             }
@@ -177,6 +191,6 @@ impl<'a> Route<'a> {
     /// Why `what` cannot be posted, if the transport is none of `on`.
     #[inline(always)]
     pub(super) fn unsupported(self, what: &'static str, on: &[Transport]) -> Option<OpErrorKind> {
-        (!on.contains(&self.queue_pair.transport())).then_some(OpErrorKind::Unsupported { what })
+        (!on.contains(&self.queue_pair.transport)).then_some(OpErrorKind::Unsupported { what })
     }
 }

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use crate::dispatch::{ReceiveCounters, SendCounters};
-use crate::engine::{CompletionQueue, Limits, QueuePairCore, Request, Shared, What, WorkQueue, WorkQueueCounters};
+use crate::engine::{CompletionQueue, Limits, QueuePairCore, Shared, What, WorkQueue, WorkQueueCounters};
 use crate::error::{LimitError, OpErrorKind, SetupError};
 use crate::memory::{BufMut, PdKey, Pool, PoolError};
 use crate::op::post::Destination;
@@ -54,9 +54,9 @@ pub struct QueuePair {
 pub(crate) struct Inner {
     pub(crate) core: Arc<QueuePairCore>,
     /// That of `core`, one step nearer.
-    send: Arc<WorkQueue>,
-    pd: ProtectionDomain,
-    transport: Transport,
+    pub(super) send: Arc<WorkQueue>,
+    pub(super) pd: ProtectionDomain,
+    pub(super) transport: Transport,
     qpn: Qpn,
     caps: QpCaps,
     /// Our first packet sequence number, drawn at random, anew for each connection.
@@ -72,6 +72,19 @@ pub(crate) struct Inner {
 impl Inner {
     fn psn(&self) -> Psn {
         Psn::new(self.psn.load(Ordering::Relaxed))
+    }
+
+    /// A registered word for the result of an atomic.
+    pub(super) fn word(&self) -> Result<BufMut, PoolError> {
+        let words = match self.words.get() {
+            Some(words) => words,
+            None => {
+                let made = Pool::builder(&self.pd).buffer_size(8).buffers(64).growing(true).build();
+                let made = made.map_err(PoolError::Register)?;
+                self.words.get_or_init(|| made)
+            }
+        };
+        words.try_alloc(8)
     }
 }
 
@@ -305,8 +318,8 @@ impl QueuePair {
     pub async fn close(self) {
         if self.modify(&QpAttr::to_state(QpState::Err)).is_ok() {
             // In the error state work is taken and flushed, in order: this flush comes after all others.
-            let request = Request::new(What::Send(SendOp::Send), self.flags | SendFlags::SIGNALED, u64::MAX);
-            let beacon = super::Send::post(self.send_queue(), request, ());
+            let flags = self.flags | SendFlags::SIGNALED;
+            let beacon = super::Send::post(self.send_queue(), What::Send(SendOp::Send), flags, u64::MAX, ());
             if let Err(error) = beacon.await {
                 tracing::debug!(%error, qpn = %self.qpn(), "drained");
             }
@@ -397,20 +410,7 @@ impl QueuePair {
     /// The connected peer.
     #[inline(always)]
     pub(crate) fn destination(&self) -> Destination<'_> {
-        Destination::new(self, self.flags, None)
-    }
-
-    /// A registered word for the result of an atomic.
-    pub(crate) fn word(&self) -> Result<BufMut, PoolError> {
-        let words = match self.inner.words.get() {
-            Some(words) => words,
-            None => {
-                let made = Pool::builder(&self.inner.pd).buffer_size(8).buffers(64).growing(true).build();
-                let made = made.map_err(PoolError::Register)?;
-                self.inner.words.get_or_init(|| made)
-            }
-        };
-        words.try_alloc(8)
+        Destination::new(&self.inner, self.flags, None)
     }
 }
 

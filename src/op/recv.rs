@@ -80,16 +80,14 @@ impl<B: Scatter> Finish for Receipt<B> {
     }
 }
 
-const REQUEST: Request<'static> = Request::new(What::Receive, SendFlags::empty(), u64::MAX);
-
 #[inline(always)]
 pub(crate) fn recv<B: Scatter>(queue: &Arc<WorkQueue>, buffer: B) -> Recv<B> {
-    Operation::post(queue, REQUEST, buffer)
+    Operation::post(queue, What::Receive, SendFlags::empty(), u64::MAX, buffer)
 }
 
 #[inline]
 pub(crate) fn try_recv<B: Scatter>(queue: &Arc<WorkQueue>, buffer: B) -> Result<Recv<B>, TryError<B>> {
-    Operation::try_post(queue, REQUEST, buffer)
+    Operation::try_post(queue, Request::new(What::Receive, SendFlags::empty(), u64::MAX), buffer)
 }
 
 impl QueuePair {

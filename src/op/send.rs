@@ -113,7 +113,7 @@ impl QueuePair {
 
     /// A datagram queue pair that `handle` leads to.
     fn datagram_to<'a>(&'a self, handle: &'a AddressHandle, qpn: Qpn, qkey: Qkey) -> Destination<'a> {
-        Destination::new(self, self.flags, Some(To { handle, number: qpn, key: Key::Datagram(qkey) }))
+        Destination::new(&self.inner, self.flags, Some(To { handle, number: qpn, key: Key::Datagram(qkey) }))
     }
 }
 

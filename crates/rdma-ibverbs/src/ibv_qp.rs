@@ -224,17 +224,18 @@ impl contract::Qp for Qp {
         let Some(wr) = list.next() else { return Ok(()) };
         // A copy, so that its fields stay in registers: only `post_list` needs it in memory.
         let wr = *wr.borrow();
-        if self.state.load(Ordering::Acquire) >= self.in_place && ibv_post::is_plain(&wr) {
-            let posted = match self.extended {
+        let posted = if self.state.load(Ordering::Acquire) >= self.in_place && ibv_post::is_plain(&wr) {
+            match self.extended {
                 // SAFETY: S1: the memory of the request is kept by the caller; S3: the queue pair is alive.
                 Some(qp) => unsafe { ibv_post::extended_in_place(qp.as_ptr(), &wr) },
                 // SAFETY: S1, S3: as above.
                 None => unsafe { ibv_post::send_in_place(self.raw(), &wr) },
-            };
-            return posted.map_err(|error| PostError { posted: 0, error });
-        }
-        // SAFETY: S1: as above.
-        unsafe { self.post_list([wr].iter()) }
+            }
+        } else {
+            // SAFETY: S1: as above.
+            unsafe { self.post_list([wr].iter()) }.map_err(|refused| refused.error)
+        };
+        posted.map_err(|error| PostError { posted: 0, error })
     }
 
     #[inline]
