@@ -23,7 +23,12 @@ struct Listed {
 }
 
 const LISTED: [Listed; 4] = [
-    Listed { package: "rdma-provider", features: "serde", foreign: &["serde_core"] },
+    Listed {
+        package: "rdma-provider",
+        features: "serde",
+        // What its macro implements for flags: `Flags`.
+        foreign: &["bitflags", "serde_core"],
+    },
     Listed { package: "rdma-soft", features: "", foreign: &["rdma_provider"] },
     Listed { package: "rdma-ibverbs", features: "mlx5", foreign: &["rdma_provider", "rdma_mummy_sys"] },
     Listed {
