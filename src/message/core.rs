@@ -214,6 +214,7 @@ impl Core {
     /// Makes progress for the driver. Returns when it has to look again by itself, until the connection has ended.
     pub(super) fn drive(&mut self, bell: &Waker) -> ControlFlow<CloseReason, Option<Instant>> {
         self.progress(bell);
+        self.protocol.linger(Instant::now);
         if self.is_abort_taken(bell) {
             self.on(Event::End(CloseReason::Local));
         }

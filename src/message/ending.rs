@@ -1,7 +1,6 @@
 //! Ends of a connection: both ends have finished, one was dropped or aborted, or an operation has failed.
 
 use std::task::{Context, Poll, Waker};
-use std::time::Instant;
 
 use smallvec::SmallVec;
 
@@ -167,7 +166,7 @@ impl Core {
     pub(super) fn abandon(&mut self, bell: &Waker) {
         // The peer's `Fin` may be among the frames that have arrived.
         self.progress(bell);
-        let actions = self.protocol.abandon(self.is_at_end(), Instant::now());
+        let actions = self.protocol.abandon(self.is_at_end());
         self.act(actions);
     }
 
@@ -224,6 +223,7 @@ mod tests {
     use super::*;
 
     use crate::message::frame::Kind;
+    use crate::message::timers::LINGER;
     use crate::message::{Connection, ConnectionConfig};
     use crate::software::Network;
     use crate::types::Access;
@@ -274,6 +274,27 @@ mod tests {
                 });
             });
         }
+    }
+
+    /// The last frame may have to be retransmitted, so its time begins when it is posted.
+    #[test]
+    fn runtime_that_is_busy_after_a_drop_does_not_use_up_the_time_of_the_last_frame() {
+        without_drivers(|| {
+            let [one, _two] = ends(false);
+            one.handle().shared.with(|core, bell| {
+                core.abandon(bell);
+                let busy_until = Instant::now() + Duration::from_secs(3600);
+                assert!(core.protocol.deadline().is_none());
+                core.on_time(busy_until);
+                assert_eq!(core.ended(), None);
+                // The driver comes: `Core::drive`.
+                core.protocol.linger(|| busy_until);
+                core.on_time(busy_until);
+                assert_eq!(core.ended(), None);
+                core.on_time(busy_until + LINGER);
+                assert_eq!(core.ended(), Some(CloseReason::Local));
+            });
+        });
     }
 
     #[test]

@@ -63,11 +63,16 @@ impl Protocol {
         actions
     }
 
-    /// Makes the transition of a service that drops its last handle, and limits the time that remains.
+    /// Makes the transition of a service that drops its last handle.
     #[must_use]
-    pub(super) fn abandon(&mut self, at_end: bool, now: Instant) -> &'static [Action] {
-        self.timers.linger(now);
+    pub(super) fn abandon(&mut self, at_end: bool) -> &'static [Action] {
+        self.timers.set_dropped();
         self.on(Event::Drop { at_end })
+    }
+
+    /// Limits the time that remains to a connection that was [abandoned](Self::abandon), from the first call after that.
+    pub(super) fn linger(&mut self, now: impl FnOnce() -> Instant) {
+        self.timers.linger(now);
     }
 
     /// Takes the header of a frame that has arrived. Returns how many more offers of this end the peer has fetched.

@@ -58,6 +58,8 @@ pub(super) struct Timers {
     stalled: Option<(u64, Instant)>,
     /// When the first message of the peer must have arrived.
     first_message: Option<Instant>,
+    /// The service has dropped the connection, and `linger` is not set.
+    dropped: bool,
     /// Latest end of a connection that the service has dropped.
     linger: Option<Instant>,
 }
@@ -73,6 +75,7 @@ impl Timers {
             stall: None,
             stalled: None,
             first_message: None,
+            dropped: false,
             linger: None,
         }
     }
@@ -91,9 +94,18 @@ impl Timers {
         }
     }
 
-    /// Limits the time of a connection that the service has dropped.
-    pub(super) fn linger(&mut self, now: Instant) {
-        self.linger = Some(now + LINGER);
+    /// Notes that the service has dropped the connection.
+    pub(super) fn set_dropped(&mut self) {
+        self.dropped = true;
+    }
+
+    /// Limits the time of a connection that the service has dropped, from the first call after that. The driver calls this when its
+    /// last frame is posted: a runtime that is busy between the drop and the driver must not use up the time in which the
+    /// frame is retransmitted.
+    pub(super) fn linger(&mut self, now: impl FnOnce() -> Instant) {
+        if std::mem::take(&mut self.dropped) {
+            self.linger = Some(now() + LINGER);
+        }
     }
 
     /// Returns the earliest deadline.
@@ -184,7 +196,11 @@ mod tests {
             let (mut timers, at) = timers(Times { first_message, ..Times::default() });
             assert_eq!(timers.expire(at(10), 0, Observed { stalled_at: None, begun }), end);
             assert_eq!(timers.deadline(), None);
-            timers.linger(at(20));
+            timers.linger(|| at(15));
+            assert_eq!(timers.deadline(), None, "the service has it");
+            timers.set_dropped();
+            timers.linger(|| at(20));
+            timers.linger(|| at(30));
             assert_eq!(timers.deadline(), Some(at(20) + LINGER));
             assert_eq!(timers.expire(at(20) + LINGER, 0, QUIET), Some(Expired::End(CloseReason::Local)));
             assert_eq!(timers.deadline(), None);

@@ -154,7 +154,7 @@ impl End {
 
     pub(super) fn on(&mut self, event: Event) {
         let actions = match event {
-            Event::Drop { at_end } => self.protocol.abandon(at_end, Instant::now()),
+            Event::Drop { at_end } => self.protocol.abandon(at_end),
             event => self.protocol.on(event),
         };
         if actions.contains(&Action::SendAbort)
