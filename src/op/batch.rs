@@ -231,12 +231,12 @@ impl Destination<'_> {
         patience: Patience,
         check: BatchCheck,
     ) -> Result<BatchOp<B>, Batch<B>> {
-        if batch.is_empty() {
-            batch.end(Ok(()), &[]);
-            return Ok(BatchOp { in_flight: None, batch: Some(batch) });
-        }
         let checked = self.route().and_then(|route| check(&route, &batch.entries).map_or(Ok(route), Err));
         let route = match checked {
+            Ok(_) if batch.is_empty() => {
+                batch.end(Ok(()), &[]);
+                return Ok(BatchOp { in_flight: None, batch: Some(batch) });
+            }
             Ok(route) => route,
             Err(kind) => return Ok(BatchOp::refused(kind, batch)),
         };

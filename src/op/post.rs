@@ -68,6 +68,8 @@ pub(crate) struct Destination<'a>(Result<Route<'a>, OpErrorKind>);
 /// The send queue that leads to a peer, and what all work requests to that peer have in common.
 #[derive(Clone, Copy)]
 pub(super) struct Route<'a> {
+    /// What its clones share. With a reference to one of the clones here, that clone would have to be in memory where an
+    /// operation is posted, and not in registers.
     pub(super) queue_pair: &'a Inner,
     /// Modifiers of each work request, beside [`SendFlags::SIGNALED`].
     pub(super) flags: SendFlags,

@@ -4,7 +4,7 @@ use tokio_rdma::dc::{DcPolicy, DcPoolPeer, DcTarget};
 use tokio_rdma::error::TryError;
 use tokio_rdma::memory::HostMemory;
 use tokio_rdma::types::Access;
-use tokio_rdma::{Batch, CompletionQueue, ExposedRegion, Imm, OpErrorKind, SharedReceiveQueue};
+use tokio_rdma::{Batch, BufMut, CompletionQueue, ExposedRegion, Imm, OpErrorKind, SharedReceiveQueue};
 
 use super::{Home, Node, block, exclusive, poll, setup, unblock, until};
 use crate::common::{in_every_mode, mode, pattern, within};
@@ -347,6 +347,9 @@ async fn waiters_see_the_end(mode: &str) {
     let result = within("batch", other.post_batch(batch)).await;
     assert_eq!(result.results(), [Err(OpErrorKind::Closed)]);
     drop(result);
+    let empty = within("empty batch", other.post_batch(Batch::<BufMut>::new())).await;
+    let tried = within("empty batch, tried", other.try_post_batch(Batch::<BufMut>::new()).unwrap()).await;
+    assert!(!empty.is_ok() && !tried.is_ok(), "a closed pool takes no batch, however short");
     assert_eq!(home.buffers.available(), free);
 }
 
