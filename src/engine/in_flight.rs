@@ -60,27 +60,25 @@ impl<B: Send + 'static> InFlight<B> {
         finish: impl FnOnce(B, Result<S, OpErrorKind>) -> R,
     ) -> Poll<R> {
         let Some((claim, _)) = &self.held else { polled_again() };
-        // SAFETY: C1: where one is ended, the other is taken out of `held` and forgotten.
+        // SAFETY: C1: where this one is ended, the other was taken out of `held` and forgotten.
         let (claim, held) = (unsafe { claim.same() }, &mut self.held);
-        let end = |seen: Result<S, OpErrorKind>| {
+        let end = |claim: Claim<WorkQueue>, seen: Option<S>| {
+            // Before the claim is ended: should that unwind, nothing is left to abandon.
             // SAFETY: C1: it is what `claim` is of, and this is the first that takes it.
             let (_, buffer) = unsafe { held.take().unwrap_unchecked() };
-            Poll::Ready(finish(buffer, seen))
+            // SAFETY: C1: the slot is complete.
+            Poll::Ready(finish(buffer, unsafe { claim.take(seen, &see) }))
         };
         if claim.is_new() {
             let queue = claim.queue();
             return match queue.cq().look_first(queue, &claim, context, &see) {
-                Poll::Ready(Some(seen)) => {
-                    // SAFETY: C1: its completion was found, so it was posted.
-                    unsafe { claim.end() };
-                    end(Ok(seen))
-                }
-                Poll::Ready(None) => end(claim.take(&see)),
+                Poll::Ready(Some(seen)) => end(claim, Some(seen)),
+                Poll::Ready(None) => end(claim, None),
                 Poll::Pending => Poll::Pending,
             };
         }
         match claim.wait(context, &see) {
-            Poll::Ready(seen) => end(seen),
+            Poll::Ready(seen) => end(claim, seen),
             Poll::Pending => Poll::Pending,
         }
     }
@@ -88,10 +86,24 @@ impl<B: Send + 'static> InFlight<B> {
     /// As [`poll`](Self::poll), of a batch: how its last work request ended, and those before it that failed.
     pub(crate) fn poll_batch(&mut self, context: &mut Context<'_>) -> Poll<(B, Result<(), OpErrorKind>, FailedParts)> {
         let Some((claim, _)) = &self.held else { polled_again() };
-        // SAFETY: C1: where one is ended, the other is taken out of `held` and forgotten.
-        let claim = unsafe { claim.same() };
-        let (last, failed) = ready!(claim.wait_batch(context));
-        let Some((_, buffers)) = self.held.take() else { polled_again() };
+        let see = |_: &WorkCompletion| claim.queue().end_parts(claim);
+        let seen = if claim.is_new() {
+            ready!(claim.queue().cq().look_first(claim.queue(), claim, context, see))
+        } else {
+            ready!(claim.wait(context, &see))
+        };
+        let Some((claim, buffers)) = self.held.take() else { polled_again() };
+        let failed = match (seen, claim.posted_to()) {
+            (Some(failed), _) => {
+                // SAFETY: C1: its completion was found, so it was posted.
+                unsafe { claim.end() };
+                return Poll::Ready((buffers, Ok(()), failed));
+            }
+            (None, Some(queue)) => queue.end_parts(&claim),
+            (None, None) => FailedParts::new(),
+        };
+        // SAFETY: C1: the slot is complete.
+        let last = unsafe { claim.take(None, &|_| ()) };
         Poll::Ready((buffers, last, failed))
     }
 
@@ -163,53 +175,30 @@ impl Claim<WorkQueue> {
         }
     }
 
-    /// Goes on to wait for what `see` makes of a success, or for why it is none.
+    /// Goes on to wait, as [`look_again`](super::completion_queue_core::CompletionQueueCore::look_again).
     #[inline(never)]
-    fn wait<S>(self, context: &mut Context<'_>, see: &impl Fn(&WorkCompletion) -> S) -> Poll<Result<S, OpErrorKind>> {
+    fn wait<S>(&self, context: &mut Context<'_>, see: &impl Fn(&WorkCompletion) -> S) -> Poll<Option<S>> {
         if self.is_complete() {
-            return Poll::Ready(self.take(see));
+            return Poll::Ready(None);
         }
-        let queue = self.queue();
-        match queue.cq().look_again(queue, &self, context, see) {
-            Poll::Ready(Some(seen)) => {
-                // SAFETY: C1: its completion was found, so it was posted.
-                unsafe { self.end() };
-                Poll::Ready(Ok(seen))
-            }
-            Poll::Ready(None) => Poll::Ready(self.take(see)),
-            Poll::Pending => Poll::Pending,
-        }
+        self.queue().cq().look_again(self.queue(), self, context, see)
     }
 
-    /// Waits for how the last of a batch ends, and for those before it that fail.
-    fn wait_batch(self, context: &mut Context<'_>) -> Poll<(Result<(), OpErrorKind>, FailedParts)> {
-        let seen = if self.is_complete() {
-            Poll::Ready(None)
-        } else {
-            let (queue, see) = (self.queue(), |_: &WorkCompletion| self.queue().end_parts(&self));
-            if self.is_new() {
-                queue.cq().look_first(queue, &self, context, see)
-            } else {
-                queue.cq().look_again(queue, &self, context, see)
-            }
-        };
-        match seen {
-            Poll::Ready(Some(failed)) => {
-                // SAFETY: C1: its completion was found, so it was posted.
-                unsafe { self.end() };
-                Poll::Ready((Ok(()), failed))
-            }
-            Poll::Ready(None) => {
-                let failed = self.posted_to().map_or_else(FailedParts::new, |queue| queue.end_parts(&self));
-                Poll::Ready((self.take(&|_| ()), failed))
-            }
-            Poll::Pending => Poll::Pending,
-        }
+    /// Ends the claim. Gives what was `seen` in the completion of a success, or else what the slot has.
+    ///
+    /// # Safety
+    ///
+    /// The operation is complete, and was posted if something was seen.
+    #[inline(always)]
+    unsafe fn take<S>(self, seen: Option<S>, see: &impl Fn(&WorkCompletion) -> S) -> Result<S, OpErrorKind> {
+        let Some(seen) = seen else { return self.take_outcome(see) };
+        // SAFETY: C1: promised.
+        unsafe { self.end() };
+        Ok(seen)
     }
 
-    /// Takes the result, which is there, and ends the life of the slot.
     #[inline(never)]
-    fn take<S>(self, see: &impl Fn(&WorkCompletion) -> S) -> Result<S, OpErrorKind> {
+    fn take_outcome<S>(self, see: &impl Fn(&WorkCompletion) -> S) -> Result<S, OpErrorKind> {
         let seen = self.outcome(|outcome| ending(outcome).map(see));
         self.release();
         seen
