@@ -11,15 +11,20 @@
 use std::error::Error;
 
 use tokio_rdma::dc::{DcInitiator, DcPool, DcTarget};
-use tokio_rdma::{Access, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, SharedReceiveQueue};
+use tokio_rdma::{
+    Access, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, SharedReceiveQueue,
+};
 
 const SIDES: [&str; 4] = ["initiator", "pool", "lease", "switch"];
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let arguments: Vec<_> = std::env::args().skip(1).filter(|argument| argument != "--bench").collect();
+    let arguments: Vec<_> =
+        std::env::args().skip(1).filter(|argument| argument != "--bench").collect();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
-        ["count", side, operations] if SIDES.contains(&side) => runtime.block_on(count(side, operations.parse()?)),
+        ["count", side, operations] if SIDES.contains(&side) => {
+            runtime.block_on(count(side, operations.parse()?))
+        }
         [] => SIDES.into_iter().try_for_each(|side| runtime.block_on(count(side, 1000))),
         _ => Err("usage: dc_pool [count initiator|pool|lease|switch OPERATIONS]".into()),
     }

@@ -28,7 +28,8 @@ use emulated_connectx::EmulatedConnectX;
 use rdma_sys::*;
 use tokio_rdma::op::{BatchOp, Write};
 use tokio_rdma::{
-    Access, Batch, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, QueuePair, RemoteRegion,
+    Access, Batch, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, QueuePair,
+    RemoteRegion,
 };
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
@@ -49,10 +50,16 @@ fn main() -> ExitCode {
 }
 
 fn run(emulated: &EmulatedConnectX) -> Result<()> {
-    let mut values = HashMap::from([("side", "awaited".to_owned()), ("depth", "1".into()), ("rounds", "1000".into())]);
+    let mut values = HashMap::from([
+        ("side", "awaited".to_owned()),
+        ("depth", "1".into()),
+        ("rounds", "1000".into()),
+    ]);
     for argument in std::env::args().skip(1).filter(|argument| argument != "--bench") {
-        let (name, value) = argument.split_once('=').ok_or_else(|| format!("{argument}: no name=value"))?;
-        *values.get_mut(name).ok_or_else(|| format!("{name}: no such argument"))? = value.to_owned();
+        let (name, value) =
+            argument.split_once('=').ok_or_else(|| format!("{argument}: no name=value"))?;
+        *values.get_mut(name).ok_or_else(|| format!("{name}: no such argument"))? =
+            value.to_owned();
     }
     let (depth, rounds) = (values["depth"].parse()?, values["rounds"].parse()?);
     match &*values["side"] {
@@ -120,7 +127,11 @@ impl Bare {
                     Some(queue) => counted_take_extended(queue, &mut completions[..wanted]),
                     None => counted_take(self.cq.0, &mut completions[..wanted]),
                 };
-                if found == 0 || completions[..found].iter().any(|wc| wc.status != ibv_wc_status::IBV_WC_SUCCESS) {
+                if found == 0
+                    || completions[..found]
+                        .iter()
+                        .any(|wc| wc.status != ibv_wc_status::IBV_WC_SUCCESS)
+                {
                     return Err("a completion is missing, or not a success".into());
                 }
                 left -= found;
@@ -191,7 +202,9 @@ impl Awaited {
     }
 
     fn run(&self, emulated: &EmulatedConnectX, depth: usize, rounds: usize) -> Result<()> {
-        let mut buffers = (0..depth).map(|_| self.pool.try_alloc(WORD)).collect::<std::result::Result<Vec<_>, _>>()?;
+        let mut buffers = (0..depth)
+            .map(|_| self.pool.try_alloc(WORD))
+            .collect::<std::result::Result<Vec<_>, _>>()?;
         let mut writes = Vec::with_capacity(depth);
         let remote = self.region.grant();
         let mut context = Context::from_waker(Waker::noop());
@@ -204,11 +217,14 @@ impl Awaited {
     }
 
     fn run_batches(&self, emulated: &EmulatedConnectX, depth: usize, rounds: usize) -> Result<()> {
-        let mut buffers = (0..depth).map(|_| self.pool.try_alloc(WORD)).collect::<std::result::Result<Vec<_>, _>>()?;
+        let mut buffers = (0..depth)
+            .map(|_| self.pool.try_alloc(WORD))
+            .collect::<std::result::Result<Vec<_>, _>>()?;
         let mut batch = Batch::new();
         let mut context = Context::from_waker(Waker::noop());
         for _ in 0..rounds {
-            let posted = counted_write_batch(&self.qps[0], self.region.grant(), &mut buffers, batch);
+            let posted =
+                counted_write_batch(&self.qps[0], self.region.grant(), &mut buffers, batch);
             emulated.run_until_idle(1 << 20);
             batch = counted_await_batch(&mut context, posted, &mut buffers)?;
         }
@@ -248,14 +264,23 @@ fn counted_await_batch(
 }
 
 #[inline(never)]
-fn counted_write(qp: &QueuePair, remote: RemoteRegion, buffers: &mut Vec<BufMut>, writes: &mut Vec<Write<BufMut>>) {
+fn counted_write(
+    qp: &QueuePair,
+    remote: RemoteRegion,
+    buffers: &mut Vec<BufMut>,
+    writes: &mut Vec<Write<BufMut>>,
+) {
     for buffer in buffers.drain(..) {
         writes.push(qp.write(buffer, remote));
     }
 }
 
 #[inline(never)]
-fn counted_await(context: &mut Context<'_>, writes: &mut Vec<Write<BufMut>>, buffers: &mut Vec<BufMut>) -> Result<()> {
+fn counted_await(
+    context: &mut Context<'_>,
+    writes: &mut Vec<Write<BufMut>>,
+    buffers: &mut Vec<BufMut>,
+) -> Result<()> {
     for mut write in writes.drain(..) {
         let buffer = loop {
             // Every so often one that is done yields to others.

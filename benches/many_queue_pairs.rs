@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use tokio_rdma::op::Write;
 use tokio_rdma::{
-    Access, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, ProtectionDomain, QueuePair,
-    RemoteRegion,
+    Access, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, ProtectionDomain,
+    QueuePair, RemoteRegion,
 };
 
 const FEW: usize = 10;
@@ -33,17 +33,23 @@ struct Crowd {
 impl Crowd {
     fn new(pd: &ProtectionDomain, number: usize) -> Self {
         let capacity = number as u32 * 2 * DEPTH;
-        let queue = CompletionQueue::builder(pd.device()).capacity(capacity).mode(CompletionMode::Event).build();
+        let queue = CompletionQueue::builder(pd.device())
+            .capacity(capacity)
+            .mode(CompletionMode::Event)
+            .build();
         let queue = queue.expect("a completion queue");
         let before = resident();
         let make = || QueuePair::builder(pd, &queue).max_send_wr(DEPTH).max_recv_wr(DEPTH).build();
         let queue_pairs: Vec<_> = (0..number).map(|_| make().expect("a queue pair")).collect();
-        let bytes_each = resident().zip(before).map(|(after, before)| (after - before.min(after)) / number as u64);
+        let bytes_each = resident()
+            .zip(before)
+            .map(|(after, before)| (after - before.min(after)) / number as u64);
         for two in queue_pairs.chunks(2) {
             two[0].connect(&two[1].endpoint()).expect("connects");
             two[1].connect(&two[0].endpoint()).expect("connects");
         }
-        let region = ExposedRegion::new(pd, vec![0; 8 * number], Access::REMOTE_ALL).expect("a region");
+        let region =
+            ExposedRegion::new(pd, vec![0; 8 * number], Access::REMOTE_ALL).expect("a region");
         let pool = Pool::new(pd, 8, number).expect("a pool");
         let buffers = (0..number as u64).map(|at| pool.copy_from(&at.to_ne_bytes()).ok()).collect();
         Self { queue_pairs, _queue: queue, region, buffers, bytes_each }
@@ -84,10 +90,12 @@ fn resident() -> Option<u64> {
 }
 
 fn main() {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
     let device = Device::software().expect("the software device");
     let pd = device.protection_domain().expect("a protection domain");
-    let arguments: Vec<String> = std::env::args().skip(1).filter(|argument| argument != "--bench").collect();
+    let arguments: Vec<String> =
+        std::env::args().skip(1).filter(|argument| argument != "--bench").collect();
     if let [command, number, operations] = &arguments[..]
         && command == "count"
     {

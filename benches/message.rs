@@ -156,15 +156,18 @@ async fn stream<E: End>(mut a: E, mut b: E, size: usize, rounds: u32) {
 }
 
 fn main() {
-    let arguments: Vec<String> = std::env::args().skip(1).filter(|argument| !argument.starts_with("--")).collect();
-    let rounds = arguments.first().map_or(20_000, |rounds| rounds.parse().expect("a number of rounds"));
+    let arguments: Vec<String> =
+        std::env::args().skip(1).filter(|argument| !argument.starts_with("--")).collect();
+    let rounds =
+        arguments.first().map_or(20_000, |rounds| rounds.parse().expect("a number of rounds"));
     let mode = match arguments.get(1).map_or("event", String::as_str) {
         "event" => CompletionMode::Event,
         "hybrid" => CompletionMode::Hybrid,
         "busy_poll" => CompletionMode::busy_poll().expect("a thread"),
         other => panic!("no such mode: {other}"),
     };
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
     let local = tokio::task::LocalSet::new();
     local.block_on(&runtime, async {
         let device = Device::open_default().expect("a device");

@@ -19,13 +19,13 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_rdma::op::Write;
 use tokio_rdma::types::{
-    AckTimeout, AddressVector, Data, Psn, QpAttr, QpCaps, QpState, Qpn, RemoteAddr, RnrTimer, SendFlags, SendOp,
-    SendWr, Sge, Transport, WorkCompletion, WrId,
+    AckTimeout, AddressVector, Data, Psn, QpAttr, QpCaps, QpState, Qpn, RemoteAddr, RnrTimer,
+    SendFlags, SendOp, SendWr, Sge, Transport, WorkCompletion, WrId,
 };
 use tokio_rdma::verbs::{Cq, Qp, QpOptions};
 use tokio_rdma::{
-    Access, Batch, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, ProtectionDomain, QueuePair,
-    RemoteRegion,
+    Access, Batch, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool,
+    ProtectionDomain, QueuePair, RemoteRegion,
 };
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
@@ -41,10 +41,13 @@ const COUNTED: [Kind; 3] = [Kind::Write, Kind::Read, Kind::Batch];
 const SIDES: [Side; 5] = [Side::Bare, Side::Event, Side::Cooperative, Side::Hybrid, Side::BusyPoll];
 
 fn main() -> ExitCode {
-    let arguments: Vec<String> = std::env::args().skip(1).filter(|argument| argument != "--bench").collect();
+    let arguments: Vec<String> =
+        std::env::args().skip(1).filter(|argument| argument != "--bench").collect();
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let result = match arguments[..] {
-        ["count", side, kind, depth, operations] => count(side, kind, depth, operations).map(|()| true),
+        ["count", side, kind, depth, operations] => {
+            count(side, kind, depth, operations).map(|()| true)
+        }
         _ => compare(),
     };
     match result {
@@ -139,8 +142,10 @@ fn compare() -> Result<bool> {
         .flat_map(|kind| DEPTHS.map(|depth| (kind, depth)))
         .flat_map(|(kind, depth)| SIDES.map(|side| (kind, depth, side)))
         .collect();
-    let mut series: Vec<Series> =
-        cases.iter().map(|&(kind, depth, side)| Series::new(&label(kind, depth), side.name())).collect();
+    let mut series: Vec<Series> = cases
+        .iter()
+        .map(|&(kind, depth, side)| Series::new(&label(kind, depth), side.name()))
+        .collect();
     let mut echo = Series::new("TCP echo, 1 in flight", "Tokio");
     for _ in 0..rounds {
         for (series, &(kind, depth, side)) in series.iter_mut().zip(&cases) {
@@ -148,7 +153,9 @@ fn compare() -> Result<bool> {
         }
         echo.rounds.push(measure_echo(operations / 4)?);
     }
-    println!("{BYTES} bytes, {rounds} interleaved rounds of {operations} operations on one thread\n");
+    println!(
+        "{BYTES} bytes, {rounds} interleaved rounds of {operations} operations on one thread\n"
+    );
     print_table(&series, &echo);
     Ok(check(&series, &echo))
 }
@@ -249,12 +256,18 @@ fn runtime() -> Result<tokio::runtime::Runtime> {
 // Counting.
 
 fn count(side: &str, kind: &str, depth: &str, operations: &str) -> Result<()> {
-    let side = SIDES.into_iter().find(|known| known.name().replace(' ', "-") == side).ok_or("no such side")?;
+    let side = SIDES
+        .into_iter()
+        .find(|known| known.name().replace(' ', "-") == side)
+        .ok_or("no such side")?;
     let kind = COUNTED.into_iter().find(|known| format!("{known:?}").to_lowercase() == kind);
-    let (kind, depth, operations) = (kind.ok_or("no such operation")?, depth.parse()?, operations.parse()?);
+    let (kind, depth, operations) =
+        (kind.ok_or("no such operation")?, depth.parse()?, operations.parse()?);
     match side.mode()? {
         None => Bare::new()?.run(kind, depth, operations),
-        Some(mode) => runtime()?.block_on(async { Awaited::new(mode)?.run(kind, depth, operations).await }),
+        Some(mode) => {
+            runtime()?.block_on(async { Awaited::new(mode)?.run(kind, depth, operations).await })
+        }
     }
 }
 
@@ -283,17 +296,27 @@ impl Awaited {
 
     async fn run(&self, kind: Kind, depth: usize, operations: usize) -> Result<()> {
         match (kind, depth) {
-            (Kind::Write, 1) => self.one_by_one(|buffer| self.qp.write(buffer, self.remote), operations).await,
-            (Kind::Read, 1) => self.one_by_one(|buffer| self.qp.read(buffer, self.remote), operations).await,
-            (Kind::Write, _) => self.window(|buffer| self.qp.write(buffer, self.remote), depth, operations).await,
-            (Kind::Read, _) => self.window(|buffer| self.qp.read(buffer, self.remote), depth, operations).await,
+            (Kind::Write, 1) => {
+                self.one_by_one(|buffer| self.qp.write(buffer, self.remote), operations).await
+            }
+            (Kind::Read, 1) => {
+                self.one_by_one(|buffer| self.qp.read(buffer, self.remote), operations).await
+            }
+            (Kind::Write, _) => {
+                self.window(|buffer| self.qp.write(buffer, self.remote), depth, operations).await
+            }
+            (Kind::Read, _) => {
+                self.window(|buffer| self.qp.read(buffer, self.remote), depth, operations).await
+            }
             (Kind::Batch, _) => self.batches(depth, operations).await,
         }
     }
 
     #[inline]
     async fn batches(&self, depth: usize, operations: usize) -> Result<()> {
-        let mut buffers = (0..depth).map(|_| self.pool.try_alloc(BYTES)).collect::<std::result::Result<Vec<_>, _>>()?;
+        let mut buffers = (0..depth)
+            .map(|_| self.pool.try_alloc(BYTES))
+            .collect::<std::result::Result<Vec<_>, _>>()?;
         let mut batch = Batch::new();
         for _ in 0..operations / depth {
             for buffer in buffers.drain(..) {
@@ -310,7 +333,11 @@ impl Awaited {
     }
 
     #[inline]
-    async fn one_by_one(&self, post: impl Fn(BufMut) -> Write<BufMut>, operations: usize) -> Result<()> {
+    async fn one_by_one(
+        &self,
+        post: impl Fn(BufMut) -> Write<BufMut>,
+        operations: usize,
+    ) -> Result<()> {
         let mut buffer = self.pool.try_alloc(BYTES)?;
         for _ in 0..operations {
             buffer = post(buffer).await?;
@@ -320,7 +347,12 @@ impl Awaited {
 
     /// Keeps `depth` in flight: awaits the oldest, posts its buffer again.
     #[inline]
-    async fn window(&self, post: impl Fn(BufMut) -> Write<BufMut>, depth: usize, operations: usize) -> Result<()> {
+    async fn window(
+        &self,
+        post: impl Fn(BufMut) -> Write<BufMut>,
+        depth: usize,
+        operations: usize,
+    ) -> Result<()> {
         let mut in_flight = Vec::with_capacity(depth);
         for _ in 0..depth {
             in_flight.push(post(self.pool.try_alloc(BYTES)?));
@@ -361,7 +393,8 @@ impl Bare {
         connect(&device, &peer, qp.qpn())?;
         let region = ExposedRegion::new(&pd, vec![0; BYTES], Access::REMOTE_ALL)?;
         let pool = Pool::new(&pd, BYTES, 64)?;
-        let buffers = (0..32).map(|_| pool.try_alloc(BYTES)).collect::<std::result::Result<_, _>>()?;
+        let buffers =
+            (0..32).map(|_| pool.try_alloc(BYTES)).collect::<std::result::Result<_, _>>()?;
         let remote = RemoteAddr { addr: region.grant().addr(), rkey: region.grant().rkey() };
         Ok(Self { qp, _peer: peer, cq, buffers, remote, _region: region })
     }
@@ -379,7 +412,13 @@ impl Bare {
         while done < operations {
             while posted < operations && posted - done < depth {
                 let data = Data::Sges(&sges[posted % sges.len()]);
-                let wr = SendWr { wr_id: WrId(posted as u64), op, flags: SendFlags::SIGNALED, data, target: None };
+                let wr = SendWr {
+                    wr_id: WrId(posted as u64),
+                    op,
+                    flags: SendFlags::SIGNALED,
+                    data,
+                    target: None,
+                };
                 // SAFETY: S1: the buffers are touched by nobody and outlive the queue pair.
                 unsafe { self.qp.post_send(&[wr]) }?;
                 posted += 1;
@@ -399,7 +438,8 @@ impl Bare {
     }
 
     fn run_batches(&self, depth: usize, operations: usize) -> Result<()> {
-        let sges: Vec<[Sge; 1]> = self.buffers.iter().take(depth).map(|buffer| [buffer.sge()]).collect();
+        let sges: Vec<[Sge; 1]> =
+            self.buffers.iter().take(depth).map(|buffer| [buffer.sge()]).collect();
         let mut list = Vec::with_capacity(depth);
         for _ in 0..operations / depth {
             list.clear();
@@ -425,7 +465,13 @@ impl Bare {
 }
 
 fn queue_pair(pd: &ProtectionDomain, cq: &Cq) -> Result<Qp> {
-    let caps = QpCaps { max_send_wr: 128, max_recv_wr: 1, max_send_sge: 1, max_recv_sge: 1, max_inline: 0 };
+    let caps = QpCaps {
+        max_send_wr: 128,
+        max_recv_wr: 1,
+        max_send_sge: 1,
+        max_recv_sge: 1,
+        max_inline: 0,
+    };
     Ok(Qp::new(pd, cq, cq, None, &QpOptions { transport: Transport::Rc, caps })?)
 }
 

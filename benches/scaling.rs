@@ -20,8 +20,8 @@ use std::time::Duration;
 use tokio_rdma::dc::{DcPool, DcTarget};
 use tokio_rdma::memory::HostMemory;
 use tokio_rdma::{
-    Access, CompletionQueue, Connection, ConnectionConfig, Device, ExposedRegion, ProtectionDomain, QueuePair,
-    SharedReceiveQueue,
+    Access, CompletionQueue, Connection, ConnectionConfig, Device, ExposedRegion, ProtectionDomain,
+    QueuePair, SharedReceiveQueue,
 };
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
@@ -55,7 +55,9 @@ async fn freed(before: usize) -> Result<()> {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     };
-    tokio::time::timeout(DEADLINE, gone).await.map_err(|_| "memory of what was dropped is not freed".into())
+    tokio::time::timeout(DEADLINE, gone)
+        .await
+        .map_err(|_| "memory of what was dropped is not freed".into())
 }
 
 /// How peers are reached.
@@ -82,7 +84,10 @@ fn main() -> Result<()> {
     let options = options()?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let meter = Meter::new(options.emulated)?;
-    println!("device {}, send and receive queues of {DEPTH}, shared receives {SHARED}", meter.device.name());
+    println!(
+        "device {}, send and receive queues of {DEPTH}, shared receives {SHARED}",
+        meter.device.name()
+    );
     for &peers in &options.peers {
         println!("\n{peers} peers");
         for way in Way::ALL {
@@ -130,7 +135,8 @@ impl Meter {
         if !emulated {
             return Ok(Self { device: Device::software()?, adapter: None });
         }
-        let adapter = emulated_connectx::EmulatedConnectX::start(emulated_connectx::Options::default())?;
+        let adapter =
+            emulated_connectx::EmulatedConnectX::start(emulated_connectx::Options::default())?;
         Ok(Self { device: Device::open("mlx5_0")?, adapter: Some(adapter) })
     }
 
@@ -171,11 +177,14 @@ impl Meter {
             Way::SharedReceives => DEPTH * peers as u32 + SHARED,
             _ => 2 * DEPTH * peers as u32,
         };
-        let completions = |capacity| CompletionQueue::builder(&self.device).capacity(capacity).build();
+        let completions =
+            |capacity| CompletionQueue::builder(&self.device).capacity(capacity).build();
         let shared = if way == Way::Own { None } else { Some(completions(capacity)?) };
         let queue = self.bytes() - start;
         let receives = match (&shared, way) {
-            (Some(queue), Way::SharedReceives) => Some(SharedReceiveQueue::new(pd, queue, SHARED, 1)?),
+            (Some(queue), Way::SharedReceives) => {
+                Some(SharedReceiveQueue::new(pd, queue, SHARED, 1)?)
+            }
             _ => None,
         };
         // Of the completion queue, room for shared receives does not grow with the peers; all else does.
@@ -183,7 +192,9 @@ impl Meter {
         let base = self.bytes() - start - queue * (1.0 - fixed);
         let mut ends = Vec::with_capacity(peers);
         for _ in 0..peers {
-            let queue = shared.as_ref().map_or_else(|| completions(2 * DEPTH), |queue| Ok(queue.clone()))?;
+            let queue = shared
+                .as_ref()
+                .map_or_else(|| completions(2 * DEPTH), |queue| Ok(queue.clone()))?;
             let builder = QueuePair::builder(pd, &queue).max_send_wr(DEPTH).max_sge(1);
             let builder = match &receives {
                 Some(receives) => builder.shared_receive_queue(receives),
@@ -204,7 +215,8 @@ impl Meter {
     async fn dynamic(&self, pd: &ProtectionDomain, peers: usize) -> Result<Seen> {
         let region = ExposedRegion::new(pd, HostMemory::zeroed(8)?, Access::REMOTE_WRITE)?;
         let start = self.bytes();
-        let queue = CompletionQueue::builder(&self.device).capacity(DEPTH * INITIATORS + SHARED).build()?;
+        let queue =
+            CompletionQueue::builder(&self.device).capacity(DEPTH * INITIATORS + SHARED).build()?;
         let receives = SharedReceiveQueue::new(pd, &queue, SHARED, 1)?;
         let target = DcTarget::new(pd, &receives)?;
         let pool = DcPool::builder(pd, &queue).initiators(INITIATORS as usize);
@@ -212,7 +224,8 @@ impl Meter {
         // Each initiator once, for what it takes when it is first used.
         for _ in 0..INITIATORS {
             let peer = pool.peer(&target.address())?;
-            tokio::time::timeout(DEADLINE, peer.write_inline(b"measured", region.grant())).await??;
+            tokio::time::timeout(DEADLINE, peer.write_inline(b"measured", region.grant()))
+                .await??;
         }
         let base = self.bytes() - start;
         let mut all = Vec::with_capacity(peers);
@@ -221,12 +234,18 @@ impl Meter {
             all.push(pool.peer(&target.address())?);
         }
         for peer in all.iter().take(1_000) {
-            tokio::time::timeout(DEADLINE, peer.write_inline(b"measured", region.grant())).await??;
+            tokio::time::timeout(DEADLINE, peer.write_inline(b"measured", region.grant()))
+                .await??;
         }
         Ok(Seen { peers, base, grown: self.bytes() - start - base })
     }
 
-    async fn connections(&self, pd: &ProtectionDomain, peers: usize, config: &ConnectionConfig) -> Result<Seen> {
+    async fn connections(
+        &self,
+        pd: &ProtectionDomain,
+        peers: usize,
+        config: &ConnectionConfig,
+    ) -> Result<Seen> {
         let peers = peers.next_multiple_of(2);
         let start = self.bytes();
         let mut ends = Vec::with_capacity(peers);
@@ -248,13 +267,20 @@ impl Meter {
 
 /// A connection for requests that are short and few at a time.
 fn small() -> ConnectionConfig {
-    let config = ConnectionConfig::default().receive_buffer_size(1024).receive_buffers(8).spare_buffers(4);
+    let config =
+        ConnectionConfig::default().receive_buffer_size(1024).receive_buffers(8).spare_buffers(4);
     config.send_buffers(8).max_send_wr(16)
 }
 
 impl Way {
-    const ALL: [Self; 6] =
-        [Self::Messages, Self::SmallMessages, Self::Own, Self::SharedCompletions, Self::SharedReceives, Self::Dynamic];
+    const ALL: [Self; 6] = [
+        Self::Messages,
+        Self::SmallMessages,
+        Self::Own,
+        Self::SharedCompletions,
+        Self::SharedReceives,
+        Self::Dynamic,
+    ];
 
     fn made_of_messages(self) -> bool {
         matches!(self, Self::Messages | Self::SmallMessages)
@@ -297,7 +323,11 @@ impl fmt::Display for Row {
         let total = seen.base + each * peers as f64;
         let queue_pairs = if way == Way::Dynamic { INITIATORS as usize } else { peers };
         write!(f, "{queue_pairs:6} queue pairs {:>12}, each peer {each:7.0} B", Bytes(total))?;
-        if seen.peers >= peers { f.write_str(", measured") } else { write!(f, ", computed from {}", seen.peers) }
+        if seen.peers >= peers {
+            f.write_str(", measured")
+        } else {
+            write!(f, ", computed from {}", seen.peers)
+        }
     }
 }
 

@@ -16,7 +16,9 @@ use std::time::Instant;
 
 use tokio_rdma::completion::CompletionQueueCounters;
 use tokio_rdma::op::Write;
-use tokio_rdma::{Access, Batch, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, QueuePair};
+use tokio_rdma::{
+    Access, Batch, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, QueuePair,
+};
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
@@ -24,7 +26,8 @@ const WORD: usize = 8;
 const MESSAGE: usize = 64;
 
 fn main() -> ExitCode {
-    let arguments = Arguments::new(std::env::args().skip(1).filter(|argument| argument != "--bench"));
+    let arguments =
+        Arguments::new(std::env::args().skip(1).filter(|argument| argument != "--bench"));
     match arguments.and_then(|arguments| arguments.runtime()?.block_on(compare(&arguments))) {
         Ok(line) => {
             println!("{line}");
@@ -48,14 +51,17 @@ struct Arguments {
 
 impl Arguments {
     fn new(arguments: impl Iterator<Item = String>) -> Result<Self> {
-        let mut values: HashMap<String, String> = DEFAULTS.iter().map(|&(k, v)| (k.to_owned(), v.to_owned())).collect();
+        let mut values: HashMap<String, String> =
+            DEFAULTS.iter().map(|&(k, v)| (k.to_owned(), v.to_owned())).collect();
         for argument in arguments {
-            let (name, value) = argument.split_once('=').ok_or_else(|| format!("{argument}: no name=value"))?;
+            let (name, value) =
+                argument.split_once('=').ok_or_else(|| format!("{argument}: no name=value"))?;
             let known = values.get_mut(name).ok_or_else(|| format!("{name}: no such argument"))?;
             value.clone_into(known);
         }
         let number = |name: &str| values[name].parse::<usize>();
-        let (depth, operations, warmup) = (number("depth")?, number("operations")?, number("warmup")?);
+        let (depth, operations, warmup) =
+            (number("depth")?, number("operations")?, number("warmup")?);
         if depth == 0 || operations == 0 {
             return Err("depth or operations: 0".into());
         }
@@ -101,7 +107,8 @@ const DEFAULTS: [(&str, &str); 8] = [
 
 /// Does the work and describes it in a line.
 async fn compare(arguments: &Arguments) -> Result<String> {
-    let (first, second) = arguments.get("devices").split_once(',').unwrap_or((arguments.get("devices"), ""));
+    let (first, second) =
+        arguments.get("devices").split_once(',').unwrap_or((arguments.get("devices"), ""));
     let mode = arguments.mode()?;
     let ours = End::open(first, &mode)?;
     let theirs = End::open(if second.is_empty() { first } else { second }, &mode)?;
@@ -137,18 +144,36 @@ fn counters(ours: &End, theirs: &End) -> CompletionQueueCounters {
     sum
 }
 
-async fn run(ours: &End, theirs: &End, arguments: &Arguments, operations: usize, times: &mut Times) -> Result<()> {
+async fn run(
+    ours: &End,
+    theirs: &End,
+    arguments: &Arguments,
+    operations: usize,
+    times: &mut Times,
+) -> Result<()> {
     let depth = arguments.depth;
     let remote = theirs.region.grant().slice(..WORD as u64)?;
     match (arguments.get("work"), depth) {
-        ("write", 1) => one_by_one(ours, |buffer| ours.qp.write(buffer, remote), operations, times).await,
-        ("read", 1) => one_by_one(ours, |buffer| ours.qp.read(buffer, remote), operations, times).await,
-        ("write", _) => window(ours, |buffer| ours.qp.write(buffer, remote), depth, operations, times).await,
-        ("read", _) => window(ours, |buffer| ours.qp.read(buffer, remote), depth, operations, times).await,
-        ("write-batch", _) => {
-            batches(ours, |batch, buffer| batch.write(buffer, remote), depth, operations, times).await
+        ("write", 1) => {
+            one_by_one(ours, |buffer| ours.qp.write(buffer, remote), operations, times).await
         }
-        ("read-batch", _) => batches(ours, |batch, buffer| batch.read(buffer, remote), depth, operations, times).await,
+        ("read", 1) => {
+            one_by_one(ours, |buffer| ours.qp.read(buffer, remote), operations, times).await
+        }
+        ("write", _) => {
+            window(ours, |buffer| ours.qp.write(buffer, remote), depth, operations, times).await
+        }
+        ("read", _) => {
+            window(ours, |buffer| ours.qp.read(buffer, remote), depth, operations, times).await
+        }
+        ("write-batch", _) => {
+            batches(ours, |batch, buffer| batch.write(buffer, remote), depth, operations, times)
+                .await
+        }
+        ("read-batch", _) => {
+            batches(ours, |batch, buffer| batch.read(buffer, remote), depth, operations, times)
+                .await
+        }
         ("pingpong", 1) => ping_pong(ours, theirs, operations, times).await,
         ("pingpong-tasks", 1) => ping_pong_of_tasks(ours, theirs, operations, times).await,
         (other, _) => Err(format!("{other}: no such work, or not so deep").into()),
@@ -287,7 +312,8 @@ async fn batches(
 /// Both ends in turn. An answer is awaited before the next one needs its buffer: over a wire its acknowledgement takes
 /// as long as the next question.
 async fn ping_pong(ours: &End, theirs: &End, operations: usize, times: &mut Times) -> Result<()> {
-    let (mut ping, mut answer, mut question) = (ours.buffer(MESSAGE)?, ours.buffer(MESSAGE)?, theirs.buffer(MESSAGE)?);
+    let (mut ping, mut answer, mut question) =
+        (ours.buffer(MESSAGE)?, ours.buffer(MESSAGE)?, theirs.buffer(MESSAGE)?);
     let mut returned = None;
     for _ in 0..operations {
         let start = times.start();
@@ -311,9 +337,15 @@ async fn ping_pong(ours: &End, theirs: &End, operations: usize, times: &mut Time
 }
 
 /// Each end a task, which posts its next receive before it sends.
-async fn ping_pong_of_tasks(ours: &End, theirs: &End, operations: usize, times: &mut Times) -> Result<()> {
+async fn ping_pong_of_tasks(
+    ours: &End,
+    theirs: &End,
+    operations: usize,
+    times: &mut Times,
+) -> Result<()> {
     let first = theirs.qp.recv(theirs.buffer(MESSAGE)?);
-    let answering = tokio::spawn(answer(theirs.qp.clone(), first, theirs.buffer(MESSAGE)?, operations));
+    let answering =
+        tokio::spawn(answer(theirs.qp.clone(), first, theirs.buffer(MESSAGE)?, operations));
     let (mut ping, mut answer) = (ours.buffer(MESSAGE)?, ours.buffer(MESSAGE)?);
     for _ in 0..operations {
         let start = times.start();

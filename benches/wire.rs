@@ -20,8 +20,8 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_rdma::software::{Network, UdpConfig, UdpError};
 use tokio_rdma::{
-    Access, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, QueuePair, QueuePairEndpoint,
-    RemoteRegion,
+    Access, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, QueuePair,
+    QueuePairEndpoint, RemoteRegion,
 };
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
@@ -147,7 +147,11 @@ struct Peer {
 impl Peer {
     async fn start(mode: &str) -> Result<Self> {
         let mut command = Command::new(std::env::current_exe()?);
-        let mut child = command.env("TOKIO_RDMA_WIRE", mode).stdin(Stdio::null()).stdout(Stdio::piped()).spawn()?;
+        let mut child = command
+            .env("TOKIO_RDMA_WIRE", mode)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()?;
         let output = child.stdout.take().ok_or("no output")?;
         let line = BufReader::new(output).lines().next().ok_or("it ended")??;
         let address: SocketAddr = line.parse()?;
@@ -204,12 +208,22 @@ struct Round {
 }
 
 async fn compare() -> Result<()> {
-    let only = std::env::args().find_map(|argument| argument.strip_prefix("only=").map(str::to_owned));
+    let only =
+        std::env::args().find_map(|argument| argument.strip_prefix("only=").map(str::to_owned));
     let wanted = |name: &str| only.as_ref().is_none_or(|only| name.contains(only.as_str()));
     let mut lines = Vec::new();
-    for (name, mode, work) in [("TCP echo, 8 B", "echo", Work::Echo), ("TCP stream, 64 KiB", "sink", Work::Sink)] {
+    for (name, mode, work) in
+        [("TCP echo, 8 B", "echo", Work::Echo), ("TCP stream, 64 KiB", "sink", Work::Sink)]
+    {
         let peer = Peer::start(mode).await?;
-        lines.push(Line { name: name.to_owned(), of: name, work, peer, end: None, rounds: Vec::new() });
+        lines.push(Line {
+            name: name.to_owned(),
+            of: name,
+            work,
+            peer,
+            end: None,
+            rounds: Vec::new(),
+        });
     }
     for (label, mode) in [("event", CompletionMode::Event), ("hybrid", CompletionMode::Hybrid)] {
         for (name, of, work) in [
@@ -223,7 +237,14 @@ async fn compare() -> Result<()> {
                 let mut peer = Peer::start("memory").await?;
                 let end = End::open(mode.clone())?;
                 let remote = end.connect(&mut peer.stream).await?;
-                lines.push(Line { name, of, work, peer, end: Some((end, remote)), rounds: Vec::new() });
+                lines.push(Line {
+                    name,
+                    of,
+                    work,
+                    peer,
+                    end: Some((end, remote)),
+                    rounds: Vec::new(),
+                });
             }
         }
     }
@@ -241,8 +262,13 @@ async fn compare() -> Result<()> {
     );
     for line in &lines {
         let (time, processor) = line.median();
-        let base = lines.iter().find(|other| other.name == line.of).map_or(time, |other| other.median().0);
-        let bytes = if matches!(line.work, Work::Sink | Work::Blocks | Work::BlocksRead) { BLOCK } else { WORD };
+        let base =
+            lines.iter().find(|other| other.name == line.of).map_or(time, |other| other.median().0);
+        let bytes = if matches!(line.work, Work::Sink | Work::Blocks | Work::BlocksRead) {
+            BLOCK
+        } else {
+            WORD
+        };
         let rate = bytes as f64 / time;
         println!("| {} | {time:.1} | {processor:.1} | {rate:.0} | {:.2} |", line.name, time / base);
     }
@@ -269,7 +295,9 @@ impl Line {
     }
 
     async fn round(&mut self) -> Result<Round> {
-        let used = |peer: &Peer| Ok::<_, Box<dyn Error>>(processor("self")? + processor(&peer.child.id().to_string())?);
+        let used = |peer: &Peer| {
+            Ok::<_, Box<dyn Error>>(processor("self")? + processor(&peer.child.id().to_string())?)
+        };
         let before = used(&self.peer)?;
         let start = Instant::now();
         let count = self.work.operations();

@@ -30,7 +30,8 @@ use std::time::{Duration, Instant};
 use tokio_rdma::dc::{DcAddress, DcPool, DcPoolPeer, DcTarget};
 use tokio_rdma::memory::HostMemory;
 use tokio_rdma::{
-    Access, CompletionQueue, Device, ExposedRegion, Pool, ProtectionDomain, QueuePair, RemoteRegion, SharedReceiveQueue,
+    Access, CompletionQueue, Device, ExposedRegion, Pool, ProtectionDomain, QueuePair,
+    RemoteRegion, SharedReceiveQueue,
 };
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
@@ -84,7 +85,8 @@ fn emulated() -> Result<Device, Failure> {
 
 fn options() -> Result<Options, lexopt::Error> {
     use lexopt::prelude::{Long, ValueExt};
-    let mut options = Options { nodes: Vec::new(), initiators: 4, bytes: 8, measure: 256, emulated: false };
+    let mut options =
+        Options { nodes: Vec::new(), initiators: 4, bytes: 8, measure: 256, emulated: false };
     let mut arguments = lexopt::Parser::from_env();
     while let Some(argument) = arguments.next()? {
         match argument {
@@ -111,7 +113,11 @@ async fn run(options: &Options) -> Result<(), Failure> {
     if device.attr().dc.is_none() {
         return Err(format!("{} has no dynamic connections", device.name()).into());
     }
-    println!("device {}, {} initiators for each node, send queues of {DEPTH}", device.name(), options.initiators);
+    println!(
+        "device {}, {} initiators for each node, send queues of {DEPTH}",
+        device.name(),
+        options.initiators
+    );
     let queue_pair = match options.measure {
         0 => None,
         count => {
@@ -168,7 +174,9 @@ impl Node {
 
     /// Writes a message of its own into its place at every other node.
     async fn write_to_all(&self, number: usize, bytes: usize) -> Result<(), Failure> {
-        let others = (0..self.peers.len()).map(|at| (number + at) % self.peers.len()).filter(|&to| to != number);
+        let others = (0..self.peers.len())
+            .map(|at| (number + at) % self.peers.len())
+            .filter(|&to| to != number);
         let others: Vec<_> = others.collect();
         for window in others.chunks(WINDOW) {
             let mut writes = Vec::with_capacity(window.len());
@@ -224,7 +232,8 @@ struct Report {
 
 async fn all_to_all(device: &Device, nodes: usize, options: &Options) -> Result<Report, Failure> {
     let start = Memory::now()?;
-    let mut all = (0..nodes).map(|_| Node::new(device, nodes, options)).collect::<Result<Vec<_>, _>>()?;
+    let mut all =
+        (0..nodes).map(|_| Node::new(device, nodes, options)).collect::<Result<Vec<_>, _>>()?;
     let made = Memory::now()?;
     let introductions: Vec<_> = all.iter().map(Node::introduction).collect();
     for node in &mut all {
@@ -260,13 +269,22 @@ async fn all_to_all(device: &Device, nodes: usize, options: &Options) -> Result<
         }
         switches += counters.switches;
     }
-    Ok(Report { base: made.since(start), peers: met.since(made), used: Memory::now()?.since(start), switches, elapsed })
+    Ok(Report {
+        base: made.since(start),
+        peers: met.since(made),
+        used: Memory::now()?.since(start),
+        switches,
+        elapsed,
+    })
 }
 
 fn print(nodes: usize, options: &Options, report: &Report, queue_pair: Option<Memory>) {
     let Options { initiators, bytes, .. } = options;
     let pairs = nodes * (nodes - 1);
-    println!("\n{nodes} nodes: {pairs} writes of {bytes} bytes in {:?}, each byte checked", report.elapsed);
+    println!(
+        "\n{nodes} nodes: {pairs} writes of {bytes} bytes in {:?}, each byte checked",
+        report.elapsed
+    );
     println!("  dynamic connections, made:");
     println!(
         "    {} queue pairs and targets in all, {} on each node ({initiators} initiators, 1 target)",
@@ -292,7 +310,8 @@ async fn measure_queue_pairs(device: &Device, count: usize) -> Result<Memory, Fa
     let queue = CompletionQueue::builder(device).capacity(DEPTH * count as u32 + 16).build()?;
     let srq = SharedReceiveQueue::new(&pd, &queue, 1, 1)?;
     let region = ExposedRegion::new(&pd, HostMemory::zeroed(8)?, Access::REMOTE_WRITE)?;
-    let make = || QueuePair::builder(&pd, &queue).max_send_wr(DEPTH).shared_receive_queue(&srq).build();
+    let make =
+        || QueuePair::builder(&pd, &queue).max_send_wr(DEPTH).shared_receive_queue(&srq).build();
     let mut made = Vec::with_capacity(count);
     let start = Memory::now()?;
     for _ in 0..count / 2 {
@@ -302,7 +321,8 @@ async fn measure_queue_pairs(device: &Device, count: usize) -> Result<Memory, Fa
         made.extend([one, other]);
     }
     for queue_pair in &made {
-        tokio::time::timeout(DEADLINE, queue_pair.write_inline(b"measured", region.grant())).await??;
+        tokio::time::timeout(DEADLINE, queue_pair.write_inline(b"measured", region.grant()))
+            .await??;
     }
     Ok(Memory::now()?.since(start).over(count))
 }

@@ -15,7 +15,9 @@ use std::io::Write;
 use std::process::ExitCode;
 
 use serde_json::{Value, json};
-use tokio_rdma::doctor::{Ability, DeviceReport, Examine, Finding, Host, PortReport, Report, Verdict};
+use tokio_rdma::doctor::{
+    Ability, DeviceReport, Examine, Finding, Host, PortReport, Report, Verdict,
+};
 use tokio_rdma::types::{DeviceAttr, RankedGid};
 
 #[derive(Default)]
@@ -30,7 +32,9 @@ fn main() -> ExitCode {
     let options = match options() {
         Ok(options) => options,
         Err(error) => {
-            eprintln!("{error}\nusage: doctor [--device NAME] [--memory BYTES] [--hardware] [--json]");
+            eprintln!(
+                "{error}\nusage: doctor [--device NAME] [--memory BYTES] [--hardware] [--json]"
+            );
             return ExitCode::from(2);
         }
     };
@@ -42,7 +46,10 @@ fn main() -> ExitCode {
         examine = examine.device(name);
     }
     let report = examine.run();
-    let works = report.devices.iter().any(|device| device.works() && !(options.hardware && device.is_software()));
+    let works = report
+        .devices
+        .iter()
+        .any(|device| device.works() && !(options.hardware && device.is_software()));
     let mut text = report.to_string();
     if options.json {
         text = format!("{:#}\n", report_as_json(&report, works));
@@ -172,7 +179,10 @@ fn port(port: &PortReport) -> Value {
 }
 
 fn gid(gid: &RankedGid) -> Value {
-    let reasons = gid.reasons.iter().map(|reason| json!({ "favours": reason.favours(), "what": reason.to_string() }));
+    let reasons = gid
+        .reasons
+        .iter()
+        .map(|reason| json!({ "favours": reason.favours(), "what": reason.to_string() }));
     json!({
         "index": gid.entry.index,
         "gid": gid.entry.gid.to_string(),

@@ -23,7 +23,8 @@ use tokio_rdma::software::{Network, UdpConfig};
 use tokio_rdma::types::{AckTimeout, AddressVector, Gid, Mtu, PortNum, Psn, Qkey, Qpn, Transport};
 use tokio_rdma::verbs::AddressHandle;
 use tokio_rdma::{
-    BufMut, CompletionMode, CompletionQueue, Device, Pool, ProtectionDomain, QueuePair, QueuePairEndpoint,
+    BufMut, CompletionMode, CompletionQueue, Device, Pool, ProtectionDomain, QueuePair,
+    QueuePairEndpoint,
 };
 
 type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
@@ -68,7 +69,10 @@ async fn run(options: &Options) -> Result<()> {
         None => Device::open_default()?,
     };
     let mut stream = match &options.host {
-        Some(host) => tokio::time::timeout(DEADLINE, TcpStream::connect((host.as_str(), options.port))).await??,
+        Some(host) => {
+            tokio::time::timeout(DEADLINE, TcpStream::connect((host.as_str(), options.port)))
+                .await??
+        }
         None => {
             let listener = TcpListener::bind((Ipv6Addr::UNSPECIFIED, options.port)).await?;
             // Scripts wait for this line.
@@ -98,13 +102,21 @@ impl Ends {
     fn new(device: &Device, peer: IpAddr, options: &Options) -> Result<Self> {
         let pd = device.protection_domain()?;
         let queue = CompletionQueue::new(device, CompletionMode::Event)?;
-        let pool = Pool::builder(&pd).buffer_size(ROUTING + options.size).buffers(4 * options.queue_pairs).build()?;
+        let pool = Pool::builder(&pd)
+            .buffer_size(ROUTING + options.size)
+            .buffers(4 * options.queue_pairs)
+            .build()?;
         let make = |_| {
             let builder = QueuePair::builder(&pd, &queue).transport(options.transport).peer(peer);
             let builder = builder.max_send_wr(2).max_recv_wr(2);
-            if options.transport == Transport::Ud { builder.qkey(QKEY).build() } else { builder.build() }
+            if options.transport == Transport::Ud {
+                builder.qkey(QKEY).build()
+            } else {
+                builder.build()
+            }
         };
-        let queue_pairs = (0..options.queue_pairs).map(make).collect::<std::result::Result<Vec<_>, _>>()?;
+        let queue_pairs =
+            (0..options.queue_pairs).map(make).collect::<std::result::Result<Vec<_>, _>>()?;
         // Before the peer knows of them: a datagram that finds none is lost.
         let room = || pool.try_alloc(pool.buffer_size());
         let mut receives = Vec::new();
@@ -122,7 +134,9 @@ impl Ends {
         }
         // The program with several tells as many as it could have.
         if self.queue_pairs.len() > 1 {
-            lines.extend((self.queue_pairs.len()..MOST).map(|_| format!("0000:000000:000000:{:032}\0", 0)));
+            lines.extend(
+                (self.queue_pairs.len()..MOST).map(|_| format!("0000:000000:000000:{:032}\0", 0)),
+            );
         }
         let mut theirs = vec![0; lines.len()];
         // The server connects before it answers: its receives are there when the first message comes.
@@ -155,7 +169,8 @@ impl Ends {
             return Ok(Some((route, peer.qpn)));
         }
         // Half a second: the other end may be a process that has to wait for a processor.
-        let options = ConnectOptions { timeout: AckTimeout::from_code(17), ..ConnectOptions::default() };
+        let options =
+            ConnectOptions { timeout: AckTimeout::from_code(17), ..ConnectOptions::default() };
         qp.connect_with(&peer, &options)?;
         Ok(None)
     }
@@ -166,7 +181,10 @@ impl Ends {
         let (sent, received) = (std::cell::Cell::new(0), std::cell::Cell::new(0));
         let over = || sent.get() >= options.rounds && received.get() >= options.rounds;
         let Self { pool, queue_pairs, receives, .. } = self;
-        let one = async |qp: &QueuePair, route: &Route, mut receives: [Recv<BufMut>; 2]| -> Result<()> {
+        let one = async |qp: &QueuePair,
+                         route: &Route,
+                         mut receives: [Recv<BufMut>; 2]|
+               -> Result<()> {
             let mut turn = options.host.is_some();
             while !over() {
                 if turn {
@@ -180,9 +198,12 @@ impl Ends {
                     let message = (&mut receives[0]).await?;
                     let routing = if route.is_some() { ROUTING } else { 0 };
                     if message.buffer.len() != routing + options.size {
-                        return Err(
-                            format!("{} bytes instead of {}", message.buffer.len() - routing, options.size).into()
-                        );
+                        return Err(format!(
+                            "{} bytes instead of {}",
+                            message.buffer.len() - routing,
+                            options.size
+                        )
+                        .into());
                     }
                     received.set(received.get() + 1);
                     receives[0] = qp.recv(message.buffer);
@@ -197,7 +218,12 @@ impl Ends {
         let all = futures::future::select_all(all);
         // The first to see that it is over ends it: the others may wait for a peer that has left.
         tokio::time::timeout(DEADLINE, all).await?.0?;
-        println!("{} messages sent and {} received in {:.1?}", sent.get(), received.get(), start.elapsed());
+        println!(
+            "{} messages sent and {} received in {:.1?}",
+            sent.get(),
+            received.get(),
+            start.elapsed()
+        );
         // A message is here before its acknowledgement leaves, and that may be lost: who repeats the last one is still answered.
         tokio::time::sleep(LINGER).await;
         Ok(())

@@ -39,8 +39,8 @@ use tokio_rdma::cm::{self, Link};
 use tokio_rdma::op::{ConnectOptions, Recv};
 use tokio_rdma::types::{AckTimeout, Rkey, WcStatus};
 use tokio_rdma::{
-    Access, Buf, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Imm, Pool, ProtectionDomain,
-    QueuePair, QueuePairEndpoint, RemoteRegion,
+    Access, Buf, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Imm, Pool,
+    ProtectionDomain, QueuePair, QueuePairEndpoint, RemoteRegion,
 };
 
 type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
@@ -72,7 +72,11 @@ async fn main() -> Result<()> {
     for (name, mode) in modes {
         println!("{name}");
         let limit = if matches!(place, Place::Server(..)) { PATIENCE } else { DEADLINE };
-        latencies.extend(tokio::time::timeout(limit, tour(&place, mode)).await??.map(|measured| (name, measured)));
+        latencies.extend(
+            tokio::time::timeout(limit, tour(&place, mode))
+                .await??
+                .map(|measured| (name, measured)),
+        );
         println!();
     }
     print_table(&latencies);
@@ -95,7 +99,9 @@ async fn optional<T>(work: Option<impl Future<Output = Result<T>>>) -> Result<Op
     }
 }
 
-async fn task<T: Send + 'static>(work: impl Future<Output = Result<T>> + Send + 'static) -> Result<T> {
+async fn task<T: Send + 'static>(
+    work: impl Future<Output = Result<T>> + Send + 'static,
+) -> Result<T> {
     tokio::spawn(work).await?
 }
 
@@ -134,7 +140,11 @@ async fn wait_for_write(peer: &Peer, qp: &QueuePair, region: &ExposedRegion) -> 
 }
 
 /// Gives the receive for what comes next: posted before the answer is sent, so that whatever comes finds it.
-async fn answer_message(peer: &Peer, qp: &QueuePair, region: &ExposedRegion) -> Result<Recv<BufMut>> {
+async fn answer_message(
+    peer: &Peer,
+    qp: &QueuePair,
+    region: &ExposedRegion,
+) -> Result<Recv<BufMut>> {
     let message = qp.recv(peer.pool.try_alloc(64)?).await?;
     check("message", &message.buffer[..], b"ping")?;
     check("counter", region.load(COUNTER.start as usize)?, 42)?;
@@ -240,7 +250,11 @@ async fn use_wrong_key(peer: &Peer, qp: &QueuePair, remote: RemoteRegion) -> Res
 
     // A failure ends a reliable connection; what is posted from then on is flushed.
     let flushed = qp.write(buffer, remote).await;
-    check("status afterwards", flushed.err().and_then(|error| error.status()), Some(WcStatus::WR_FLUSH_ERR))
+    check(
+        "status afterwards",
+        flushed.err().and_then(|error| error.status()),
+        Some(WcStatus::WR_FLUSH_ERR),
+    )
 }
 
 // Latencies.
@@ -254,7 +268,10 @@ async fn measure(peer: &Peer, qp: &QueuePair, remote: RemoteRegion) -> Result<Ve
     Ok(vec![
         ("WRITE 8 B", time(|| async { done(qp.write(payload.clone(), word).await) }).await?),
         ("READ 8 B", time(|| async { done(qp.read(peer.pool.try_alloc(8)?, word).await) }).await?),
-        ("compare-and-swap", time(|| async { done(qp.compare_swap(counter, 42, 42).await) }).await?),
+        (
+            "compare-and-swap",
+            time(|| async { done(qp.compare_swap(counter, 42, 42).await) }).await?,
+        ),
         ("fetch-and-add", time(|| async { done(qp.fetch_add(counter, 1).await) }).await?),
         ("WRITE_WITH_IMM + answer", time(|| told(peer, qp, &payload, word)).await?),
         ("SEND 8 B + answer", time(|| asked(peer, qp, &payload)).await?),
@@ -329,7 +346,8 @@ struct Peer {
 /// What is not acknowledged is repeated after half a second, and given up after seven times that: the other end may be a
 /// process that has to wait for a processor, as those who poll take them all.
 fn patient() -> cm::Options {
-    let transport = ConnectOptions { timeout: AckTimeout::from_code(17), ..ConnectOptions::default() };
+    let transport =
+        ConnectOptions { timeout: AckTimeout::from_code(17), ..ConnectOptions::default() };
     cm::Options::default().transport(transport)
 }
 
@@ -342,7 +360,12 @@ enum Meeting {
 }
 
 impl Peer {
-    fn new(name: &'static str, device: Device, mode: &CompletionMode, meeting: Meeting) -> Result<Self> {
+    fn new(
+        name: &'static str,
+        device: Device,
+        mode: &CompletionMode,
+        meeting: Meeting,
+    ) -> Result<Self> {
         let pd = device.protection_domain()?;
         let queue = CompletionQueue::new(&device, mode.clone())?;
         let pool = Pool::new(&pd, 64, 16)?;
@@ -381,7 +404,11 @@ impl Peer {
 }
 
 fn check<T: Debug + PartialEq>(what: &str, is: T, expected: T) -> Result<()> {
-    if is == expected { Ok(()) } else { Err(format!("{what}: {is:?} instead of {expected:?}").into()) }
+    if is == expected {
+        Ok(())
+    } else {
+        Err(format!("{what}: {is:?} instead of {expected:?}").into())
+    }
 }
 
 // Where the two ends are.
@@ -444,9 +471,10 @@ impl Place {
                 let meeting = Meeting::Listener(Arc::clone(listener));
                 Ok([Some(Peer::new("server", device.clone(), mode, meeting)?), None])
             }
-            Self::Client(device, address) => {
-                Ok([None, Some(Peer::new("client", device.clone(), mode, Meeting::Address(*address))?)])
-            }
+            Self::Client(device, address) => Ok([
+                None,
+                Some(Peer::new("client", device.clone(), mode, Meeting::Address(*address))?),
+            ]),
         }
     }
 }

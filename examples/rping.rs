@@ -32,8 +32,8 @@ use tokio_rdma::op::{ConnectOptions, QueuePairBuilder, Recv};
 use tokio_rdma::software::{Network, UdpConfig};
 use tokio_rdma::types::{AckTimeout, Rkey};
 use tokio_rdma::{
-    Access, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, ProtectionDomain, QueuePair,
-    RemoteRegion,
+    Access, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, ProtectionDomain,
+    QueuePair, RemoteRegion,
 };
 
 type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
@@ -113,7 +113,8 @@ async fn serve(listener: &Listener, side: Side, options: &Options) -> Result<()>
     // Where the client's goodbye stands instead of a source, it is over.
     while let Some(message) = next(&link, news).await? {
         let source = Advertisement::parse(&message)?;
-        let ping = within("RDMA READ", qp.read(side.pool.alloc(source.len()).await?, source.0)).await?;
+        let ping =
+            within("RDMA READ", qp.read(side.pool.alloc(source.len()).await?, source.0)).await?;
         if options.verbose {
             println!("server ping data: {}", text(&ping));
         }
@@ -212,7 +213,8 @@ fn pattern(round: u32, size: usize) -> Vec<u8> {
 /// What is not acknowledged is repeated after half a second, and given up after seven times that: the other end may be a
 /// process that has to wait for a processor. A peer that is killed while this side waits to receive is noticed, too.
 fn patient() -> CmOptions {
-    let transport = ConnectOptions { timeout: AckTimeout::from_code(17), ..ConnectOptions::default() };
+    let transport =
+        ConnectOptions { timeout: AckTimeout::from_code(17), ..ConnectOptions::default() };
     CmOptions::default().transport(transport).keepalive(Some(Duration::from_secs(1)))
 }
 
@@ -249,7 +251,8 @@ impl Side {
     /// Tells the server of a region, and waits until it has done with it.
     async fn advertise(&self, qp: &QueuePair, region: &ExposedRegion) -> Result<()> {
         let answer = self.receive(qp).await?;
-        within("SEND", qp.send(self.pool.copy_from(&Advertisement(region.grant()).bytes())?)).await?;
+        within("SEND", qp.send(self.pool.copy_from(&Advertisement(region.grant()).bytes())?))
+            .await?;
         let answer = within("go ahead", answer).await?;
         check("length of the answer", answer.len as usize, Advertisement::LEN)
     }
@@ -271,12 +274,20 @@ impl Advertisement {
     }
 
     fn parse(bytes: &[u8]) -> Result<Self> {
-        let bytes: &[u8; Self::LEN] =
-            bytes.try_into().map_err(|_| format!("a message of {} bytes instead of {}", bytes.len(), Self::LEN))?;
-        let word = |at: usize| u32::from_be_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+        let bytes: &[u8; Self::LEN] = bytes
+            .try_into()
+            .map_err(|_| format!("a message of {} bytes instead of {}", bytes.len(), Self::LEN))?;
+        let word = |at: usize| {
+            u32::from_be_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+        };
         let (addr, len) = (u64::from(word(0)) << 32 | u64::from(word(4)), word(12));
         if !SIZES.contains(&(len as usize)) {
-            return Err(format!("a region of {len} bytes; {} to {} are possible", SIZES.start(), SIZES.end()).into());
+            return Err(format!(
+                "a region of {len} bytes; {} to {} are possible",
+                SIZES.start(),
+                SIZES.end()
+            )
+            .into());
         }
         Ok(Self(RemoteRegion::new(addr, len.into(), Rkey(word(8)))))
     }
@@ -303,7 +314,11 @@ fn report(who: &str, rounds: u32, start: Instant) {
 }
 
 fn check<T: Debug + PartialEq>(what: &str, is: T, expected: T) -> Result<()> {
-    if is == expected { Ok(()) } else { Err(format!("{what}: {is:?} instead of {expected:?}").into()) }
+    if is == expected {
+        Ok(())
+    } else {
+        Err(format!("{what}: {is:?} instead of {expected:?}").into())
+    }
 }
 
 // Arguments.

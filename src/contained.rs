@@ -18,7 +18,9 @@ pub(crate) fn contained(run: impl FnOnce()) {
 /// [`contained`]; true if it panicked.
 fn panics(run: impl FnOnce()) -> bool {
     let Err(panic) = catch_unwind(AssertUnwindSafe(run)) else { return false };
-    tracing::error!("a waker, or the destructor of what an abandoned operation owned, panicked; the panic is ignored");
+    tracing::error!(
+        "a waker, or the destructor of what an abandoned operation owned, panicked; the panic is ignored"
+    );
     // The payload is of the user as well, and so is its destructor.
     if let Err(another) = catch_unwind(AssertUnwindSafe(|| drop(panic))) {
         std::mem::forget(another);
@@ -62,10 +64,15 @@ impl ContainedWaker {
         context: &mut Context<'_>,
         poll: impl FnOnce(&mut Context<'_>) -> Poll<T>,
     ) -> Poll<T> {
-        let same = |inner: &Inner| inner.waker.as_ref().is_some_and(|waker| waker.will_wake(context.waker()));
+        let same = |inner: &Inner| {
+            inner.waker.as_ref().is_some_and(|waker| waker.will_wake(context.waker()))
+        };
         // `will_wake` is best effort: without it each poll makes a new one.
         let current = self.current.take().filter(|(inner, _)| same(inner)).unwrap_or_else(|| {
-            let inner = Arc::new(Inner { waker: Some(context.waker().clone()), panicked: self.panicked.clone() });
+            let inner = Arc::new(Inner {
+                waker: Some(context.waker().clone()),
+                panicked: self.panicked.clone(),
+            });
             (Arc::clone(&inner), Waker::from(inner))
         });
         let (_, waker) = self.current.insert(current);
@@ -135,7 +142,8 @@ pub(crate) mod tests {
         let (notify, counts) = (Notify::new(), Arc::new(Counts::default()));
         let rude = Waker::from(Arc::new(Panics::default()));
         let honest = Waker::from(counts.clone());
-        let mut waiters: Vec<_> = (0..40).map(|_| Box::pin(wakes_contained(notify.notified()))).collect();
+        let mut waiters: Vec<_> =
+            (0..40).map(|_| Box::pin(wakes_contained(notify.notified()))).collect();
         for (number, waiter) in waiters.iter_mut().enumerate() {
             let waker = if number % 3 == 0 { &rude } else { &honest };
             assert!(waiter.poll_unpin(&mut Context::from_waker(waker)).is_pending());

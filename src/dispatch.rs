@@ -15,8 +15,8 @@ use std::time::Duration;
 
 use crate::error::VerbError;
 use crate::types::{
-    Access, AddressVector, AsyncEvent, DeviceAttr, Lkey, PortAttr, PortNum, QpAttr, QpCaps, QpState, Qpn, RecvWr, Rkey,
-    SendWr, SrqCaps, WorkCompletion,
+    Access, AddressVector, AsyncEvent, DeviceAttr, Lkey, PortAttr, PortNum, QpAttr, QpCaps,
+    QpState, Qpn, RecvWr, Rkey, SendWr, SrqCaps, WorkCompletion,
 };
 #[cfg(feature = "ibverbs")]
 use rdma_ibverbs::Ibverbs;
@@ -122,7 +122,13 @@ impl contract::Context<Any> for Context {
         make!(self, Channel, inner => inner.create_channel())
     }
 
-    fn create_cq(&self, capacity: u32, channel: Option<&Channel>, vector: u32, cookie: u64) -> Result<Cq, VerbError> {
+    fn create_cq(
+        &self,
+        capacity: u32,
+        channel: Option<&Channel>,
+        vector: u32,
+        cookie: u64,
+    ) -> Result<Cq, VerbError> {
         match self {
             Self::Soft(inner) => {
                 let channel = channel.map(Channel::soft).transpose()?;
@@ -162,38 +168,55 @@ impl contract::Context<Any> for Context {
 }
 
 impl contract::Pd<Any> for Pd {
-    unsafe fn register(&self, addr: NonNull<u8>, len: usize, access: Access, shared: bool) -> Result<Mr, VerbError> {
+    unsafe fn register(
+        &self,
+        addr: NonNull<u8>,
+        len: usize,
+        access: Access,
+        shared: bool,
+    ) -> Result<Mr, VerbError> {
         // SAFETY: S1, S2: the caller's promise is passed on unchanged.
         make!(self, Mr, inner => unsafe { inner.register(addr, len, access, shared) })
     }
 
-    fn register_dma_buf(&self, fd: BorrowedFd<'_>, range: DmaBufRange, access: Access) -> Result<Mr, VerbError> {
+    fn register_dma_buf(
+        &self,
+        fd: BorrowedFd<'_>,
+        range: DmaBufRange,
+        access: Access,
+    ) -> Result<Mr, VerbError> {
         make!(self, Mr, inner => inner.register_dma_buf(fd, range, access))
     }
 
     fn create_qp(&self, init: &QpInit<'_, Any>) -> Result<Qp, VerbError> {
         match self {
-            Self::Soft(inner) => inner.create_qp(&init.with_queues_of(Cq::soft, Srq::soft)?).map(Qp::Soft),
+            Self::Soft(inner) => {
+                inner.create_qp(&init.with_queues_of(Cq::soft, Srq::soft)?).map(Qp::Soft)
+            }
             #[cfg(feature = "ibverbs")]
-            Self::Ibverbs(inner) => inner.create_qp(&init.with_queues_of(Cq::ibverbs, Srq::ibverbs)?).map(Qp::Ibverbs),
+            Self::Ibverbs(inner) => {
+                inner.create_qp(&init.with_queues_of(Cq::ibverbs, Srq::ibverbs)?).map(Qp::Ibverbs)
+            }
         }
     }
 
     fn create_numbered_qp(&self, number: Qpn, init: &QpInit<'_, Any>) -> Result<Qp, VerbError> {
         match self {
-            Self::Soft(inner) => {
-                inner.create_numbered_qp(number, &init.with_queues_of(Cq::soft, Srq::soft)?).map(Qp::Soft)
-            }
+            Self::Soft(inner) => inner
+                .create_numbered_qp(number, &init.with_queues_of(Cq::soft, Srq::soft)?)
+                .map(Qp::Soft),
             #[cfg(feature = "ibverbs")]
-            Self::Ibverbs(inner) => {
-                inner.create_numbered_qp(number, &init.with_queues_of(Cq::ibverbs, Srq::ibverbs)?).map(Qp::Ibverbs)
-            }
+            Self::Ibverbs(inner) => inner
+                .create_numbered_qp(number, &init.with_queues_of(Cq::ibverbs, Srq::ibverbs)?)
+                .map(Qp::Ibverbs),
         }
     }
 
     fn create_dct(&self, init: &DctInit<'_, Any>) -> Result<Dct, VerbError> {
         match self {
-            Self::Soft(inner) => inner.create_dct(&init.with_queues_of(Cq::soft, Srq::soft)?).map(Dct::Soft),
+            Self::Soft(inner) => {
+                inner.create_dct(&init.with_queues_of(Cq::soft, Srq::soft)?).map(Dct::Soft)
+            }
             #[cfg(feature = "ibverbs")]
             Self::Ibverbs(inner) => {
                 inner.create_dct(&init.with_queues_of(Cq::ibverbs, Srq::ibverbs)?).map(Dct::Ibverbs)
@@ -336,7 +359,10 @@ impl contract::Qp for Qp {
     }
 
     #[inline(always)]
-    unsafe fn post_send<'a>(&self, list: impl IntoIterator<Item = impl Borrow<SendWr<'a>>>) -> Result<(), PostError> {
+    unsafe fn post_send<'a>(
+        &self,
+        list: impl IntoIterator<Item = impl Borrow<SendWr<'a>>>,
+    ) -> Result<(), PostError> {
         // The caller's branch on the result follows the call of the same provider, so that one that posts in place
         // writes no result to memory.
         // SAFETY: S1: the caller's promise is passed on unchanged.

@@ -58,7 +58,10 @@
 //! # }
 //! ```
 
-#![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::todo, clippy::unimplemented))]
+#![cfg_attr(
+    not(test),
+    deny(clippy::unwrap_used, clippy::expect_used, clippy::todo, clippy::unimplemented)
+)]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 /// Compiles the programs of the Markdown pages.
@@ -110,8 +113,8 @@ mod sync;
 /// Completion queues: how they are watched, and what they count.
 pub mod completion {
     pub use crate::engine::{
-        BusyPoller, CompletionMode, CompletionQueue, CompletionQueueBuilder, CompletionQueueCounters, DeviceEvents,
-        Drive, WorkQueueCounters,
+        BusyPoller, CompletionMode, CompletionQueue, CompletionQueueBuilder,
+        CompletionQueueCounters, DeviceEvents, Drive, WorkQueueCounters,
     };
 }
 
@@ -120,7 +123,8 @@ pub use error::{OpError, OpErrorKind, SetupError, VerbError};
 pub use memory::{Buf, BufMut, ExposedRegion, Pool, RemoteRegion};
 #[cfg(not(loom))]
 pub use message::{
-    CloseReason, Connection, ConnectionConfig, ConnectionRequest, EstablishError, Listener, MessageError,
+    CloseReason, Connection, ConnectionConfig, ConnectionRequest, EstablishError, Listener,
+    MessageError,
 };
 pub use op::{Batch, QueuePair, QueuePairEndpoint, SharedReceiveQueue};
 pub use types::{Access, Imm};
@@ -144,7 +148,7 @@ pub mod types {
 pub mod software {
     pub use crate::error::UdpError;
     pub use rdma_soft::{
-        CqCounters, DeviceControl, Faults, LinkCounters, Network, ReceiveCounters, SendCounters, TargetCounters,
-        UdpConfig,
+        CqCounters, DeviceControl, Faults, LinkCounters, Network, ReceiveCounters, SendCounters,
+        TargetCounters, UdpConfig,
     };
 }

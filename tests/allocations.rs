@@ -14,7 +14,8 @@ use bytes::Bytes;
 use tokio_rdma::dc::{DcPolicy, DcPool, DcPoolPeer, DcTarget};
 use tokio_rdma::software::Network;
 use tokio_rdma::{
-    Access, Batch, BufMut, CompletionQueue, ExposedRegion, Imm, Pool, QueuePair, RemoteRegion, SharedReceiveQueue,
+    Access, Batch, BufMut, CompletionQueue, ExposedRegion, Imm, Pool, QueuePair, RemoteRegion,
+    SharedReceiveQueue,
 };
 use torture::{Flavour, LONG, Mode, bounded, device, pair, scaled};
 
@@ -48,7 +49,9 @@ thread_local! {
 
 impl Counting {
     fn note(size: usize) {
-        if !ON.load(Ordering::Relaxed) || SHOWING.try_with(|showing| showing.replace(true)).unwrap_or(true) {
+        if !ON.load(Ordering::Relaxed)
+            || SHOWING.try_with(|showing| showing.replace(true)).unwrap_or(true)
+        {
             return;
         }
         COUNT.fetch_add(1, Ordering::Relaxed);
@@ -104,7 +107,13 @@ impl Setup {
         let queue = CompletionQueue::new(&device, mode.make()).unwrap();
         let (ours, theirs) = pair(&pd, &queue);
         let region = ExposedRegion::new(&pd, vec![0; 4096], Access::REMOTE_ALL).unwrap();
-        Self { ours, theirs, pool: Pool::new(&pd, 256, 64).unwrap(), remote: region.grant(), _region: region }
+        Self {
+            ours,
+            theirs,
+            pool: Pool::new(&pd, 256, 64).unwrap(),
+            remote: region.grant(),
+            _region: region,
+        }
     }
 
     fn buffer(&self) -> BufMut {
@@ -195,9 +204,15 @@ async fn counted(what: &str, operation: impl AsyncFnMut(), found: &mut Vec<Strin
 
 /// Runs `operation` until nothing grows any more, then counts, and counts again if there was more than `each`: a lock allocates
 /// its queue when a thread first finds it taken, which happens once. What an operation allocates happens every time.
-async fn counted_to(what: &str, each: u64, mut operation: impl AsyncFnMut(), found: &mut Vec<String>) {
+async fn counted_to(
+    what: &str,
+    each: u64,
+    mut operation: impl AsyncFnMut(),
+    found: &mut Vec<String>,
+) {
     // Reading the environment allocates.
-    let (warm_up, operations) = (few(WARM_UP), few(if each == 0 { OPERATIONS } else { OPERATIONS / 10 }));
+    let (warm_up, operations) =
+        (few(WARM_UP), few(if each == 0 { OPERATIONS } else { OPERATIONS / 10 }));
     for _ in 0..warm_up {
         operation().await;
     }
@@ -251,7 +266,12 @@ async fn pooled(setting: &str, mode: Mode, found: &mut Vec<String>) {
             peer.write(buffers.try_alloc(256).unwrap(), remote).await.unwrap();
             peer.write_inline(&[7; 32], remote).await.unwrap();
         };
-        counted(&format!("{setting}: {policy:?}, one peer"), async || write(&peers[0]).await, found).await;
+        counted(
+            &format!("{setting}: {policy:?}, one peer"),
+            async || write(&peers[0]).await,
+            found,
+        )
+        .await;
         let alternate = async || {
             write(&peers[0]).await;
             write(&peers[1]).await;
@@ -301,7 +321,13 @@ async fn messages(setting: &str, mode: Mode, found: &mut Vec<String>) {
             sent.unwrap();
             assert_eq!(received.unwrap().unwrap().len(), message.len());
         };
-        counted_to(&format!("{setting}: message that is waited for, {kind}"), 1, receive_first, found).await;
+        counted_to(
+            &format!("{setting}: message that is waited for, {kind}"),
+            1,
+            receive_first,
+            found,
+        )
+        .await;
     }
 }
 
@@ -310,11 +336,17 @@ async fn messages(setting: &str, mode: Mode, found: &mut Vec<String>) {
 fn operations_allocate_nothing_once_warm() {
     let found = bounded("allocations", 5 * LONG, || {
         let mut found = Vec::new();
-        for (mode, flavour) in Mode::ALL.into_iter().flat_map(|mode| Flavour::ALL.map(|flavour| (mode, flavour))) {
+        for (mode, flavour) in
+            Mode::ALL.into_iter().flat_map(|mode| Flavour::ALL.map(|flavour| (mode, flavour)))
+        {
             let setup = Setup::new(mode);
             flavour.runtime().block_on(all(&format!("{mode:?}, {flavour:?}"), &setup, &mut found));
             flavour.runtime().block_on(pooled(&format!("{mode:?}, {flavour:?}"), mode, &mut found));
-            flavour.runtime().block_on(messages(&format!("{mode:?}, {flavour:?}"), mode, &mut found));
+            flavour.runtime().block_on(messages(
+                &format!("{mode:?}, {flavour:?}"),
+                mode,
+                &mut found,
+            ));
         }
         found
     });

@@ -18,7 +18,8 @@ use torture::{Flavour, LONG, bounded, device, eventually, scaled, soon};
 /// Protection domains, regions, queues and ids of rdma_cm that the kernel holds for its device; the software device has none.
 fn kernel_objects() -> u64 {
     let Some(name) = torture::hardware() else { return 0 };
-    let shown = Command::new("rdma").args(["resource", "show", &name]).output().expect("rdma of iproute2");
+    let shown =
+        Command::new("rdma").args(["resource", "show", &name]).output().expect("rdma of iproute2");
     assert!(shown.status.success(), "{shown:?}");
     // Numbers behind their names: "1: rxe0: qp 3 cq 2 pd 1 mr 0 ...".
     let shown = String::from_utf8(shown.stdout).expect("text");
@@ -29,7 +30,8 @@ fn kernel_objects() -> u64 {
 
 #[test]
 fn connections_that_come_and_go_leave_nothing_behind() {
-    let cycles = std::env::var("TOKIO_RDMA_CYCLES").map_or(scaled(400), |cycles| cycles.parse().expect("a number"));
+    let cycles = std::env::var("TOKIO_RDMA_CYCLES")
+        .map_or(scaled(400), |cycles| cycles.parse().expect("a number"));
     bounded("churn", LONG * 4 + LONG * (cycles / 2000) as u32, move || {
         let runtime = Flavour::MultiThread.runtime();
         runtime.block_on(async {

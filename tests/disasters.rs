@@ -19,8 +19,8 @@ use tokio::task::{JoinHandle, JoinSet};
 use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::types::{Gid, LinkLayer, Mtu, PortState, Psn, Qpn, Transport, WcStatus};
 use tokio_rdma::{
-    Access, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, OpErrorKind, Pool, QueuePair,
-    QueuePairEndpoint, RemoteRegion,
+    Access, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, OpErrorKind, Pool,
+    QueuePair, QueuePairEndpoint, RemoteRegion,
 };
 
 /// Only a hang takes this long.
@@ -143,7 +143,10 @@ async fn load(end: &End, remote: RemoteRegion, shout: impl FnOnce()) -> Load {
         let patience = if stalls { STALL } else { HANG };
         let Ok(ended) = tokio::time::timeout(patience, work.join_next()).await else {
             if stalls {
-                println!("  SoftRoCE stalls: {:?}; closing", end.qp.query().map(|(state, _)| state));
+                println!(
+                    "  SoftRoCE stalls: {:?}; closing",
+                    end.qp.query().map(|(state, _)| state)
+                );
                 stalls = false;
                 end.qp.clone().close().await;
                 continue;
@@ -154,7 +157,8 @@ async fn load(end: &End, remote: RemoteRegion, shout: impl FnOnce()) -> Load {
         let Some(ended) = ended else { break };
         let (done, kind, buffer) = ended.unwrap();
         load.done += done;
-        let name = kind.status().map_or_else(|| format!("{kind:?}"), |status| format!("{status:?}"));
+        let name =
+            kind.status().map_or_else(|| format!("{kind:?}"), |status| format!("{status:?}"));
         *load.ends.entry(name).or_default() += 1;
         if let Some(mut buffer) = buffer {
             buffer.fill(MARK);
@@ -186,7 +190,10 @@ async fn ended((end, peer): (End, End), receiving: JoinHandle<()>, load: &Load) 
 /// Nothing writes to memory that was handed back. What does not happen cannot be awaited, only given time to.
 async fn untouched(load: &Load) {
     tokio::time::sleep(Duration::from_millis(200)).await;
-    assert!(load.kept.iter().all(|buffer| buffer.iter().all(|&byte| byte == MARK)), "touched after it was handed back");
+    assert!(
+        load.kept.iter().all(|buffer| buffer.iter().all(|&byte| byte == MARK)),
+        "touched after it was handed back"
+    );
 }
 
 /// The device can be opened again, and works.
@@ -227,7 +234,9 @@ fn peer_that_is_killed_ends_every_operation_in_the_time_of_its_retries() {
                 .spawn()
                 .unwrap();
             let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
-            let said = lines.find_map(|line| line.unwrap().split_once("PEER ").map(|(_, rest)| rest.to_owned()));
+            let said = lines.find_map(|line| {
+                line.unwrap().split_once("PEER ").map(|(_, rest)| rest.to_owned())
+            });
             let said = said.expect("the peer's process says where it is");
             let (endpoint, region) = said.split_once(' ').unwrap();
             end.connect(&decode(endpoint));
@@ -241,7 +250,10 @@ fn peer_that_is_killed_ends_every_operation_in_the_time_of_its_retries() {
             // The kernel may take the peer's memory away before its queue pair.
             let causes = [WcStatus::RETRY_EXC_ERR, WcStatus::REM_ACCESS_ERR, WcStatus::REM_OP_ERR];
             only_as(&load.ends, &[&causes[..], &[WcStatus::WR_FLUSH_ERR]].concat());
-            assert!(load.ends.keys().any(|end| end != "WR_FLUSH_ERR"), "the first to fail says why");
+            assert!(
+                load.ends.keys().any(|end| end != "WR_FLUSH_ERR"),
+                "the first to fail says why"
+            );
             drop(end);
             untouched(&load).await;
             works(&name).await;
@@ -257,7 +269,8 @@ fn the_peer() {
     runtime("event").block_on(async {
         let end = End::open(&name, CompletionMode::Event);
         end.connect(&decode(&endpoint));
-        let region: String = end.region.grant().to_bytes().iter().map(|byte| format!("{byte:02x}")).collect();
+        let region: String =
+            end.region.grant().to_bytes().iter().map(|byte| format!("{byte:02x}")).collect();
         println!("PEER {} {region}", encode(&end.qp.endpoint()));
         // Not before the other end can receive.
         std::io::stdin().lines().next();
@@ -271,7 +284,9 @@ fn the_peer() {
             });
         }
         // Until it is killed, or the one that would do it is gone.
-        tokio::time::timeout(HANG, async { while receives.join_next().await.is_some() {} }).await.ok();
+        tokio::time::timeout(HANG, async { while receives.join_next().await.is_some() {} })
+            .await
+            .ok();
     });
 }
 
@@ -298,7 +313,9 @@ fn run(command: &str) {
 fn active(name: &str) {
     let start = Instant::now();
     while !Device::open(name).is_ok_and(|device| {
-        device.default_path().is_ok_and(|(port, gid)| port.state == PortState::Active && gid.gid.to_ip().is_ipv4())
+        device
+            .default_path()
+            .is_ok_and(|(port, gid)| port.state == PortState::Active && gid.gid.to_ip().is_ipv4())
     }) {
         assert!(start.elapsed() < HANG, "{name} does not come back");
         std::thread::sleep(Duration::from_millis(20));
@@ -315,7 +332,9 @@ fn link_that_goes_down_ends_every_operation() {
         runtime(label).block_on(async {
             let (end, peer) = connected(&name, &mode);
             let receiving = receive(&peer);
-            let load = load(&end, peer.region.grant(), || run(&format!("ip link set {interface} down"))).await;
+            let load =
+                load(&end, peer.region.grant(), || run(&format!("ip link set {interface} down")))
+                    .await;
             run(&format!("ip link set {interface} up"));
             ended((end, peer), receiving, &load).await;
             active(&name);
@@ -336,7 +355,8 @@ fn device_that_is_removed_serves_until_it_is_closed_and_can_be_opened_when_it_is
             let receiving = receive(&peer);
             let mut removal = None;
             let load = load(&end, peer.region.grant(), || {
-                removal = Some(Command::new("rdma").args(["link", "delete", &name]).spawn().unwrap());
+                removal =
+                    Some(Command::new("rdma").args(["link", "delete", &name]).spawn().unwrap());
                 // SoftRoCE cannot take a device away from those who use it: the command waits for them, unnoticed.
                 let (qp, name) = (end.qp.clone(), name.clone());
                 tokio::spawn(async move {
@@ -400,5 +420,7 @@ fn decode(text: &str) -> QueuePairEndpoint {
 }
 
 fn unhex(text: &str) -> Vec<u8> {
-    (0..text.len() / 2).map(|at| u8::from_str_radix(&text[2 * at..2 * at + 2], 16).unwrap()).collect()
+    (0..text.len() / 2)
+        .map(|at| u8::from_str_radix(&text[2 * at..2 * at + 2], 16).unwrap())
+        .collect()
 }

@@ -22,9 +22,13 @@ fn files_named_in_the_documentation_exist() {
         let quoted = quotes(&text).into_iter();
         // Of a command the first word is a file.
         let words = quoted.filter_map(|quote| quote.split(' ').next().map(str::to_owned));
-        let named = words.filter(|word| PLACES.iter().any(|place| word.starts_with(place))).map(PathBuf::from);
+        let named = words
+            .filter(|word| PLACES.iter().any(|place| word.starts_with(place)))
+            .map(PathBuf::from);
         missing.extend(
-            named.filter(|path| !exists(path) && !exists(&beside(&page, path))).map(|path| format!("{page}: {path:?}")),
+            named
+                .filter(|path| !exists(path) && !exists(&beside(&page, path)))
+                .map(|path| format!("{page}: {path:?}")),
         );
     }
     assert!(missing.is_empty(), "\n{}\n", missing.join("\n"));
@@ -37,12 +41,19 @@ fn source_files_named_by_pages_and_module_documentation_exist() {
     let mut named = Vec::new();
     for page in pages() {
         let quoted = quotes(&read(&page));
-        named.extend(quoted.iter().flat_map(|quote| source_names(quote)).map(|name| (page.clone(), name.to_owned())));
+        named.extend(
+            quoted
+                .iter()
+                .flat_map(|quote| source_names(quote))
+                .map(|name| (page.clone(), name.to_owned())),
+        );
     }
     for file in sources(&["src", "crates"]) {
         let text = fs::read_to_string(&file).expect("a source file");
         let docs = text.lines().filter_map(|line| line.trim_start().strip_prefix("//!"));
-        named.extend(docs.flat_map(source_names).map(|name| (file.display().to_string(), name.to_owned())));
+        named.extend(
+            docs.flat_map(source_names).map(|name| (file.display().to_string(), name.to_owned())),
+        );
     }
     assert!(named.len() > 100, "only {named:?}");
     let missing: BTreeSet<_> = named
@@ -85,9 +96,13 @@ fn tests_named_by_the_invariants_exist() {
     let mut missing = Vec::new();
     let mut invariants = 0;
     for section in text.split("\n### ").skip(1) {
-        let (_, shown) = section.split_once("- Shown by").unwrap_or_else(|| panic!("nothing shows {section}"));
+        let (_, shown) =
+            section.split_once("- Shown by").unwrap_or_else(|| panic!("nothing shows {section}"));
         let named = quotes(shown.split("\n#").next().unwrap_or_default());
-        let tests: Vec<_> = named.iter().filter(|name| name.chars().all(|c| c.is_alphanumeric() || c == '_')).collect();
+        let tests: Vec<_> = named
+            .iter()
+            .filter(|name| name.chars().all(|c| c.is_alphanumeric() || c == '_'))
+            .collect();
         assert!(!tests.is_empty(), "nothing shows {section}");
         missing.extend(tests.into_iter().filter(|name| !functions.contains(*name)).cloned());
         invariants += 1;
@@ -107,7 +122,9 @@ fn every_function_that_is_called_in_c_is_in_the_table_of_verbs() {
         let text = fs::read_to_string(&file).expect("a source file");
         for (at, _) in text.match_indices('(') {
             let name = words(&text[..at]).next_back().unwrap_or_default();
-            if text[..at].ends_with(name) && LIBRARIES.iter().any(|library| name.starts_with(library)) {
+            if text[..at].ends_with(name)
+                && LIBRARIES.iter().any(|library| name.starts_with(library))
+            {
                 called += 1;
                 if !listed.contains(name) {
                     missing.insert(name.to_owned());
@@ -122,12 +139,19 @@ fn every_function_that_is_called_in_c_is_in_the_table_of_verbs() {
 #[test]
 fn every_page_with_a_program_is_compiled_with_the_documentation() {
     let root = read("src/lib.rs");
-    let with = |page: &String| page.starts_with("docs/") && read(page).lines().any(|line| line.starts_with("```rust"));
+    let with = |page: &String| {
+        page.starts_with("docs/") && read(page).lines().any(|line| line.starts_with("```rust"))
+    };
     let pages: Vec<_> = pages().into_iter().filter(with).collect();
     assert!(pages.len() >= 3, "only {pages:?}");
-    let forgotten: Vec<_> =
-        pages.iter().filter(|page| !root.contains(&format!("include_str!(\"../{page}\")"))).collect();
-    assert!(forgotten.is_empty(), "no program of {forgotten:?} is compiled: see `pages` in src/lib.rs");
+    let forgotten: Vec<_> = pages
+        .iter()
+        .filter(|page| !root.contains(&format!("include_str!(\"../{page}\")")))
+        .collect();
+    assert!(
+        forgotten.is_empty(),
+        "no program of {forgotten:?} is compiled: see `pages` in src/lib.rs"
+    );
 }
 
 #[test]
@@ -141,7 +165,9 @@ fn public_functions_tell_of_their_errors_and_of_cancelling() {
             let line = code[..at].rfind('\n').map_or(0, |end| end + 1);
             let declaration = code[at..].split(['{', ';']).next().unwrap_or_default();
             let Some((words, signature)) = declaration.split_once("fn ") else { continue };
-            let plain = words.split_whitespace().all(|word| ["pub", "async", "const", "unsafe"].contains(&word));
+            let plain = words
+                .split_whitespace()
+                .all(|word| ["pub", "async", "const", "unsafe"].contains(&word));
             if !plain || !code[line..at].trim().is_empty() {
                 continue;
             }
@@ -150,7 +176,9 @@ fn public_functions_tell_of_their_errors_and_of_cancelling() {
             let result = signature.split_once("->").map_or("", |(_, result)| result.trim_start());
             let fails = result.starts_with("Result<") || result.starts_with("io::Result<");
             // Named futures tell of it themselves: see the next test.
-            let waits = words.contains("async") || result.contains("impl Future") || result.contains("dyn Future");
+            let waits = words.contains("async")
+                || result.contains("impl Future")
+                || result.contains("dyn Future");
             if fails && !doc.contains("# Errors") || waits && !doc.contains("# Cancel safety") {
                 silent.push(format!("{}: {}", file.display(), name_of(signature)));
             }
@@ -163,7 +191,10 @@ fn public_functions_tell_of_their_errors_and_of_cancelling() {
 /// What functions give that are no `async fn`, and those that macros make.
 #[test]
 fn public_futures_streams_and_sinks_tell_of_cancelling() {
-    let texts: Vec<_> = sources(&["src"]).iter().map(|file| fs::read_to_string(file).expect("a source file")).collect();
+    let texts: Vec<_> = sources(&["src"])
+        .iter()
+        .map(|file| fs::read_to_string(file).expect("a source file"))
+        .collect();
     let mut waiting = BTreeSet::new();
     for line in texts.iter().flat_map(|text| text.lines()).filter(|line| line.starts_with("impl")) {
         let Some((before, of)) = line.split_once(" for ") else { continue };
@@ -177,7 +208,11 @@ fn public_futures_streams_and_sinks_tell_of_cancelling() {
         for (at, _) in text.match_indices("\npub ") {
             let Some((kind, rest)) = text[at + 5..].split_once(' ') else { continue };
             let named = name_of(rest);
-            let another = rest.lines().next().and_then(|line| line.split_once(" = ")).map(|(_, of)| name_of(of));
+            let another = rest
+                .lines()
+                .next()
+                .and_then(|line| line.split_once(" = "))
+                .map(|(_, of)| name_of(of));
             let doc = doc_above(&text[..=at]);
             // Another name for a future leads to it.
             let told = match (kind, &another) {
@@ -202,13 +237,20 @@ fn tests_benches_and_examples_named_in_commands_exist() {
     let mut missing = Vec::new();
     for page in pages() {
         let text = read(&page);
-        for (option, directory) in [("--test ", "tests"), ("--bench ", "benches"), ("--example ", "examples")] {
+        for (option, directory) in
+            [("--test ", "tests"), ("--bench ", "benches"), ("--example ", "examples")]
+        {
             for (at, _) in text.match_indices(option) {
                 let rest = &text[at + option.len()..];
-                let name: String = rest.chars().take_while(|&c| c.is_alphanumeric() || c == '_').collect();
-                let files = [format!("{directory}/{name}.rs"), format!("{directory}/{name}/main.rs")];
-                let of_package = |file: &Path| package(&text[..at]).is_some_and(|package| exists(&package.join(file)));
-                let known = |file: &Path| exists(file) || exists(&beside(&page, file)) || of_package(file);
+                let name: String =
+                    rest.chars().take_while(|&c| c.is_alphanumeric() || c == '_').collect();
+                let files =
+                    [format!("{directory}/{name}.rs"), format!("{directory}/{name}/main.rs")];
+                let of_package = |file: &Path| {
+                    package(&text[..at]).is_some_and(|package| exists(&package.join(file)))
+                };
+                let known =
+                    |file: &Path| exists(file) || exists(&beside(&page, file)) || of_package(file);
                 if !files.iter().map(Path::new).any(known) {
                     missing.push(format!("{page}: {option}{name}"));
                 }
@@ -220,8 +262,12 @@ fn tests_benches_and_examples_named_in_commands_exist() {
 
 /// Directory of the package that a command names by `-p`, in the line that ends `text`.
 fn package(text: &str) -> Option<PathBuf> {
-    let name = text.lines().next_back()?.rsplit('`').next()?.split_once("-p ")?.1.split(' ').next()?;
-    ["crates", "examples", "testing"].map(|group| Path::new(group).join(name)).into_iter().find(|path| exists(path))
+    let name =
+        text.lines().next_back()?.rsplit('`').next()?.split_once("-p ")?.1.split(' ').next()?;
+    ["crates", "examples", "testing"]
+        .map(|group| Path::new(group).join(name))
+        .into_iter()
+        .find(|path| exists(path))
 }
 
 /// A path from the directory of a page, where a package of its own has files of its own.
@@ -231,7 +277,8 @@ fn beside(page: &str, path: &Path) -> PathBuf {
 
 /// Documentation and attributes right above what follows.
 fn doc_above(text: &str) -> String {
-    let about = |line: &&str| line.starts_with("///") || line.starts_with("#[") || line.ends_with(")]");
+    let about =
+        |line: &&str| line.starts_with("///") || line.starts_with("#[") || line.ends_with(")]");
     text.lines().rev().map(str::trim).take_while(about).collect::<Vec<_>>().join("\n")
 }
 
@@ -261,7 +308,9 @@ fn quotes(text: &str) -> BTreeSet<String> {
 /// Names of source files in a text, without patterns such as `ibv_*.rs`.
 fn source_names(text: &str) -> impl Iterator<Item = &str> {
     let words = text.split(|c: char| !c.is_ascii_alphanumeric() && !"_-./*".contains(c));
-    words.map(|word| word.trim_end_matches('.')).filter(|word| word.ends_with(".rs") && !word.contains('*'))
+    words
+        .map(|word| word.trim_end_matches('.'))
+        .filter(|word| word.ends_with(".rs") && !word.contains('*'))
 }
 
 /// Targets of links within the repository.
@@ -274,7 +323,10 @@ fn links(text: &str) -> BTreeSet<String> {
 /// What links to headings of a page say: lower case, dashes for spaces, no other marks.
 fn headings(text: &str) -> BTreeSet<String> {
     let prose = prose(text);
-    let titles = prose.lines().filter(|line| line.starts_with('#')).map(|line| line.trim_start_matches('#').trim());
+    let titles = prose
+        .lines()
+        .filter(|line| line.starts_with('#'))
+        .map(|line| line.trim_start_matches('#').trim());
     titles.map(|title| title.chars().filter_map(anchor).collect()).collect()
 }
 
@@ -311,7 +363,11 @@ fn pages() -> Vec<String> {
                     directories.push(path);
                 }
             } else if path.extension().is_some_and(|extension| extension == "md") {
-                let page = path.strip_prefix(root()).expect("a path within").to_str().expect("a name in UTF-8");
+                let page = path
+                    .strip_prefix(root())
+                    .expect("a path within")
+                    .to_str()
+                    .expect("a name in UTF-8");
                 found.push(page.to_owned());
             }
         }

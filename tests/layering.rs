@@ -28,21 +28,31 @@ const LONGEST: usize = 900;
 
 #[test]
 fn modules_name_their_own_layer_and_those_below() {
-    let wrong = files("src").iter().flat_map(|file| names_above(&file.name, &file.text)).collect::<Vec<_>>();
+    let wrong = files("src")
+        .iter()
+        .flat_map(|file| names_above(&file.name, &file.text))
+        .collect::<Vec<_>>();
     assert!(wrong.is_empty(), "\n{}\n", wrong.join("\n"));
 }
 
 #[test]
 fn each_unsafe_names_an_invariant() {
     let known = invariants(&read("docs/safety.md"));
-    assert!(known.contains("S1") && known.contains("E2"), "docs/safety.md lost its headings: {known:?}");
-    let unexplained = all_files().iter().flat_map(|file| without_invariant(file, &known)).collect::<Vec<_>>();
+    assert!(
+        known.contains("S1") && known.contains("E2"),
+        "docs/safety.md lost its headings: {known:?}"
+    );
+    let unexplained =
+        all_files().iter().flat_map(|file| without_invariant(file, &known)).collect::<Vec<_>>();
     assert!(unexplained.is_empty(), "\n{}\n", unexplained.join("\n"));
 }
 
 #[test]
 fn no_file_is_too_long() {
-    let long = all_files().into_iter().filter(|file| file.text.lines().count() > LONGEST).map(|file| file.name);
+    let long = all_files()
+        .into_iter()
+        .filter(|file| file.text.lines().count() > LONGEST)
+        .map(|file| file.name);
     assert_eq!(long.collect::<Vec<_>>(), [""; 0], "more than {LONGEST} lines");
 }
 
@@ -50,7 +60,10 @@ fn no_file_is_too_long() {
 /// dev-dependency would put them into the benches whose instructions are counted.
 #[test]
 fn benches_and_examples_are_built_without_test_controls() {
-    assert!(test_controls(&["--package", "misbehaviour"]), "the tests of testing/misbehaviour need them");
+    assert!(
+        test_controls(&["--package", "misbehaviour"]),
+        "the tests of testing/misbehaviour need them"
+    );
     assert!(!test_controls(&["--package", "tokio-rdma", "--all-features"]));
     assert!(!test_controls(&["--workspace", "--exclude", "misbehaviour"]));
 }
@@ -59,7 +72,8 @@ fn benches_and_examples_are_built_without_test_controls() {
 fn test_controls(packages: &[&str]) -> bool {
     let mut tree = Command::new(env!("CARGO"));
     tree.current_dir(env!("CARGO_MANIFEST_DIR"));
-    tree.args(["tree", "--offline", "--locked", "--edges", "features", "--invert", "rdma-soft"]).args(packages);
+    tree.args(["tree", "--offline", "--locked", "--edges", "features", "--invert", "rdma-soft"])
+        .args(packages);
     let output = tree.output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8_lossy(&output.stdout).contains("rdma-soft feature \"testing\"")
@@ -75,8 +89,11 @@ fn names_above(file: &str, text: &str) -> Vec<String> {
         for module in rooted(line, own.len()) {
             match layer_of(module) {
                 Some(named) if named <= layer => {}
-                Some(_) => found.push(format!("{file}:{number}: names `{module}`, which is above it")),
-                None => found.push(format!("{file}:{number}: names `crate::{module}`, which is no layer")),
+                Some(_) => {
+                    found.push(format!("{file}:{number}: names `{module}`, which is above it"))
+                }
+                None => found
+                    .push(format!("{file}:{number}: names `crate::{module}`, which is no layer")),
             }
         }
     }
@@ -107,7 +124,9 @@ fn rooted(line: &str, depth: usize) -> Vec<&str> {
 /// Lines of code with their numbers: no comments, and nothing of the tests at the end of the file.
 fn code(text: &str) -> impl Iterator<Item = (usize, &str)> {
     let lines = text.lines().enumerate().map(|(number, line)| (number + 1, line.trim()));
-    let lines = lines.take_while(|(_, line)| !line.starts_with("#[cfg(test)]") && !line.starts_with("#[cfg(all(test"));
+    let lines = lines.take_while(|(_, line)| {
+        !line.starts_with("#[cfg(test)]") && !line.starts_with("#[cfg(all(test")
+    });
     lines.filter(|(_, line)| !line.starts_with("//"))
 }
 
@@ -116,11 +135,17 @@ fn without_invariant(file: &File, known: &BTreeSet<String>) -> Vec<String> {
     let lines: Vec<&str> = file.text.lines().map(str::trim).collect();
     let mut found = Vec::new();
     let code = file.text.lines().take_while(|line| !line.starts_with("#[cfg(test)]")).count();
-    for (at, _) in lines[..code].iter().enumerate().filter(|(_, line)| line.starts_with("// SAFETY:")) {
+    for (at, _) in
+        lines[..code].iter().enumerate().filter(|(_, line)| line.starts_with("// SAFETY:"))
+    {
         let comment = lines[at..].iter().take_while(|line| line.starts_with("//"));
         let names = comment.flat_map(|line| line.split(|c: char| !c.is_ascii_alphanumeric()));
         if !names.into_iter().any(|word| known.contains(word)) {
-            found.push(format!("{}:{}: SAFETY without an invariant of docs/safety.md", file.name, at + 1));
+            found.push(format!(
+                "{}:{}: SAFETY without an invariant of docs/safety.md",
+                file.name,
+                at + 1
+            ));
         }
     }
     found
@@ -128,7 +153,9 @@ fn without_invariant(file: &File, known: &BTreeSet<String>) -> Vec<String> {
 
 /// Ids that docs/safety.md has a heading for.
 fn invariants(text: &str) -> BTreeSet<String> {
-    text.lines().filter_map(|line| line.strip_prefix("### ")?.split_whitespace().next().map(str::to_owned)).collect()
+    text.lines()
+        .filter_map(|line| line.strip_prefix("### ")?.split_whitespace().next().map(str::to_owned))
+        .collect()
 }
 
 struct File {
@@ -151,7 +178,8 @@ fn files(directory: &str) -> Vec<File> {
     collect(&root.join(directory), &mut paths);
     assert!(!paths.is_empty(), "no file in {directory}");
     let name = |path: &Path| path.strip_prefix(root).unwrap().to_str().unwrap().to_owned();
-    let files = paths.iter().map(|path| File { name: name(path), text: fs::read_to_string(path).unwrap() });
+    let files =
+        paths.iter().map(|path| File { name: name(path), text: fs::read_to_string(path).unwrap() });
     files.filter(|file| !file.name.contains("tests")).collect()
 }
 
@@ -183,17 +211,34 @@ fn a_name_of_a_layer_above_is_found() {
     assert_eq!(above("src/op/send.rs", "use crate::QueuePair;"), 1);
     assert_eq!(above("src/op/send.rs", "use crate::{error::E, memory};"), 1);
     assert_eq!(above("src/op/send.rs", "use crate::engine::X; use super::operation::Y;"), 0);
-    assert_eq!(above("src/verbs/qp.rs", "use super::Cq; pub(crate) struct A; pub(in crate::verbs) struct B;"), 0);
-    assert_eq!(above("src/verbs/qp.rs", "//! [`X`](crate::op::X)\n#[cfg(test)]\nmod tests { use crate::op::X; }"), 0);
+    assert_eq!(
+        above(
+            "src/verbs/qp.rs",
+            "use super::Cq; pub(crate) struct A; pub(in crate::verbs) struct B;"
+        ),
+        0
+    );
+    assert_eq!(
+        above(
+            "src/verbs/qp.rs",
+            "//! [`X`](crate::op::X)\n#[cfg(test)]\nmod tests { use crate::op::X; }"
+        ),
+        0
+    );
     assert_eq!(above("src/lib.rs", "pub use crate::op::QueuePair;"), 0);
 }
 
 #[test]
 fn a_safety_comment_without_an_invariant_is_found() {
     let known = invariants("# Safety\n### S1 Memory stays\n### C2 No lost wake-up\n");
-    let missing = |text: &str| without_invariant(&File { name: "a.rs".into(), text: text.into() }, &known).len();
+    let missing = |text: &str| {
+        without_invariant(&File { name: "a.rs".into(), text: text.into() }, &known).len()
+    };
     assert_eq!(missing("// SAFETY: S1: owned by the slot\nunsafe { g() }"), 0);
-    assert_eq!(missing("// SAFETY: owned by the slot\n// as C2 says\nunsafe impl Send for A {}"), 0);
+    assert_eq!(
+        missing("// SAFETY: owned by the slot\n// as C2 says\nunsafe impl Send for A {}"),
+        0
+    );
     assert_eq!(missing("// SAFETY: the pointer is fine\nunsafe { g() }"), 1);
     assert_eq!(missing("// SAFETY: S9: no such thing\nunsafe { g() }"), 1);
 }

@@ -125,7 +125,8 @@ impl Alarm {
                 CHANGED.notify_one();
             }
             None => {
-                let started = thread::Builder::new().name("tokio-rdma alarm".to_owned()).spawn(Alarms::run);
+                let started =
+                    thread::Builder::new().name("tokio-rdma alarm".to_owned()).spawn(Alarms::run);
                 if let Err(error) = started {
                     let known = std::mem::replace(&mut alarms.failed, true);
                     // A subscriber of the program must not run under the lock.
@@ -162,7 +163,8 @@ struct Alarms {
     failed: bool,
 }
 
-static ALARMS: Mutex<Alarms> = Mutex::new(Alarms { set: BTreeMap::new(), next: 0, wakes: None, failed: false });
+static ALARMS: Mutex<Alarms> =
+    Mutex::new(Alarms { set: BTreeMap::new(), next: 0, wakes: None, failed: false });
 static CHANGED: Condvar = Condvar::new();
 
 impl Alarms {
@@ -185,7 +187,8 @@ impl Alarms {
                 contained(|| drop(due));
                 alarms = Self::lock();
             } else {
-                alarms = CHANGED.wait_timeout(alarms, left).unwrap_or_else(PoisonError::into_inner).0;
+                alarms =
+                    CHANGED.wait_timeout(alarms, left).unwrap_or_else(PoisonError::into_inner).0;
             }
         }
         alarms.wakes = None;
@@ -233,7 +236,8 @@ mod tests {
     #[test]
     fn alarm_set_after_a_later_one_rings_first() {
         let [(late, later), (soon, rang)] = [(); 2].map(|()| waker(|| ()));
-        let (mut far, mut near) = (Sleep::new(deadline(Duration::MAX)), Sleep::new(deadline(SHORT)));
+        let (mut far, mut near) =
+            (Sleep::new(deadline(Duration::MAX)), Sleep::new(deadline(SHORT)));
         assert!(far.poll(&mut Context::from_waker(&late)).is_pending());
         assert!(near.poll(&mut Context::from_waker(&soon)).is_pending());
         rang.recv_timeout(LONG).unwrap();
@@ -255,7 +259,8 @@ mod tests {
         }
         for act in [|| resume_unwind(Box::new("woken")), || resume_unwind(Box::new(Again))] {
             let ((rude, rudely), (honest, rang)) = (waker(act), waker(|| ()));
-            let (mut first, mut second) = (Sleep::new(deadline(SHORT)), Sleep::new(deadline(2 * SHORT)));
+            let (mut first, mut second) =
+                (Sleep::new(deadline(SHORT)), Sleep::new(deadline(2 * SHORT)));
             assert!(first.poll(&mut Context::from_waker(&rude)).is_pending());
             drop(rude);
             assert!(second.poll(&mut Context::from_waker(&honest)).is_pending());
@@ -289,7 +294,10 @@ mod tests {
         *slot = Some((sleep, last));
         drop(slot);
         // Its sender is dropped with it.
-        assert!(done.recv_timeout(LONG).is_err_and(|error| error == std::sync::mpsc::RecvTimeoutError::Disconnected));
+        assert!(
+            done.recv_timeout(LONG)
+                .is_err_and(|error| error == std::sync::mpsc::RecvTimeoutError::Disconnected)
+        );
         // And the thread goes on.
         let (waker, rang) = waker(|| ());
         let mut next = Sleep::new(deadline(SHORT));

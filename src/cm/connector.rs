@@ -98,11 +98,17 @@ pub async fn resolve_with(
 
 /// What a lookup without an error and without an address comes to.
 pub(super) fn no_address() -> ConnectError {
-    ConnectError::Lookup { kind: std::io::ErrorKind::NotFound, message: "the host has no address".to_owned() }
+    ConnectError::Lookup {
+        kind: std::io::ErrorKind::NotFound,
+        message: "the host has no address".to_owned(),
+    }
 }
 
 /// All addresses, looked up by Tokio's resolver.
-pub(super) async fn lookup(address: impl ToSocketAddrs, options: &Options) -> Result<Vec<SocketAddr>, ConnectError> {
+pub(super) async fn lookup(
+    address: impl ToSocketAddrs,
+    options: &Options,
+) -> Result<Vec<SocketAddr>, ConnectError> {
     within(options.time_to_resolve(), Step::Lookup, async {
         let found = lookup_host(address).await.map_err(|error| ConnectError::lookup(&error))?;
         Ok(found.collect())
@@ -110,7 +116,11 @@ pub(super) async fn lookup(address: impl ToSocketAddrs, options: &Options) -> Re
     .await
 }
 
-async fn resolve_one(device: &Device, address: SocketAddr, options: &Options) -> Result<Route, ConnectError> {
+async fn resolve_one(
+    device: &Device,
+    address: SocketAddr,
+    options: &Options,
+) -> Result<Route, ConnectError> {
     /// Of `errno(3)`.
     const ENETUNREACH: i32 = 101;
     /// Of `errno(3)`.
@@ -123,25 +133,37 @@ async fn resolve_one(device: &Device, address: SocketAddr, options: &Options) ->
         // The provider's own timeouts end later than ours, which has the better error.
         endpoint
             .call(move |id| {
-                id.resolve_addr(source, address, timeout).map_err(|error| match (error.errno, source) {
-                    (VerbError::EADDRNOTAVAIL, Some(source)) => {
-                        let source = Some(source.ip());
-                        ConnectError::AddressNotAvailable { address, source, step: Step::Resolve }
+                id.resolve_addr(source, address, timeout).map_err(|error| {
+                    match (error.errno, source) {
+                        (VerbError::EADDRNOTAVAIL, Some(source)) => {
+                            let source = Some(source.ip());
+                            ConnectError::AddressNotAvailable {
+                                address,
+                                source,
+                                step: Step::Resolve,
+                            }
+                        }
+                        // Found out at once.
+                        (ENETUNREACH | EHOSTUNREACH | VerbError::ENODEV, _) => {
+                            unresolved(error.errno)
+                        }
+                        _ => error.into(),
                     }
-                    // Found out at once.
-                    (ENETUNREACH | EHOSTUNREACH | VerbError::ENODEV, _) => unresolved(error.errno),
-                    _ => error.into(),
                 })
             })
             .await?;
         endpoint
-            .until(|happened| happened.address.or_else(|| happened.end.as_ref().map(|_| Err(VerbError::ENODEV))))
+            .until(|happened| {
+                happened.address.or_else(|| happened.end.as_ref().map(|_| Err(VerbError::ENODEV)))
+            })
             .await
             .map_err(unresolved)?;
         let left = timeout.saturating_sub(start.elapsed());
         endpoint.call(move |id| Ok(id.resolve_route(left)?)).await?;
         endpoint
-            .until(|happened| happened.route.or_else(|| happened.end.as_ref().map(|_| Err(VerbError::ENODEV))))
+            .until(|happened| {
+                happened.route.or_else(|| happened.end.as_ref().map(|_| Err(VerbError::ENODEV)))
+            })
             .await
             .map_err(unresolved)
     })
@@ -208,7 +230,11 @@ impl Route {
     /// # Cancel safety
     ///
     /// Dropping the future takes the request back, and the queue pair goes to the error state.
-    pub async fn connect(self, queue_pair: &QueuePair, options: &Options) -> Result<Link, ConnectError> {
+    pub async fn connect(
+        self,
+        queue_pair: &QueuePair,
+        options: &Options,
+    ) -> Result<Link, ConnectError> {
         let Self { endpoint, path, address, .. } = self;
         endpoint.ready()?;
         let device = endpoint.router().device().clone();
@@ -256,6 +282,9 @@ impl Route {
 
 impl fmt::Debug for Route {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Route").field("peer", &self.address).field("path", &self.path).finish_non_exhaustive()
+        f.debug_struct("Route")
+            .field("peer", &self.address)
+            .field("path", &self.path)
+            .finish_non_exhaustive()
     }
 }

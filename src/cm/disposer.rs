@@ -105,8 +105,10 @@ mod tests {
 
     #[test]
     fn a_flood_takes_one_thread_and_says_when_it_is_too_much() {
-        let runtime = tokio::runtime::Builder::new_current_thread().max_blocking_threads(1).build().unwrap();
-        let (disposer, gone, relieved) = (Arc::new(Disposer::default()), Arc::default(), Arc::new(AtomicUsize::new(0)));
+        let runtime =
+            tokio::runtime::Builder::new_current_thread().max_blocking_threads(1).build().unwrap();
+        let (disposer, gone, relieved) =
+            (Arc::new(Disposer::default()), Arc::default(), Arc::new(AtomicUsize::new(0)));
         let mut held = Vec::new();
         let mut dispose = |count: usize| {
             let things: Vec<_> = (0..count)

@@ -164,12 +164,18 @@ impl ConnectError {
     pub(super) fn ended(end: &End, step: Step, address: SocketAddr) -> Self {
         let attempt = Attempt { step, address };
         match end {
-            End::Rejected { reason: RejectReason::INVALID_SERVICE_ID, .. } => Self::Refused { address },
+            End::Rejected { reason: RejectReason::INVALID_SERVICE_ID, .. } => {
+                Self::Refused { address }
+            }
             End::Rejected { reason, private_data } => {
                 Self::Rejected { attempt, reason: *reason, private_data: private_data.clone() }
             }
-            End::Unreachable(errno) | End::Error(errno) => Self::Unreachable { attempt, errno: *errno },
-            End::Disconnected | End::TimewaitExit | End::Keepalive(_) => Self::Disconnected { attempt },
+            End::Unreachable(errno) | End::Error(errno) => {
+                Self::Unreachable { attempt, errno: *errno }
+            }
+            End::Disconnected | End::TimewaitExit | End::Keepalive(_) => {
+                Self::Disconnected { attempt }
+            }
             End::AddressChange => Self::AddressChanged { attempt },
             End::DeviceRemoval => Self::DeviceRemoved { attempt },
         }
@@ -211,7 +217,9 @@ impl ConnectError {
     const fn attempt(&self) -> Option<(Step, Option<SocketAddr>)> {
         match self {
             Self::Lookup { .. } => Some((Step::Lookup, None)),
-            Self::Resolve { address, .. } | Self::OtherDevice { address, .. } => Some((Step::Resolve, Some(*address))),
+            Self::Resolve { address, .. } | Self::OtherDevice { address, .. } => {
+                Some((Step::Resolve, Some(*address)))
+            }
             Self::AddressInUse { address, .. } => Some((Step::Listen, Some(*address))),
             Self::Refused { address } => Some((Step::Response, Some(*address))),
             Self::AddressNotAvailable { address, step, .. } => Some((*step, Some(*address))),
@@ -222,7 +230,9 @@ impl ConnectError {
             | Self::AddressChanged { attempt }
             | Self::DeviceRemoved { attempt }
             | Self::Setup { attempt: Some(attempt), .. }
-            | Self::Verb { attempt: Some(attempt), .. } => Some((attempt.step, Some(attempt.address))),
+            | Self::Verb { attempt: Some(attempt), .. } => {
+                Some((attempt.step, Some(attempt.address)))
+            }
             Self::Setup { attempt: None, .. }
             | Self::Verb { attempt: None, .. }
             | Self::Limit(_)
@@ -243,7 +253,9 @@ impl ConnectError {
             Self::Resolve { errno, .. } | Self::Unreachable { errno, .. } => {
                 io::Error::from_raw_os_error(*errno).kind()
             }
-            Self::OtherDevice { .. } | Self::AddressNotAvailable { .. } => ErrorKind::AddrNotAvailable,
+            Self::OtherDevice { .. } | Self::AddressNotAvailable { .. } => {
+                ErrorKind::AddrNotAvailable
+            }
             Self::AddressInUse { .. } => ErrorKind::AddrInUse,
             Self::Refused { .. } | Self::Rejected { .. } => ErrorKind::ConnectionRefused,
             Self::TimedOut { .. } => ErrorKind::TimedOut,
@@ -317,7 +329,9 @@ impl fmt::Display for Attempt {
             Step::Establish => write!(f, "waiting for {address} to confirm the connection"),
             Step::Reject => write!(f, "rejecting the connection request of {address}"),
             Step::Disconnect => write!(f, "waiting for {address} to answer the disconnect request"),
-            Step::Timewait => write!(f, "waiting for the end of TIMEWAIT of the connection to {address}"),
+            Step::Timewait => {
+                write!(f, "waiting for the end of TIMEWAIT of the connection to {address}")
+            }
         }
     }
 }

@@ -74,12 +74,17 @@ impl Reactors {
     /// A runtime in which somebody waits, if there is one besides those.
     pub(super) fn handle(&self, except: &[runtime::Id]) -> Option<Handle> {
         let list = self.0.lock();
-        list.iter().find(|reactor| !except.contains(&reactor.runtime)).map(|reactor| reactor.handle.clone())
+        list.iter()
+            .find(|reactor| !except.contains(&reactor.runtime))
+            .map(|reactor| reactor.handle.clone())
     }
 
     fn forget(&self, gone: &Reactor) {
         let mut list = self.0.lock();
-        let forgotten = list.iter().position(|reactor| reactor.runtime == gone.runtime).map(|at| list.swap_remove(at));
+        let forgotten = list
+            .iter()
+            .position(|reactor| reactor.runtime == gone.runtime)
+            .map(|at| list.swap_remove(at));
         drop(list);
         drop(forgotten);
     }

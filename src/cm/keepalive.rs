@@ -36,7 +36,11 @@ impl Keepalive {
         // Timers tick in milliseconds.
         let millis = u64::try_from(interval.as_millis()).unwrap_or(u64::MAX);
         SetupError::at_least("keepalive in milliseconds", millis, 1)?;
-        SetupError::at_least("timeout with keepalive, code of ibv_modify_qp(3)", timeout.code().into(), 1)?;
+        SetupError::at_least(
+            "timeout with keepalive, code of ibv_modify_qp(3)",
+            timeout.code().into(),
+            1,
+        )?;
         SetupError::at_least("max_send_wr with keepalive", queue_pair.caps().max_send_wr.into(), 1)
     }
 
@@ -92,14 +96,21 @@ async fn probe(interval: Duration, queue_pair: WeakQueuePair, inbox: Arc<Inbox>,
         };
         let kind = error.kind();
         let end = match kind {
-            OpErrorKind::Completion(error) if error.status == WcStatus::RETRY_EXC_ERR => Disconnection::Silent,
-            OpErrorKind::Completion(error) if error.status != WcStatus::WR_FLUSH_ERR => Disconnection::ProbeFailed,
+            OpErrorKind::Completion(error) if error.status == WcStatus::RETRY_EXC_ERR => {
+                Disconnection::Silent
+            }
+            OpErrorKind::Completion(error) if error.status != WcStatus::WR_FLUSH_ERR => {
+                Disconnection::ProbeFailed
+            }
             OpErrorKind::CompletionQueue(_) => Disconnection::ProbeFailed,
             OpErrorKind::Closed => return,
             // The end of the connection has moved it to the error state, and is told in a moment.
             _ if inbox.is_ending() => return,
             // Other work has found out first that the connection is broken, or the peer has sent what is not allowed.
-            _ if queue_pair.upgrade().is_some_and(|qp| matches!(qp.query(), Ok((QpState::Err, _)))) => {
+            _ if queue_pair
+                .upgrade()
+                .is_some_and(|qp| matches!(qp.query(), Ok((QpState::Err, _)))) =>
+            {
                 Disconnection::ProbeFailed
             }
             // The program has moved it to a state in which nothing can be posted.

@@ -75,7 +75,15 @@ impl Link {
         deadline: Duration,
     ) -> Self {
         tracing::debug!(%local, %peer, "link established");
-        Self { keepalive: None, endpoint, private_data, local, peer, deadline, ours: AtomicBool::new(false) }
+        Self {
+            keepalive: None,
+            endpoint,
+            private_data,
+            local,
+            peer,
+            deadline,
+            ours: AtomicBool::new(false),
+        }
     }
 
     /// Probes the peer of `queue_pair`, which has been checked for that.
@@ -84,7 +92,8 @@ impl Link {
         interval: Option<Duration>,
         queue_pair: &QueuePair,
     ) -> Result<Self, NoRuntime> {
-        let start = |interval| Keepalive::start(interval, queue_pair, self.endpoint.inbox(), self.peer);
+        let start =
+            |interval| Keepalive::start(interval, queue_pair, self.endpoint.inbox(), self.peer);
         self.keepalive = interval.map(start).transpose()?;
         Ok(self)
     }
@@ -282,7 +291,9 @@ mod tests {
 
     fn run<F: Future<Output = ()>>(test: impl FnOnce() -> F) {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-        runtime.block_on(async { tokio::time::timeout(Duration::from_secs(60), test()).await.expect("hangs") });
+        runtime.block_on(async {
+            tokio::time::timeout(Duration::from_secs(60), test()).await.expect("hangs")
+        });
     }
 
     #[test]
@@ -316,7 +327,10 @@ mod tests {
             ours.endpoint.inbox().on_event(CmEventKind::Disconnected);
             let after = Duration::from_millis(1);
             let (address, step) = (Some(ours.peer_addr()), Step::Timewait);
-            assert_eq!(ours.drained_within(after).await, Err(ConnectError::TimedOut { address, step, after }));
+            assert_eq!(
+                ours.drained_within(after).await,
+                Err(ConnectError::TimedOut { address, step, after })
+            );
         });
     }
 
@@ -335,7 +349,8 @@ mod tests {
 
     /// Polls `futures`, by turns with a waker that panics and with `counts`, of which each has to wait.
     fn wait_with_panicking<F: Future + Unpin>(futures: &mut [F], counts: &Arc<Counts>) {
-        let (rude, honest) = (Waker::from(Arc::new(Panics::default())), Waker::from(counts.clone()));
+        let (rude, honest) =
+            (Waker::from(Arc::new(Panics::default())), Waker::from(counts.clone()));
         for (future, waker) in futures.iter_mut().zip([&rude, &honest].into_iter().cycle()) {
             assert!(future.poll_unpin(&mut Context::from_waker(waker)).is_pending());
         }
@@ -361,8 +376,10 @@ mod tests {
             let mut waiting: Vec<_> = (0..4).map(|_| Box::pin(listener.accept())).collect();
             wait_with_panicking(&mut waiting, &counts);
             let device = listener.device().clone();
-            let (pd, queue) =
-                (device.protection_domain().unwrap(), CompletionQueue::new(&device, CompletionMode::Event).unwrap());
+            let (pd, queue) = (
+                device.protection_domain().unwrap(),
+                CompletionQueue::new(&device, CompletionMode::Event).unwrap(),
+            );
             let route = cm::resolve(&device, listener.local_addr()).await.unwrap();
             let qp = route.prepare(QueuePair::builder(&pd, &queue)).build().unwrap();
             let options = Options::default();

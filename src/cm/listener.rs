@@ -20,7 +20,9 @@ use crate::error::{LimitError, SetupError, VerbError};
 use crate::op::{QueuePair, QueuePairBuilder};
 use crate::types::{Gid, PortNum, Qpn};
 use crate::verbs::Device;
-use rdma_provider::cm_contract::{Admit, CmAnswer, CmId as _, CmPeer, MAX_REJECT_DATA, MAX_RESPONSE_DATA};
+use rdma_provider::cm_contract::{
+    Admit, CmAnswer, CmId as _, CmPeer, MAX_REJECT_DATA, MAX_RESPONSE_DATA,
+};
 
 use super::clock::{self, Sleep};
 use super::connector::{lookup, no_address};
@@ -90,7 +92,8 @@ impl Listener {
         let backlog = options.checked()?;
         let mut last = no_address();
         for address in lookup(address, &Options::default()).await? {
-            let attempt = async { Self::bind_one(&Router::of(device).await?, address, backlog).await };
+            let attempt =
+                async { Self::bind_one(&Router::of(device).await?, address, backlog).await };
             match attempt.await {
                 Ok(listener) => return Ok(listener),
                 Err(error) => last = error.during(Step::Listen, address),
@@ -99,14 +102,22 @@ impl Listener {
         Err(last)
     }
 
-    async fn bind_one(router: &Arc<Router>, address: SocketAddr, backlog: u32) -> Result<Self, ConnectError> {
-        let endpoint = Endpoint::new(router, router.create_id()?, Inbox::new(Some(Incoming::new(backlog))));
+    async fn bind_one(
+        router: &Arc<Router>,
+        address: SocketAddr,
+        backlog: u32,
+    ) -> Result<Self, ConnectError> {
+        let endpoint =
+            Endpoint::new(router, router.create_id()?, Inbox::new(Some(Incoming::new(backlog))));
         let port_space = router.port_space();
         let refused = move |error: VerbError| match error.errno {
-            VerbError::EADDRINUSE => {
-                ConnectError::AddressInUse { address, device: Holding::device_at(port_space, address) }
+            VerbError::EADDRINUSE => ConnectError::AddressInUse {
+                address,
+                device: Holding::device_at(port_space, address),
+            },
+            VerbError::EADDRNOTAVAIL => {
+                ConnectError::AddressNotAvailable { address, source: None, step: Step::Listen }
             }
-            VerbError::EADDRNOTAVAIL => ConnectError::AddressNotAvailable { address, source: None, step: Step::Listen },
             _ => error.into(),
         };
         let bound = endpoint
@@ -148,14 +159,25 @@ impl Listener {
             let Pending { endpoint, peer, .. } = self.next().await?;
             let (device, address) = (router.device(), endpoint.peer_addr());
             let Some(route) = endpoint.route().filter(|route| route.device == device.name()) else {
-                tracing::warn!(?address, device = device.name(), "rejected: the request came over another device");
+                tracing::warn!(
+                    ?address,
+                    device = device.name(),
+                    "rejected: the request came over another device"
+                );
                 continue;
             };
             match Path::find(device, &route) {
                 Ok(path) => {
                     let local = endpoint.local_addr().unwrap_or(self.address);
                     let address = address.unwrap_or(SocketAddr::new(route.destination.to_ip(), 0));
-                    return Ok(Request { endpoint, peer, path, source: route.destination, local, address });
+                    return Ok(Request {
+                        endpoint,
+                        peer,
+                        path,
+                        source: route.destination,
+                        local,
+                        address,
+                    });
                 }
                 Err(error) => tracing::warn!(?address, %error, "rejected: no way back"),
             }
@@ -169,7 +191,10 @@ impl Listener {
     }
 
     /// What [`answer`](Self::answer) sends to peers that are accepted with `options`.
-    pub(crate) fn answer_with(device: &Device, options: &Options) -> Result<CmAnswer, ConnectError> {
+    pub(crate) fn answer_with(
+        device: &Device,
+        options: &Options,
+    ) -> Result<CmAnswer, ConnectError> {
         let (private_data, _) = options.checked(MAX_RESPONSE_DATA)?;
         Ok(Reads::of(device, options)?.answer(private_data.to_vec()))
     }
@@ -191,7 +216,9 @@ impl Listener {
 
     async fn next(&self) -> Result<Pending, ConnectError> {
         let inbox = self.endpoint.inbox();
-        let Some(incoming) = &inbox.incoming else { unreachable!("that of a listener is made with one") };
+        let Some(incoming) = &inbox.incoming else {
+            unreachable!("that of a listener is made with one")
+        };
         let mut wakers = ContainedWaker::reporting(&incoming.panicked);
         loop {
             let mut notified = pin!(incoming.notify.notified());
@@ -203,11 +230,14 @@ impl Listener {
             if let Some(end) = end {
                 return Err(ConnectError::ended(&end, Step::Listen, self.address));
             }
-            poll_fn(|context| match wakers.poll(context, |context| notified.as_mut().poll(context)) {
-                Poll::Ready(()) => Poll::Ready(Ok(())),
-                // At each poll: the task may be in another runtime than at the last one, which may be gone.
-                Poll::Pending => {
-                    self.endpoint.ready().map_or_else(|missing| Poll::Ready(Err(missing)), |()| Poll::Pending)
+            poll_fn(|context| {
+                match wakers.poll(context, |context| notified.as_mut().poll(context)) {
+                    Poll::Ready(()) => Poll::Ready(Ok(())),
+                    // At each poll: the task may be in another runtime than at the last one, which may be gone.
+                    Poll::Pending => self
+                        .endpoint
+                        .ready()
+                        .map_or_else(|missing| Poll::Ready(Err(missing)), |()| Poll::Pending),
                 }
             })
             .await?;
@@ -233,7 +263,10 @@ impl Waiting {
         loop {
             poll_fn(|context| sleep.poll(context)).await;
             let inbox = self.0.upgrade();
-            if inbox.as_ref().and_then(|inbox| inbox.incoming.as_ref()).is_some_and(|incoming| incoming.displaces(age))
+            if inbox
+                .as_ref()
+                .and_then(|inbox| inbox.incoming.as_ref())
+                .is_some_and(|incoming| incoming.displaces(age))
             {
                 return;
             }
@@ -270,7 +303,11 @@ struct Holding(Held);
 
 impl Holding {
     fn new(router: &Router, address: SocketAddr) -> Self {
-        let held = Held { port_space: router.port_space(), address, device: router.device().name().to_owned() };
+        let held = Held {
+            port_space: router.port_space(),
+            address,
+            device: router.device().name().to_owned(),
+        };
         HELD.lock().push(held.clone());
         Self(held)
     }
@@ -317,7 +354,12 @@ struct Pending {
 
 impl Incoming {
     fn new(backlog: u32) -> Self {
-        Self { queue: Mutex::default(), notify: Notify::new(), panicked: Arc::default(), most: backlog as usize }
+        Self {
+            queue: Mutex::default(),
+            notify: Notify::new(),
+            panicked: Arc::default(),
+            most: backlog as usize,
+        }
     }
 
     /// Adds a request, or gives its id back if there are too many.
@@ -373,8 +415,9 @@ impl Incoming {
     /// True if a request has waited for this long. Each request counts once, so that one handshake gives way to it.
     fn displaces(&self, age: Duration) -> bool {
         let mut queue = self.queue.lock();
-        let old =
-            |pending: &&mut Pending| pending.displaces && pending.since.elapsed() >= age && !pending.endpoint.ended();
+        let old = |pending: &&mut Pending| {
+            pending.displaces && pending.since.elapsed() >= age && !pending.endpoint.ended()
+        };
         let found = queue.iter_mut().find(old);
         found.is_some_and(|pending| std::mem::replace(&mut pending.displaces, false))
     }
@@ -487,7 +530,11 @@ impl Request {
     /// # Cancel safety
     ///
     /// Dropping the future rejects the request, or ends the connection; the queue pair goes to the error state.
-    pub async fn accept(self, queue_pair: &QueuePair, options: &Options) -> Result<Link, ConnectError> {
+    pub async fn accept(
+        self,
+        queue_pair: &QueuePair,
+        options: &Options,
+    ) -> Result<Link, ConnectError> {
         let Self { endpoint, peer, path, local, address, .. } = self;
         endpoint.ready()?;
         let (_, transport) = options.checked(MAX_RESPONSE_DATA)?;
@@ -512,7 +559,9 @@ impl Request {
                 .until(|happened| match (happened.established, &happened.end) {
                     // It may be over already: what the peer sent before is there all the same.
                     (true, _) => Some(Ok(())),
-                    (false, Some(end)) => Some(Err(ConnectError::ended(end, Step::Establish, address))),
+                    (false, Some(end)) => {
+                        Some(Err(ConnectError::ended(end, Step::Establish, address)))
+                    }
                     (false, None) => None,
                 })
                 .await
@@ -611,10 +660,14 @@ mod tests {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let test = async {
             let network = Network::new();
-            let (server, client) =
-                (Device::software_in(&network, "server").unwrap(), Device::software_in(&network, "client").unwrap());
+            let (server, client) = (
+                Device::software_in(&network, "server").unwrap(),
+                Device::software_in(&network, "client").unwrap(),
+            );
             let listener =
-                Listener::bind_with(&server, "127.0.0.1:0", &ListenOptions::default().backlog(2)).await.unwrap();
+                Listener::bind_with(&server, "127.0.0.1:0", &ListenOptions::default().backlog(2))
+                    .await
+                    .unwrap();
             let options = Options::default();
             let answer = Listener::answer_with(&server, &options).unwrap();
             assert!(listener.answer(Arc::new(All(answer))).await.unwrap());
@@ -642,6 +695,8 @@ mod tests {
             assert!(requests.iter().all(|request| request.reserved().is_some()));
             assert!(links.iter().all(|(link, _)| link.is_connected()));
         };
-        runtime.block_on(async { tokio::time::timeout(Duration::from_secs(60), test).await.expect("hangs") });
+        runtime.block_on(async {
+            tokio::time::timeout(Duration::from_secs(60), test).await.expect("hangs")
+        });
     }
 }

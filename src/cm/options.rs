@@ -142,11 +142,18 @@ impl Options {
     }
 
     /// Where to connect from, with any port; of the family of `destination`.
-    pub(super) fn source_to(&self, destination: SocketAddr) -> Result<Option<SocketAddr>, SetupError> {
+    pub(super) fn source_to(
+        &self,
+        destination: SocketAddr,
+    ) -> Result<Option<SocketAddr>, SetupError> {
         let Some(source) = self.source else { return Ok(None) };
         if source.is_ipv4() != destination.is_ipv4() {
             let (ours, theirs) = (source.to_string(), destination.ip().to_string());
-            return Err(SetupError::Mismatch { what: "family of the source address", ours, theirs });
+            return Err(SetupError::Mismatch {
+                what: "family of the source address",
+                ours,
+                theirs,
+            });
         }
         Ok(Some(SocketAddr::new(source, 0)))
     }

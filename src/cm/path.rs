@@ -31,7 +31,8 @@ impl Path {
 
     /// Refuses queue pairs that cannot be connected over it.
     pub(super) fn check(&self, device: &Device, queue_pair: &QueuePair) -> Result<(), SetupError> {
-        let mismatch = |what, ours: String, theirs: String| Err(SetupError::Mismatch { what, ours, theirs });
+        let mismatch =
+            |what, ours: String, theirs: String| Err(SetupError::Mismatch { what, ours, theirs });
         if !queue_pair.protection_domain().device().same(device) {
             return Err(SetupError::Foreign { what: "queue pair" });
         }
@@ -40,10 +41,18 @@ impl Path {
         }
         let (port, entry) = queue_pair.path();
         if port != self.port {
-            return mismatch("port of the queue pair (see prepare)", port.to_string(), self.port.to_string());
+            return mismatch(
+                "port of the queue pair (see prepare)",
+                port.to_string(),
+                self.port.to_string(),
+            );
         }
         if entry.gid != self.gid {
-            return mismatch("GID of the queue pair (see prepare)", entry.gid.to_string(), self.gid.to_string());
+            return mismatch(
+                "GID of the queue pair (see prepare)",
+                entry.gid.to_string(),
+                self.gid.to_string(),
+            );
         }
         match queue_pair.query()?.0 {
             QpState::Init => Ok(()),
@@ -76,11 +85,19 @@ impl Reads {
 
     /// No more than the peer asks for, or can.
     pub(super) fn agreed(self, peer: &CmPeer) -> Self {
-        Self { serve: self.serve.min(peer.responder_resources), issue: self.issue.min(peer.initiator_depth) }
+        Self {
+            serve: self.serve.min(peer.responder_resources),
+            issue: self.issue.min(peer.initiator_depth),
+        }
     }
 
     /// What travels: none of our [`ConnectOptions`], which are about what this side waits for.
-    pub(super) fn params<'a>(self, queue_pair: &QueuePair, private_data: &'a [u8], deadline: Duration) -> CmParams<'a> {
+    pub(super) fn params<'a>(
+        self,
+        queue_pair: &QueuePair,
+        private_data: &'a [u8],
+        deadline: Duration,
+    ) -> CmParams<'a> {
         CmParams {
             qpn: queue_pair.qpn(),
             private_data,

@@ -351,7 +351,12 @@ impl Router {
 
 impl Inbox {
     pub(super) fn new(incoming: Option<Incoming>) -> Arc<Self> {
-        Arc::new(Self { happened: Mutex::default(), changed: Notify::new(), tied: Mutex::default(), incoming })
+        Arc::new(Self {
+            happened: Mutex::default(),
+            changed: Notify::new(),
+            tied: Mutex::default(),
+            incoming,
+        })
     }
 
     /// What has happened so far. Not to be kept: events wait for it.
@@ -459,7 +464,9 @@ impl Happened {
                 self.established = true;
                 None
             }
-            CmEventKind::Rejected { reason, private_data } => Some(End::Rejected { reason, private_data }),
+            CmEventKind::Rejected { reason, private_data } => {
+                Some(End::Rejected { reason, private_data })
+            }
             CmEventKind::Unreachable(errno) => Some(End::Unreachable(errno)),
             CmEventKind::ConnectError(errno) => Some(End::Error(errno)),
             CmEventKind::Disconnected => Some(End::Disconnected),
@@ -504,7 +511,12 @@ mod tests {
 
     #[test]
     fn every_event_is_filed_and_the_first_end_is_the_end() {
-        let peer = CmPeer { private_data: vec![2], responder_resources: 1, initiator_depth: 1, srq: false };
+        let peer = CmPeer {
+            private_data: vec![2],
+            responder_resources: 1,
+            initiator_depth: 1,
+            srq: false,
+        };
         let events: [fn() -> CmEventKind<Any>; 7] = [
             rejection,
             || CmEventKind::Unreachable(110),
@@ -568,7 +580,8 @@ mod tests {
                 })
                 .collect();
             let inboxes: Vec<_> = ids.iter().map(|(_, inbox)| inbox.clone()).collect();
-            let filed = move || inboxes.iter().filter(|inbox| inbox.happened().address.is_some()).count();
+            let filed =
+                move || inboxes.iter().filter(|inbox| inbox.happened().address.is_some()).count();
             router.drain();
             assert_eq!(filed(), QUOTA);
             // A task that stands in line behind the next turn comes before the one after that.

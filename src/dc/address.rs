@@ -114,12 +114,17 @@ mod form {
 
         fn try_from(fields: Fields) -> Result<Self, EndpointError> {
             // A sign would be taken for part of the number.
-            let digits = fields.key.len() == 16 && fields.key.bytes().all(|digit| digit.is_ascii_hexdigit());
+            let digits =
+                fields.key.len() == 16 && fields.key.bytes().all(|digit| digit.is_ascii_hexdigit());
             let key = u64::from_str_radix(&fields.key, 16).ok().filter(|_| digits);
             let found = fields.key.len() as u64;
             Ok(Self {
                 number: qpn("target number", fields.number)?,
-                key: DcKey(key.ok_or(EndpointError { field: "key", found, allowed: "16 hexadecimal digits" })?),
+                key: DcKey(key.ok_or(EndpointError {
+                    field: "key",
+                    found,
+                    allowed: "16 hexadecimal digits",
+                })?),
                 gid: Gid(fields.gid.octets()),
                 lid: fields.lid,
                 link_layer: link_layer(fields.link_layer)?,
@@ -164,8 +169,13 @@ mod tests {
 
     #[test]
     fn each_bad_field_is_named() {
-        let cases =
-            [(0, 1, "version"), (0, 0x42, "version"), (1, 0, "link layer"), (2, 0, "MTU code"), (2, 6, "MTU code")];
+        let cases = [
+            (0, 1, "version"),
+            (0, 0x42, "version"),
+            (1, 0, "link layer"),
+            (2, 0, "MTU code"),
+            (2, 6, "MTU code"),
+        ];
         assert_fields_are_named(&address(), &cases);
         assert_numbers_are_checked(&address(), 3, "target number");
         assert_other_lengths_are_refused::<DcAddress>();
@@ -201,7 +211,8 @@ mod tests {
             ("link layer", "\"link_layer\":2", "\"link_layer\":0"),
             ("IPv6", "::ffff:10.9.0.1", "10.9.0"),
         ] {
-            let error = serde_json::from_str::<DcAddress>(&text.replace(from, to)).unwrap_err().to_string();
+            let error =
+                serde_json::from_str::<DcAddress>(&text.replace(from, to)).unwrap_err().to_string();
             assert!(error.contains(field), "{field}: {error}");
         }
     }

@@ -12,7 +12,9 @@ use crate::dispatch::SendCounters;
 use crate::engine::{CompletionQueue, Key, To, WorkQueueCounters};
 use crate::error::{LimitError, SetupError};
 use crate::op::{ConnectOptions, QueuePair, QueuePairBuilder};
-use crate::types::{AddressVector, DcKey, Gid, Mtu, PortNum, QpAttr, QpCaps, QpState, Qpn, SendFlags, Transport};
+use crate::types::{
+    AddressVector, DcKey, Gid, Mtu, PortNum, QpAttr, QpCaps, QpState, Qpn, SendFlags, Transport,
+};
 use crate::verbs::{AddressHandle, ProtectionDomain};
 
 /// Where dynamic connections begin: a send queue whose work goes to any number of [`DcTarget`](super::DcTarget)s, one after
@@ -155,8 +157,13 @@ impl DcInitiator {
         self.qp.agree("link layer", local.link_layer, address.link_layer)?;
         self.qp.check_family(address.gid)?;
         if address.mtu < self.setup.mtu {
-            let (ours, theirs) = (self.setup.mtu.bytes().to_string(), address.mtu.bytes().to_string());
-            return Err(SetupError::Mismatch { what: "path MTU (see DcInitiatorBuilder::mtu)", ours, theirs });
+            let (ours, theirs) =
+                (self.setup.mtu.bytes().to_string(), address.mtu.bytes().to_string());
+            return Err(SetupError::Mismatch {
+                what: "path MTU (see DcInitiatorBuilder::mtu)",
+                ours,
+                theirs,
+            });
         }
         let mut route = AddressVector::new(local.port, local.gid.index, address.gid);
         route.dlid = address.lid;
@@ -222,7 +229,11 @@ impl DcInitiator {
         }
         self.qp.modify(&QpAttr::to_state(QpState::Reset))?;
         let port = self.qp.local().port;
-        self.qp.modify(&QpAttr { pkey_index: Some(0), port: Some(port), ..QpAttr::to_state(QpState::Init) })?;
+        self.qp.modify(&QpAttr {
+            pkey_index: Some(0),
+            port: Some(port),
+            ..QpAttr::to_state(QpState::Init)
+        })?;
         self.bring_up()
     }
 
@@ -375,7 +386,10 @@ impl DcInitiatorBuilder {
             None => dc.max_init_rd_atomic.min(dc.max_rd_atomic),
         };
         let mtu = path_mtu(mtu, qp.local().mtu)?;
-        let initiator = DcInitiator { qp, setup: Arc::new(Setup { options, mtu, reads, repair: Mutex::new(()) }) };
+        let initiator = DcInitiator {
+            qp,
+            setup: Arc::new(Setup { options, mtu, reads, repair: Mutex::new(()) }),
+        };
         initiator.bring_up()?;
         Ok(initiator)
     }

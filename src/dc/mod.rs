@@ -17,6 +17,8 @@ mod target;
 
 pub use address::DcAddress;
 pub use initiator::{DcInitiator, DcInitiatorBuilder, DcPeer};
-pub use pool::{DcLease, DcPolicy, DcPool, DcPoolBuilder, DcPoolCounters, DcPoolPeer, PendingDcLease, Pooled};
+pub use pool::{
+    DcLease, DcPolicy, DcPool, DcPoolBuilder, DcPoolCounters, DcPoolPeer, PendingDcLease, Pooled,
+};
 pub use sender::DcSender;
 pub use target::{DcTarget, DcTargetBuilder};

@@ -54,7 +54,11 @@ impl<'a> DcSender<'a> {
         work(self.destination())
     }
 
-    pub(super) fn submit_inline<F>(&self, bytes: &[u8], work: impl FnOnce(Destination<'_>, &[u8]) -> F) -> F {
+    pub(super) fn submit_inline<F>(
+        &self,
+        bytes: &[u8],
+        work: impl FnOnce(Destination<'_>, &[u8]) -> F,
+    ) -> F {
         work(self.destination(), bytes)
     }
 
@@ -72,10 +76,16 @@ impl<'a> DcSender<'a> {
             return Some(OpErrorKind::Foreign { what: "DC peer" });
         }
         if self.peer.route().port != self.qp.local().port {
-            return Some(OpErrorKind::Unsupported { what: "a DC peer that is reached by another port" });
+            return Some(OpErrorKind::Unsupported {
+                what: "a DC peer that is reached by another port",
+            });
         }
-        LimitError::check("path MTU to the DC peer", self.mtu.bytes() as u64, self.peer.mtu.bytes() as u64)
-            .err()
-            .map(OpErrorKind::Limit)
+        LimitError::check(
+            "path MTU to the DC peer",
+            self.mtu.bytes() as u64,
+            self.peer.mtu.bytes() as u64,
+        )
+        .err()
+        .map(OpErrorKind::Limit)
     }
 }

@@ -8,7 +8,9 @@ use crate::dispatch::TargetCounters;
 use crate::engine::{Shared, TargetCore};
 use crate::error::SetupError;
 use crate::op::{Path, SharedReceiveQueue};
-use crate::types::{Access, AddressVector, DcKey, Gid, Mtu, PortNum, QpAttr, QpState, Qpn, RnrTimer};
+use crate::types::{
+    Access, AddressVector, DcKey, Gid, Mtu, PortNum, QpAttr, QpState, Qpn, RnrTimer,
+};
 use crate::verbs::{Dct, ProtectionDomain};
 
 /// Where dynamic connections end: whoever has its [`address`](Self::address) reads and writes memory exposed in its
@@ -239,12 +241,21 @@ impl DcTargetBuilder {
         };
         core.ask(|dct| dct.modify(&init).and_then(|()| dct.modify(&rtr)))??;
         let Some(number) = core.ask(Dct::number)? else {
-            return Err(
-                crate::error::VerbError::new("number of a DC target in RTR", crate::error::VerbError::EIO).into()
-            );
+            return Err(crate::error::VerbError::new(
+                "number of a DC target in RTR",
+                crate::error::VerbError::EIO,
+            )
+            .into());
         };
         tracing::debug!(%number, gid = %gid.gid, "DC target");
-        let address = DcAddress { number, key, gid: gid.gid, lid: port.lid, link_layer: port.link_layer, mtu };
+        let address = DcAddress {
+            number,
+            key,
+            gid: gid.gid,
+            lid: port.lid,
+            link_layer: port.link_layer,
+            mtu,
+        };
         Ok(DcTarget { inner: Arc::new(Inner { core, address, pd, srq }) })
     }
 }

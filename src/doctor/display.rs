@@ -3,7 +3,10 @@
 use std::fmt;
 
 use super::findings::bytes;
-use super::{Ability, Container, DeviceReport, Finding, Library, NodeAccess, PortReport, Report, Severity, Verdict};
+use super::{
+    Ability, Container, DeviceReport, Finding, Library, NodeAccess, PortReport, Report, Severity,
+    Verdict,
+};
 use crate::types::{AtomicCapability, DeviceAttr};
 
 impl fmt::Display for Report {
@@ -29,7 +32,11 @@ impl Report {
         line(f, "libibverbs", &self.library)?;
         for function in &host.hardware {
             let driver = function.driver.as_deref().unwrap_or("none");
-            line(f, "adapter", format_args!("{} {}, driver {driver}", function.address, function.vendor))?;
+            line(
+                f,
+                "adapter",
+                format_args!("{} {}, driver {driver}", function.address, function.vendor),
+            )?;
         }
         for device in &host.devices {
             let node = device.node.as_deref().unwrap_or("no node");
@@ -63,7 +70,11 @@ impl Report {
                 line(
                     f,
                     "locked memory",
-                    format_args!("{}, can be raised to {}", most(limit.current), most(limit.highest)),
+                    format_args!(
+                        "{}, can be raised to {}",
+                        most(limit.current),
+                        most(limit.highest)
+                    ),
                 )
             }
             None => line(f, "locked memory", "unknown"),
@@ -81,7 +92,9 @@ impl fmt::Display for Library {
             Self::NotBuilt => f.write_str("not used: built without feature `ibverbs`"),
             Self::Missing => f.write_str("cannot be loaded"),
             Self::NoKernelSupport => f.write_str("loaded; the kernel has no RDMA support loaded"),
-            Self::Failed(errno) => write!(f, "failed: {}", std::io::Error::from_raw_os_error(*errno)),
+            Self::Failed(errno) => {
+                write!(f, "failed: {}", std::io::Error::from_raw_os_error(*errno))
+            }
             Self::Devices(names) if names.is_empty() => f.write_str("loaded, lists no device"),
             Self::Devices(names) => write!(f, "loaded, lists {}", names.join(", ")),
         }
@@ -91,7 +104,12 @@ impl fmt::Display for Library {
 impl fmt::Display for DeviceReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let software = if self.is_software() { " (software, in this process)" } else { "" };
-        writeln!(f, "{}{software}: {}", self.name, if self.works() { "works" } else { "DOES NOT WORK" })?;
+        writeln!(
+            f,
+            "{}{software}: {}",
+            self.name,
+            if self.works() { "works" } else { "DOES NOT WORK" }
+        )?;
         if let Some(error) = &self.error {
             line(f, "error", error)?;
         }
@@ -115,10 +133,15 @@ fn limits(f: &mut fmt::Formatter<'_>, attr: &DeviceAttr) -> fmt::Result {
     line(f, "firmware", &attr.firmware)?;
     line(f, "queue pairs", format_args!("{} of {} work requests", attr.max_qp, attr.max_qp_wr))?;
     line(f, "completion queues", format_args!("{} of {} completions", attr.max_cq, attr.max_cqe))?;
-    let size = if attr.max_mr_size == u64::MAX { "any size".to_owned() } else { bytes(attr.max_mr_size) };
+    let size =
+        if attr.max_mr_size == u64::MAX { "any size".to_owned() } else { bytes(attr.max_mr_size) };
     line(f, "registrations", format_args!("{} of {size}", attr.max_mr))?;
     line(f, "elements, inline", format_args!("{}, {} bytes", attr.max_sge, attr.max_inline))?;
-    line(f, "READs at once", format_args!("{} out, {} in", attr.max_qp_init_rd_atom, attr.max_qp_rd_atom))?;
+    line(
+        f,
+        "READs at once",
+        format_args!("{} out, {} in", attr.max_qp_init_rd_atom, attr.max_qp_rd_atom),
+    )?;
     let atomic = match attr.atomic {
         AtomicCapability::None => "none",
         AtomicCapability::Device => "among those through this device",
@@ -133,7 +156,11 @@ impl fmt::Display for PortReport {
         let attr = &self.attr;
         let name = format!("port {}", attr.port.0);
         let (active, most) = (attr.active_mtu.bytes(), attr.max_mtu.bytes());
-        line(f, &name, format_args!("{:?}, {:?}, MTU {active} of {most}", attr.state, attr.link_layer))?;
+        line(
+            f,
+            &name,
+            format_args!("{:?}, {:?}, MTU {active} of {most}", attr.state, attr.link_layer),
+        )?;
         if attr.lid != 0 {
             line(f, "  LID", attr.lid)?;
         }

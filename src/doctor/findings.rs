@@ -2,8 +2,8 @@
 
 use super::host::HANDED_ON;
 use super::{
-    Container, DeviceReport, Examine, Finding, Host, KernelDevice, Library, NodeAccess, PciFunction, PortReport,
-    Report, Severity, Verdict, trial,
+    Container, DeviceReport, Examine, Finding, Host, KernelDevice, Library, NodeAccess,
+    PciFunction, PortReport, Report, Severity, Verdict, trial,
 };
 use crate::types::{GidKind, GidReason, LinkLayer, Mtu, PortState};
 
@@ -35,7 +35,8 @@ fn note(what: impl Into<String>, advice: impl Into<String>) -> Finding {
 
 // From hardware to an open device, each step needing the one before.
 
-const BUILD: &str = "build with `--features ibverbs`; libibverbs itself is opened when the program starts";
+const BUILD: &str =
+    "build with `--features ibverbs`; libibverbs itself is opened when the program starts";
 const PACKAGES: &str = "install rdma-core: `apt install libibverbs1 ibverbs-providers` or `dnf install libibverbs`; in a \
                         container, in its image";
 
@@ -47,10 +48,17 @@ fn missing_devices(report: &Report, asked: &Examine, found: &mut Vec<Finding>) {
     let present = !host.devices.is_empty() || !host.hardware.is_empty();
     match &report.library {
         Library::NotBuilt if present => {
-            found.push(warning("real devices are out of reach: built without feature `ibverbs`", BUILD));
+            found.push(warning(
+                "real devices are out of reach: built without feature `ibverbs`",
+                BUILD,
+            ));
         }
-        Library::NotBuilt => found.push(note("built without feature `ibverbs`: the software device only", BUILD)),
-        Library::Missing if present => found.push(problem("libibverbs.so.1 cannot be loaded", PACKAGES)),
+        Library::NotBuilt => {
+            found.push(note("built without feature `ibverbs`: the software device only", BUILD))
+        }
+        Library::Missing if present => {
+            found.push(problem("libibverbs.so.1 cannot be loaded", PACKAGES))
+        }
         Library::Missing => found.push(warning("libibverbs.so.1 cannot be loaded", PACKAGES)),
         Library::Failed(errno) => {
             let error = std::io::Error::from_raw_os_error(*errno);
@@ -110,38 +118,58 @@ fn idle_adapter(host: &Host, function: &PciFunction) -> Finding {
     };
     match driver {
         Some(driver) if HANDED_ON.contains(&driver.as_str()) => problem(
-            format!("the {vendor} adapter {address} is bound to {driver}, so the kernel does not use it"),
-            here(format!("give it back: `driverctl unset-override {address}`, or take it from the virtual machine")),
+            format!(
+                "the {vendor} adapter {address} is bound to {driver}, so the kernel does not use it"
+            ),
+            here(format!(
+                "give it back: `driverctl unset-override {address}`, or take it from the virtual machine"
+            )),
         ),
         None => problem(
             format!("the {vendor} adapter {address} has no kernel driver"),
-            here(format!("`modprobe {rdma_module}`, which loads the network driver too; then see `dmesg`")),
+            here(format!(
+                "`modprobe {rdma_module}`, which loads the network driver too; then see `dmesg`"
+            )),
         ),
         Some(_) if host.has_module(rdma_module) => problem(
-            format!("the {vendor} adapter {address} is no RDMA device, although {rdma_module} is loaded"),
+            format!(
+                "the {vendor} adapter {address} is no RDMA device, although {rdma_module} is loaded"
+            ),
             "RDMA may be off in its firmware or for this function (`devlink dev param show`), it may lack RDMA (see \
              `dmesg`), or the device may be in another network namespace (`rdma system show`)",
         ),
         Some(_) => problem(
             format!("the {vendor} adapter {address} is not an RDMA device yet"),
-            here(format!("`modprobe {rdma_module}`; to keep it, a line in /etc/modules-load.d/rdma.conf")),
+            here(format!(
+                "`modprobe {rdma_module}`; to keep it, a line in /etc/modules-load.d/rdma.conf"
+            )),
         ),
     }
 }
 
-fn node_access(host: &Host, device: &KernelDevice, node: &str, access: NodeAccess, found: &mut Vec<Finding>) {
+fn node_access(
+    host: &Host,
+    device: &KernelDevice,
+    node: &str,
+    access: NodeAccess,
+    found: &mut Vec<Finding>,
+) {
     let name = &device.name;
     let grant = match host.container {
         Some(Container::Kubernetes) => {
             "request it from an RDMA device plugin in the pod's resources; mounting /dev/infiniband is not enough"
         }
-        Some(_) => "start the container with `--device=/dev/infiniband`; a volume of it is not enough",
+        Some(_) => {
+            "start the container with `--device=/dev/infiniband`; a volume of it is not enough"
+        }
         None => "see `ls -l /dev/infiniband`; udev makes the nodes, rdma-core has the rules",
     };
     let finding = match access {
         NodeAccess::Open => return,
         NodeAccess::Missing => problem(format!("{name} has no /dev/infiniband/{node} here"), grant),
-        NodeAccess::Forbidden => problem(format!("{name}: /dev/infiniband/{node} may not be opened (EPERM)"), grant),
+        NodeAccess::Forbidden => {
+            problem(format!("{name}: /dev/infiniband/{node} may not be opened (EPERM)"), grant)
+        }
         NodeAccess::Denied => problem(
             format!("{name}: no permission for /dev/infiniband/{node} (EACCES)"),
             "usual is mode 0666, by the udev rules of rdma-core; else join its group, see `ls -l /dev/infiniband`",
@@ -160,7 +188,9 @@ fn of_device(device: &DeviceReport, host: &Host, found: &mut Vec<Finding>) {
     let name = &device.name;
     // Without its node no device opens, and that is said already.
     let node = host.devices.iter().find(|known| known.name == *name).map(|known| known.access);
-    if let Some(error) = device.error.as_ref().filter(|_| node.is_none_or(|access| access == NodeAccess::Open)) {
+    if let Some(error) =
+        device.error.as_ref().filter(|_| node.is_none_or(|access| access == NodeAccess::Open))
+    {
         found.push(problem(format!("{name}: {error}"), "see `dmesg`"));
     }
     for port in &device.ports {
@@ -178,9 +208,14 @@ fn of_device(device: &DeviceReport, host: &Host, found: &mut Vec<Finding>) {
             found.push(note(format!("{name}: no {}", ability.name), instead(ability.name)));
         }
     }
-    if let Some(unreachable) = host.devices.iter().find(|known| known.name == *name && known.unreachable_gids > 0) {
+    if let Some(unreachable) =
+        host.devices.iter().find(|known| known.name == *name && known.unreachable_gids > 0)
+    {
         found.push(note(
-            format!("{name}: {} GIDs have an index beyond 255 and cannot be sent from", unreachable.unreachable_gids),
+            format!(
+                "{name}: {} GIDs have an index beyond 255 and cannot be sent from",
+                unreachable.unreachable_gids
+            ),
             "remove addresses or VLANs that are not needed, if one of them is",
         ));
     }
@@ -220,14 +255,18 @@ fn of_port(device: &DeviceReport, port: &PortReport, host: &Host, found: &mut Ve
     let interface = port.gids.first().and_then(|gid| gid.interface.as_ref());
     let inactive = match (attr.state, interface) {
         (PortState::Active, _) => None,
-        (PortState::Initializing | PortState::Armed, _) if infiniband => {
-            Some("no subnet manager has configured it: start opensm on one host, or that of a switch".to_owned())
+        (PortState::Initializing | PortState::Armed, _) if infiniband => Some(
+            "no subnet manager has configured it: start opensm on one host, or that of a switch"
+                .to_owned(),
+        ),
+        _ if infiniband => {
+            Some("see cable and switch; `rdma link` shows the physical state".to_owned())
         }
-        _ if infiniband => Some("see cable and switch; `rdma link` shows the physical state".to_owned()),
         (_, Some(interface)) => Some(format!("`ip link set {interface} up`; see cable and switch")),
-        (_, None) => {
-            Some("`rdma link` shows its interface: `ip link set <interface> up`; see cable and switch".to_owned())
-        }
+        (_, None) => Some(
+            "`rdma link` shows its interface: `ip link set <interface> up`; see cable and switch"
+                .to_owned(),
+        ),
     };
     if let Some(advice) = inactive {
         // Adapters with two ports are often used with one.
@@ -259,7 +298,8 @@ fn of_gids(name: &str, works: bool, port: &PortReport, found: &mut Vec<Finding>)
         ));
         return;
     };
-    let why_not = |wanted: fn(&GidReason) -> bool| best.reasons.iter().find(|reason| wanted(reason));
+    let why_not =
+        |wanted: fn(&GidReason) -> bool| best.reasons.iter().find(|reason| wanted(reason));
     if !best.is_usable() {
         let reason = best.reasons.first().map(ToString::to_string).unwrap_or_default();
         // Some drivers pass packets to the device itself all the same.
@@ -288,11 +328,19 @@ const FULL_MTU: u32 = 4200;
 fn of_mtu(name: &str, port: &PortReport, host: &Host, found: &mut Vec<Finding>) {
     let interface = port.gids.first().and_then(|best| best.interface.as_ref());
     let interface = host.interfaces.iter().find(|known| Some(&known.name) == interface);
-    let Some((interface, mtu)) = interface.and_then(|interface| Some((interface, interface.mtu?))) else { return };
+    let Some((interface, mtu)) = interface.and_then(|interface| Some((interface, interface.mtu?)))
+    else {
+        return;
+    };
     let active = port.attr.active_mtu;
     if active.bytes() > mtu as usize {
         found.push(warning(
-            format!("{name}: path MTU {} is more than {} of {}", active.bytes(), mtu, interface.name),
+            format!(
+                "{name}: path MTU {} is more than {} of {}",
+                active.bytes(),
+                mtu,
+                interface.name
+            ),
             "set the interface down and up, so that the device learns of its MTU",
         ));
     } else if active < Mtu::Mtu4096 && active < port.attr.max_mtu && mtu < FULL_MTU {
@@ -317,7 +365,10 @@ fn locked_memory(report: &Report, asked: &Examine, found: &mut Vec<Finding>) {
     let real = !host.devices.is_empty();
     let enough = match (limit.effective(), asked.memory) {
         (None, Some(wanted)) => {
-            found.push(note(format!("{} can be registered: no limit of locked memory", bytes(wanted)), ""));
+            found.push(note(
+                format!("{} can be registered: no limit of locked memory", bytes(wanted)),
+                "",
+            ));
             return;
         }
         (None, None) => return,
@@ -325,7 +376,8 @@ fn locked_memory(report: &Report, asked: &Examine, found: &mut Vec<Finding>) {
         (Some(most), None) => most >= LITTLE,
     };
     let most = limit.effective().map_or_else(String::new, bytes);
-    let wanted = asked.memory.map_or_else(String::new, |wanted| format!(", {} wanted", bytes(wanted)));
+    let wanted =
+        asked.memory.map_or_else(String::new, |wanted| format!(", {} wanted", bytes(wanted)));
     let what = format!("memory that can be registered: {most}{wanted}");
     if enough {
         if asked.memory.is_some() {
@@ -335,12 +387,19 @@ fn locked_memory(report: &Report, asked: &Examine, found: &mut Vec<Finding>) {
     }
     let raisable = limit.highest.is_none_or(|highest| asked.memory.unwrap_or(LITTLE) <= highest);
     let raise = raise_limit(host);
-    let advice = if raisable { format!("`ulimit -l` in this shell is enough; for good: {raise}") } else { raise };
+    let advice = if raisable {
+        format!("`ulimit -l` in this shell is enough; for good: {raise}")
+    } else {
+        raise
+    };
     match (real, asked.memory) {
         (true, Some(_)) => found.push(problem(what, advice)),
         (true, None) => found.push(warning(what, advice)),
         (false, Some(_)) => {
-            found.push(warning(format!("{what}; the software device locks none, real ones do"), advice));
+            found.push(warning(
+                format!("{what}; the software device locks none, real ones do"),
+                advice,
+            ));
         }
         (false, None) => {}
     }

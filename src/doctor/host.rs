@@ -140,7 +140,8 @@ fn text(path: &Path) -> Option<String> {
 /// Names in a directory, sorted.
 fn names(path: &Path) -> Vec<String> {
     let entries = fs::read_dir(path).into_iter().flatten().flatten();
-    let mut names: Vec<String> = entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    let mut names: Vec<String> =
+        entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
     names.sort();
     names
 }
@@ -173,14 +174,17 @@ fn hardware(sys: &Path) -> Vec<PciFunction> {
     for address in names(&bus) {
         let function = bus.join(&address);
         // Class 02: network controllers, those of InfiniBand among them.
-        let is_network = text(&function.join("class")).is_some_and(|class| class.starts_with("0x02"));
+        let is_network =
+            text(&function.join("class")).is_some_and(|class| class.starts_with("0x02"));
         let Some(vendor) = text(&function.join("vendor")).filter(|_| is_network) else { continue };
         let driver = link(&function.join("driver"));
         // Vendors make adapters without RDMA too. The driver tells them apart; without one, or with one that only
         // hands the adapter on, what the vendor's usual one needs is the best guess.
         let of_vendor = |row: &&(&str, _, _, _)| vendor.strip_prefix("0x") == Some(row.0);
         let known = match driver.as_deref() {
-            Some(driver) if !HANDED_ON.contains(&driver) => ADAPTERS.iter().find(|row| row.2 == driver),
+            Some(driver) if !HANDED_ON.contains(&driver) => {
+                ADAPTERS.iter().find(|row| row.2 == driver)
+            }
             _ => ADAPTERS.iter().filter(|row| RDMA_BY_VENDOR.contains(&row.0)).find(of_vendor),
         };
         if let Some(&(_, vendor, _, rdma_module)) = known {
@@ -197,9 +201,19 @@ pub(super) const HANDED_ON: [&str; 3] = ["vfio-pci", "uio_pci_generic", "pci-stu
 const RDMA_BY_VENDOR: [&str; 3] = ["15b3", "1425", "1dd8"];
 
 fn modules(sys: &Path) -> Vec<String> {
-    const OTHERS: [&str; 9] =
-        ["ib_core", "ib_uverbs", "rdma_cm", "rdma_ucm", "rdma_rxe", "siw", "mlx5_core", "mlx4_core", "vmw_pvrdma"];
-    let known = |name: &String| OTHERS.contains(&name.as_str()) || ADAPTERS.iter().any(|row| row.3 == name);
+    const OTHERS: [&str; 9] = [
+        "ib_core",
+        "ib_uverbs",
+        "rdma_cm",
+        "rdma_ucm",
+        "rdma_rxe",
+        "siw",
+        "mlx5_core",
+        "mlx4_core",
+        "vmw_pvrdma",
+    ];
+    let known =
+        |name: &String| OTHERS.contains(&name.as_str()) || ADAPTERS.iter().any(|row| row.3 == name);
     names(&sys.join("module")).into_iter().filter(known).collect()
 }
 
@@ -207,7 +221,9 @@ fn devices(root: &Path) -> Vec<KernelDevice> {
     let sys = root.join("sys/class");
     let nodes: Vec<(String, String)> = names(&sys.join("infiniband_verbs"))
         .into_iter()
-        .filter_map(|node| Some((text(&sys.join("infiniband_verbs").join(&node).join("ibdev"))?, node)))
+        .filter_map(|node| {
+            Some((text(&sys.join("infiniband_verbs").join(&node).join("ibdev"))?, node))
+        })
         .collect();
     let device = |name: String| {
         let node = nodes.iter().find(|(device, _)| *device == name).map(|(_, node)| node.clone());
@@ -240,7 +256,8 @@ fn unreachable_gids(device: &Path) -> usize {
     let tables = ports.iter().map(|port| device.join("ports").join(port).join("gids"));
     let used = |gid: String| gid.chars().any(|c| c != '0' && c != ':');
     let beyond = |table: &Path, name: &String| {
-        name.parse().is_ok_and(|index: u32| index > u8::MAX.into()) && text(&table.join(name)).is_some_and(used)
+        name.parse().is_ok_and(|index: u32| index > u8::MAX.into())
+            && text(&table.join(name)).is_some_and(used)
     };
     tables.map(|table| names(&table).iter().filter(|name| beyond(&table, name)).count()).sum()
 }
@@ -266,7 +283,8 @@ fn locked_memory(root: &Path) -> Option<LockLimit> {
     let (current, highest) = (values.next()??, values.next()??);
     let status = text(&root.join("proc/self/status")).unwrap_or_default();
     let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
-    let effective = effective.and_then(|bits| u64::from_str_radix(bits.trim(), 16).ok()).unwrap_or(0);
+    let effective =
+        effective.and_then(|bits| u64::from_str_radix(bits.trim(), 16).ok()).unwrap_or(0);
     // The kernel asks for the capability in the first user namespace; that of a rootless container does not count.
     let users = text(&root.join("proc/self/uid_map")).unwrap_or_default();
     let first = users.split_whitespace().eq(["0", "0", "4294967295"]) || users.is_empty();

@@ -93,7 +93,9 @@ impl Examine {
     pub fn run(&self) -> Report {
         let host = Host::read(Path::new("/"));
         let library = library();
-        let names = Device::list().into_iter().filter(|name| self.device.as_ref().is_none_or(|only| only == name));
+        let names = Device::list()
+            .into_iter()
+            .filter(|name| self.device.as_ref().is_none_or(|only| only == name));
         let devices = names.map(|name| trial::examine(&name, self.deadline)).collect();
         let mut report = Report { host, library, devices, findings: Vec::new() };
         report.findings = findings::of(&report, self);

@@ -7,7 +7,9 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::*;
-use crate::types::{Gid, GidEntry, GidKind, IpPrefix, LinkLayer, Mtu, PortAttr, PortNum, PortState};
+use crate::types::{
+    Gid, GidEntry, GidKind, IpPrefix, LinkLayer, Mtu, PortAttr, PortNum, PortState,
+};
 use crate::verbs::gid_rank::{NetInterface, Peer, rank};
 
 /// A root directory of files as a kernel would show them; gone on drop.
@@ -18,7 +20,11 @@ struct Machine {
 impl Machine {
     fn new() -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
-        let name = format!("tokio-rdma-doctor-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let name = format!(
+            "tokio-rdma-doctor-{}-{}",
+            std::process::id(),
+            NEXT.fetch_add(1, Ordering::Relaxed)
+        );
         let root = std::env::temp_dir().join(name);
         fs::create_dir_all(&root).unwrap();
         Self { root }
@@ -37,9 +43,14 @@ impl Machine {
 
     fn pci(self, address: &str, class: &str, vendor: &str, driver: Option<&str>) -> Self {
         let path = format!("sys/bus/pci/devices/{address}");
-        let machine = self.file(&format!("{path}/class"), class).file(&format!("{path}/vendor"), vendor);
+        let machine =
+            self.file(&format!("{path}/class"), class).file(&format!("{path}/vendor"), vendor);
         if let Some(driver) = driver {
-            symlink(format!("../../../bus/pci/drivers/{driver}"), machine.root.join(path).join("driver")).unwrap();
+            symlink(
+                format!("../../../bus/pci/drivers/{driver}"),
+                machine.root.join(path).join("driver"),
+            )
+            .unwrap();
         }
         machine
     }
@@ -50,7 +61,10 @@ impl Machine {
 
     /// `mlx5_0` in sysfs, as after loading mlx5_ib.
     fn device(self) -> Self {
-        self.connectx().module("mlx5_ib").module("ib_core").file("sys/class/infiniband/mlx5_0/node_type", "1: CA")
+        self.connectx()
+            .module("mlx5_ib")
+            .module("ib_core")
+            .file("sys/class/infiniband/mlx5_0/node_type", "1: CA")
     }
 
     /// And its node in sysfs, as after loading ib_uverbs.
@@ -63,13 +77,16 @@ impl Machine {
     }
 
     fn limit(self, current: &str, highest: &str) -> Self {
-        let line = |name: &str, values: [&str; 3]| format!("{name:<26}{:<21}{:<21}{}", values[0], values[1], values[2]);
+        let line = |name: &str, values: [&str; 3]| {
+            format!("{name:<26}{:<21}{:<21}{}", values[0], values[1], values[2])
+        };
         let lines = [
             line("Limit", ["Soft Limit", "Hard Limit", "Units"]),
             line("Max locked memory", [current, highest, "bytes"]),
             line("Max open files", ["1024", "4096", "files"]),
         ];
-        self.file("proc/self/limits", &lines.join("\n")).file("proc/self/status", "Name:\tx\nCapEff:\t0000000000000000")
+        self.file("proc/self/limits", &lines.join("\n"))
+            .file("proc/self/status", "Name:\tx\nCapEff:\t0000000000000000")
     }
 
     fn report(&self, library: Library, devices: Vec<DeviceReport>, asked: &Examine) -> Report {
@@ -108,7 +125,9 @@ fn only(found: &[Finding], severity: Severity, what: &str, advice: &str) {
 #[track_caller]
 fn contains(found: &[Finding], severity: Severity, what: &str, advice: &str) {
     let fits = |finding: &&Finding| {
-        finding.severity == severity && finding.what.contains(what) && finding.advice.contains(advice)
+        finding.severity == severity
+            && finding.what.contains(what)
+            && finding.advice.contains(advice)
     };
     assert!(found.iter().any(|finding| fits(&finding)), "{found:#?}");
 }
@@ -117,14 +136,20 @@ use Severity::{Note, Problem, Warning};
 
 #[test]
 fn bare_machine_is_told_of_the_software_device_and_of_softroce() {
-    let machine = Machine::new().file("sys/class/net/lo/ifindex", "1").file("sys/class/net/ens3/ifindex", "2");
+    let machine = Machine::new()
+        .file("sys/class/net/lo/ifindex", "1")
+        .file("sys/class/net/ens3/ifindex", "2");
     only(&machine.findings(none_listed()), Note, "no RDMA device", "type rxe netdev ens3");
     let found = machine.findings(Library::NotBuilt);
     contains(&found, Note, "without feature `ibverbs`", "--features ibverbs");
     contains(&machine.findings(Library::Missing), Warning, "libibverbs.so.1", "ibverbs-providers");
     // Not even directories.
     let nothing = Host::with_addresses(&machine.root.join("nothing"), &HashMap::new());
-    assert!(nothing.hardware.is_empty() && nothing.devices.is_empty() && nothing.locked_memory.is_none());
+    assert!(
+        nothing.hardware.is_empty()
+            && nothing.devices.is_empty()
+            && nothing.locked_memory.is_none()
+    );
 }
 
 #[test]
@@ -139,20 +164,35 @@ fn hardware_without_feature_or_library_is_worse() {
 #[test]
 fn adapter_without_rdma_device_names_the_module() {
     let found = Machine::new().connectx().findings(Library::NoKernelSupport);
-    only(&found, Problem, "NVIDIA (Mellanox) adapter 0000:41:00.0 is not an RDMA device yet", "modprobe mlx5_ib");
-    for (vendor, driver, module) in
-        [("0x14e4", "bnxt_en", "bnxt_re"), ("0x8086", "ice", "irdma"), ("0x1425", "cxgb4", "iw_cxgb4")]
-    {
+    only(
+        &found,
+        Problem,
+        "NVIDIA (Mellanox) adapter 0000:41:00.0 is not an RDMA device yet",
+        "modprobe mlx5_ib",
+    );
+    for (vendor, driver, module) in [
+        ("0x14e4", "bnxt_en", "bnxt_re"),
+        ("0x8086", "ice", "irdma"),
+        ("0x1425", "cxgb4", "iw_cxgb4"),
+    ] {
         let machine = Machine::new().pci("0000:01:00.0", "0x020000", vendor, Some(driver));
-        only(&machine.findings(none_listed()), Problem, "not an RDMA device yet", &format!("modprobe {module}"));
+        only(
+            &machine.findings(none_listed()),
+            Problem,
+            "not an RDMA device yet",
+            &format!("modprobe {module}"),
+        );
     }
     let in_container = Machine::new().connectx().file(".dockerenv", "").findings(none_listed());
     only(&in_container, Problem, "not an RDMA device yet", "on the host, not in the container");
     let loaded = Machine::new().connectx().module("mlx5_ib").findings(none_listed());
     only(&loaded, Problem, "although mlx5_ib is loaded", "devlink");
-    let unbound = Machine::new().pci("0000:41:00.0", "0x020700", "0x15b3", None).findings(none_listed());
+    let unbound =
+        Machine::new().pci("0000:41:00.0", "0x020700", "0x15b3", None).findings(none_listed());
     only(&unbound, Problem, "has no kernel driver", "modprobe mlx5_ib");
-    let handed_on = Machine::new().pci("0000:41:00.0", "0x020000", "0x15b3", Some("vfio-pci")).findings(none_listed());
+    let handed_on = Machine::new()
+        .pci("0000:41:00.0", "0x020000", "0x15b3", Some("vfio-pci"))
+        .findings(none_listed());
     only(&handed_on, Problem, "bound to vfio-pci", "driverctl");
 }
 
@@ -165,12 +205,22 @@ fn adapters_that_do_no_rdma_are_not_mentioned() {
         .pci("0000:05:00.0", "0x020000", "0x1af4", Some("virtio-pci"))
         // A disk.
         .pci("0000:06:00.0", "0x010802", "0x15b3", Some("nvme"));
-    only(&machine.findings(none_listed()), Note, "no RDMA device and no RDMA-capable adapter", "rdma_rxe");
+    only(
+        &machine.findings(none_listed()),
+        Note,
+        "no RDMA device and no RDMA-capable adapter",
+        "rdma_rxe",
+    );
 }
 
 #[test]
 fn device_without_node_wants_module_or_container_option() {
-    only(&Machine::new().device().findings(none_listed()), Problem, "no node for programs", "modprobe ib_uverbs");
+    only(
+        &Machine::new().device().findings(none_listed()),
+        Problem,
+        "no node for programs",
+        "modprobe ib_uverbs",
+    );
     let uverbs = || Machine::new().uverbs();
     let missing = "mlx5_0 has no /dev/infiniband/uverbs0 here";
     only(&uverbs().findings(none_listed()), Problem, missing, "udev");
@@ -202,7 +252,12 @@ fn node_that_cannot_be_opened_says_why() {
 
 #[test]
 fn device_that_the_library_does_not_list_lacks_its_provider() {
-    only(&Machine::new().node().findings(none_listed()), Problem, "libibverbs does not list it", "ibverbs-providers");
+    only(
+        &Machine::new().node().findings(none_listed()),
+        Problem,
+        "libibverbs does not list it",
+        "ibverbs-providers",
+    );
 }
 
 #[test]
@@ -228,11 +283,19 @@ fn limit_of_locked_memory_is_held_against_what_is_wanted() {
     only(&report(&small, Some(1 << 30)), Problem, "1 GiB wanted", "IPC_LOCK");
 
     let raisable = Machine::new().node().limit("65536", "unlimited");
-    only(&report(&raisable, Some(1 << 20)), Problem, "64 KiB, 1 MiB wanted", "`ulimit -l` in this shell is enough");
+    only(
+        &report(&raisable, Some(1 << 20)),
+        Problem,
+        "64 KiB, 1 MiB wanted",
+        "`ulimit -l` in this shell is enough",
+    );
     let unlimited = Machine::new().node().limit("unlimited", "unlimited");
     only(&report(&unlimited, Some(1 << 40)), Note, "no limit", "");
     assert_eq!(report(&unlimited, None), []);
-    let exempt = Machine::new().node().limit("65536", "65536").file("proc/self/status", "CapEff:\t0000000000004000");
+    let exempt = Machine::new()
+        .node()
+        .limit("65536", "65536")
+        .file("proc/self/status", "CapEff:\t0000000000004000");
     only(&report(&exempt, Some(1 << 30)), Note, "no limit", "");
     let first = exempt.file("proc/self/uid_map", "         0          0 4294967295");
     only(&report(&first, Some(1 << 30)), Note, "no limit", "");
@@ -241,13 +304,21 @@ fn limit_of_locked_memory_is_held_against_what_is_wanted() {
     // Without real devices it does not matter yet.
     let none = Machine::new().limit("65536", "65536");
     let asked = Examine::new().memory(1 << 20);
-    contains(&none.report(none_listed(), Vec::new(), &asked).findings, Warning, "the software device locks none", "");
+    contains(
+        &none.report(none_listed(), Vec::new(), &asked).findings,
+        Warning,
+        "the software device locks none",
+        "",
+    );
     only(&none.findings(none_listed()), Note, "no RDMA device", "");
 }
 
 #[test]
 fn softroce_and_exclusive_namespaces_are_noted() {
-    let machine = Machine::new().node().module("rdma_rxe").file("sys/module/ib_core/parameters/netns_mode", "N");
+    let machine = Machine::new()
+        .node()
+        .module("rdma_rxe")
+        .file("sys/module/ib_core/parameters/netns_mode", "N");
     let found = machine.findings(listed());
     contains(&found, Note, "UDP port 4791", "cannot bind");
     contains(&found, Note, "exclusive mode", "rdma dev set");
@@ -294,7 +365,10 @@ fn interfaces_of_another_namespace_in_sysfs_do_not_count() {
         .file("sys/class/net/eth9/operstate", "lowerlayerdown");
     let found = |machine: &Machine| -> Vec<(String, bool, bool)> {
         let interfaces = Host::with_addresses(&machine.root, &HashMap::new()).interfaces;
-        interfaces.into_iter().map(|interface| (interface.name, interface.vlan, interface.up)).collect()
+        interfaces
+            .into_iter()
+            .map(|interface| (interface.name, interface.vlan, interface.up))
+            .collect()
     };
     let both = [("eth0".to_owned(), true, true), ("eth9".to_owned(), false, false)];
     assert_eq!(found(&machine), both);
@@ -304,15 +378,30 @@ fn interfaces_of_another_namespace_in_sysfs_do_not_count() {
 
 /// An Ethernet port on `eth0` with these addresses, and the interface.
 fn port(addresses: &[&str], kind: GidKind, mtu: u32) -> (PortReport, NetInterface) {
-    let addresses: Vec<std::net::IpAddr> = addresses.iter().map(|text| text.parse().unwrap()).collect();
+    let addresses: Vec<std::net::IpAddr> =
+        addresses.iter().map(|text| text.parse().unwrap()).collect();
     let entry = |(index, address): (usize, &std::net::IpAddr)| {
         GidEntry::new(index as u8, Gid::from(*address), kind).on_interface(2)
     };
     let gids: Vec<GidEntry> = addresses.iter().enumerate().map(entry).collect();
     let addresses = addresses.iter().map(|address| IpPrefix::new(*address, 24)).collect();
-    let interface = NetInterface { index: 2, name: "eth0".into(), up: true, vlan: false, mtu: Some(mtu), addresses };
+    let interface = NetInterface {
+        index: 2,
+        name: "eth0".into(),
+        up: true,
+        vlan: false,
+        mtu: Some(mtu),
+        addresses,
+    };
     let ranked = rank(&gids, std::slice::from_ref(&interface), None::<Peer>);
-    (PortReport { attr: PortAttr::ethernet(PortNum(1), gids), gids: ranked, pkeys: vec![0xffff] }, interface)
+    (
+        PortReport {
+            attr: PortAttr::ethernet(PortNum(1), gids),
+            gids: ranked,
+            pkeys: vec![0xffff],
+        },
+        interface,
+    )
 }
 
 fn with(device: DeviceReport, interface: NetInterface) -> Vec<Finding> {
@@ -331,7 +420,12 @@ fn healthy_device_has_no_findings() {
 fn ports_that_are_not_active_say_what_is_missing() {
     let (mut down, interface) = port(&["10.9.0.1"], GidKind::RoceV2, 9000);
     down.attr.state = PortState::Down;
-    only(&with(device(std::slice::from_ref(&down)), interface.clone()), Note, "mlx5_0 port 1 is down", "ip link set");
+    only(
+        &with(device(std::slice::from_ref(&down)), interface.clone()),
+        Note,
+        "mlx5_0 port 1 is down",
+        "ip link set",
+    );
     let mut dead = device(&[down.clone()]);
     dead.abilities = vec![ability(trial::WRITE, Verdict::Failed("port 1 has no GID".to_owned()))];
     only(&with(dead.clone(), interface.clone()), Problem, "mlx5_0 port 1 is down", "ip link set");
@@ -358,16 +452,31 @@ fn gids_that_will_not_do_are_explained() {
     port.gids = rank(&port.attr.gids, &[interface.clone()], None);
     let mut broken = device(&[port]);
     broken.abilities.clear();
-    only(&with(broken, interface), Problem, "not in this network namespace", "rdma system set netns");
+    only(
+        &with(broken, interface),
+        Problem,
+        "not in this network namespace",
+        "rdma system set netns",
+    );
 }
 
 #[test]
 fn mtu_of_the_interface_limits_that_of_the_path() {
     let (mut port, interface) = port(&["10.9.0.1"], GidKind::RoceV2, 1500);
     port.attr.active_mtu = Mtu::Mtu1024;
-    only(&with(device(&[port.clone()]), interface.clone()), Note, "path MTU 1024, for eth0 has 1500", "mtu 4200");
+    only(
+        &with(device(&[port.clone()]), interface.clone()),
+        Note,
+        "path MTU 1024, for eth0 has 1500",
+        "mtu 4200",
+    );
     port.attr.active_mtu = Mtu::Mtu4096;
-    only(&with(device(&[port]), interface), Warning, "path MTU 4096 is more than 1500 of eth0", "down and up");
+    only(
+        &with(device(&[port]), interface),
+        Warning,
+        "path MTU 4096 is more than 1500 of eth0",
+        "down and up",
+    );
 }
 
 #[test]
@@ -377,13 +486,15 @@ fn failures_and_absences_come_with_advice() {
     let failed = |error: &str| Verdict::Failed(error.to_owned());
     broken.abilities = vec![ability(trial::WRITE, failed("no completion within 2s"))];
     only(&with(broken.clone(), interface.clone()), Problem, "awaited WRITE failed", "firewall");
-    broken.abilities =
-        [trial::ON_DEMAND, trial::DMA_BUF, trial::ATOMICS].map(|name| ability(name, Verdict::Absent)).to_vec();
+    broken.abilities = [trial::ON_DEMAND, trial::DMA_BUF, trial::ATOMICS]
+        .map(|name| ability(name, Verdict::Absent))
+        .to_vec();
     let found = with(broken.clone(), interface.clone());
     contains(&found, Note, "no on-demand paging", "pinned");
     contains(&found, Note, "no registration of dma-bufs", "memory of the host");
     contains(&found, Note, "no atomics", "SEND");
-    broken.abilities = vec![ability(trial::EVENTS, failed("ibv_create_cq: Cannot allocate memory (os error 12)"))];
+    broken.abilities =
+        vec![ability(trial::EVENTS, failed("ibv_create_cq: Cannot allocate memory (os error 12)"))];
     let machine = Machine::new().node().limit("65536", "65536");
     let found = machine.report(listed(), vec![broken.clone()], &Examine::new()).findings;
     contains(&found, Problem, "completion events failed", "limit of locked memory");
@@ -424,9 +535,13 @@ fn report_of_this_machine_prints() {
     let report = Examine::new().memory(1 << 20).run();
     let text = report.to_string();
     assert!(report.works(Device::SOFTWARE), "{text}");
-    for expected in
-        ["soft0 (software, in this process): works", "libibverbs", "locked memory", "GIDs, best first", "of dma-bufs  "]
-    {
+    for expected in [
+        "soft0 (software, in this process): works",
+        "libibverbs",
+        "locked memory",
+        "GIDs, best first",
+        "of dma-bufs  ",
+    ] {
         assert!(text.contains(expected), "{text}");
     }
     assert!(text.lines().all(|line| !line.ends_with(' ')), "{text}");

@@ -41,8 +41,13 @@ pub(super) fn examine(name: &str, deadline: Duration) -> DeviceReport {
 
 fn examine_by(name: &str, deadline: Duration, look: fn(&str, &Sender<Piece>)) -> DeviceReport {
     let end = Instant::now() + deadline;
-    let mut report =
-        DeviceReport { name: name.to_owned(), attr: None, ports: Vec::new(), abilities: Vec::new(), error: None };
+    let mut report = DeviceReport {
+        name: name.to_owned(),
+        attr: None,
+        ports: Vec::new(),
+        abilities: Vec::new(),
+        error: None,
+    };
     let (found, pieces) = mpsc::channel();
     let of_thread = name.to_owned();
     let thread = thread::Builder::new().name(format!("doctor {name}"));
@@ -67,7 +72,8 @@ fn examine_by(name: &str, deadline: Duration, look: fn(&str, &Sender<Piece>)) ->
         }
     }
     if thread.join().is_err() {
-        report.error = Some("the examination itself failed, which is an error of this crate".to_owned());
+        report.error =
+            Some("the examination itself failed, which is an error of this crate".to_owned());
     }
     report
 }
@@ -93,7 +99,10 @@ fn look_at(name: &str, found: &Sender<Piece>) {
     let (write, atomic) = operations(&device);
     ability(WRITE, write);
     ability(ATOMICS, atomic);
-    ability(SHARED_RECEIVES, if attr.max_srq == 0 { Verdict::Absent } else { verdict(shared_receives(&device)) });
+    ability(
+        SHARED_RECEIVES,
+        if attr.max_srq == 0 { Verdict::Absent } else { verdict(shared_receives(&device)) },
+    );
     let claimed = |is: bool, how: String| if is { Verdict::Claimed(how) } else { Verdict::Absent };
     ability(WINDOWS, claimed(attr.max_mw > 0, format!("up to {}", attr.max_mw)));
     ability(ON_DEMAND, claimed(attr.on_demand_paging, String::new()));
@@ -110,7 +119,11 @@ fn look_at(name: &str, found: &Sender<Piece>) {
 }
 
 fn port_report(device: &Device, port: PortNum) -> Result<PortReport, VerbError> {
-    Ok(PortReport { attr: device.port(port)?, gids: device.gids(port, None)?, pkeys: device.pkey_table(port)? })
+    Ok(PortReport {
+        attr: device.port(port)?,
+        gids: device.gids(port, None)?,
+        pkeys: device.pkey_table(port)?,
+    })
 }
 
 fn verdict<E: ToString>(tried: Result<String, E>) -> Verdict {
@@ -138,7 +151,9 @@ fn shared_receives(device: &Device) -> Result<String, SetupError> {
 fn operations(device: &Device) -> (Verdict, Verdict) {
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
         Ok(runtime) => runtime,
-        Err(error) => return (Verdict::Failed(format!("no Tokio runtime: {error}")), Verdict::Unknown),
+        Err(error) => {
+            return (Verdict::Failed(format!("no Tokio runtime: {error}")), Verdict::Unknown);
+        }
     };
     let _entered = runtime.enter();
     let ends = match Loop::new(device) {
@@ -162,11 +177,17 @@ fn dynamic_connection(device: &Device) -> Verdict {
     };
     let write = async {
         let pd = device.protection_domain()?;
-        let queue = CompletionQueue::builder(device).capacity(16).mode(CompletionMode::Event).build()?;
+        let queue =
+            CompletionQueue::builder(device).capacity(16).mode(CompletionMode::Event).build()?;
         let target = DcTarget::new(&pd, &SharedReceiveQueue::new(&pd, &queue, 1, 1)?)?;
-        let initiator = DcInitiator::builder(&pd, &queue).max_send_wr(8).max_sge(1).max_inline(0).build()?;
+        let initiator =
+            DcInitiator::builder(&pd, &queue).max_send_wr(8).max_sge(1).max_inline(0).build()?;
         let peer = initiator.peer(&target.address())?;
-        let region = ExposedRegion::new(&pd, HostMemory::zeroed(8).map_err(SetupError::from)?, Access::REMOTE_ALL)?;
+        let region = ExposedRegion::new(
+            &pd,
+            HostMemory::zeroed(8).map_err(SetupError::from)?,
+            Access::REMOTE_ALL,
+        )?;
         let buffer = pd.register(7_u64.to_ne_bytes().to_vec())?;
         initiator.to(&peer).write(buffer, region.grant()).await.map_err(io::Error::from)?;
         region.load(0).map_err(io::Error::other)
@@ -198,8 +219,16 @@ impl Loop {
     fn new(device: &Device) -> Result<Self, String> {
         let made = || -> Result<Self, SetupError> {
             let pd = device.protection_domain()?;
-            let queue = CompletionQueue::builder(device).capacity(64).mode(CompletionMode::Event).build()?;
-            let qp = QueuePair::builder(&pd, &queue).max_send_wr(8).max_recv_wr(1).max_sge(1).max_inline(0).build()?;
+            let queue = CompletionQueue::builder(device)
+                .capacity(64)
+                .mode(CompletionMode::Event)
+                .build()?;
+            let qp = QueuePair::builder(&pd, &queue)
+                .max_send_wr(8)
+                .max_recv_wr(1)
+                .max_sge(1)
+                .max_inline(0)
+                .build()?;
             qp.connect(&qp.endpoint())?;
             let memory = HostMemory::zeroed(Self::BYTES as usize)?;
             let region = ExposedRegion::new(&pd, memory, Access::REMOTE_ALL)?;
@@ -210,7 +239,8 @@ impl Loop {
 
     async fn write(&self) -> Result<String, String> {
         let remote = self.region.grant();
-        let mut buffer = self.pool.copy_from(&[7; Self::BYTES as usize]).map_err(|error| error.to_string())?;
+        let mut buffer =
+            self.pool.copy_from(&[7; Self::BYTES as usize]).map_err(|error| error.to_string())?;
         let mut times = Vec::with_capacity(ROUNDS);
         for _ in 0..ROUNDS {
             let start = Instant::now();
@@ -249,14 +279,17 @@ mod tests {
         assert!(report.works() && report.error.is_none(), "{report:?}");
         assert_eq!(report.ports.len(), 1);
         assert_eq!(report.abilities.len(), 8);
-        let failed = |ability: &&Ability| matches!(ability.verdict, Verdict::Failed(_) | Verdict::Unknown);
+        let failed =
+            |ability: &&Ability| matches!(ability.verdict, Verdict::Failed(_) | Verdict::Unknown);
         assert_eq!(report.abilities.iter().find(failed), None);
     }
 
     #[test]
     fn device_that_does_not_exist_says_so() {
         let report = examine("mlx9_9", Duration::from_secs(10));
-        assert!(report.error.as_ref().is_some_and(|error| error.contains("mlx9_9")) && !report.works());
+        assert!(
+            report.error.as_ref().is_some_and(|error| error.contains("mlx9_9")) && !report.works()
+        );
     }
 
     #[test]
@@ -273,7 +306,8 @@ mod tests {
 
     #[test]
     fn panic_while_examining_becomes_an_error() {
-        let report = examine_by("bad", Duration::from_secs(10), |_, _| panic!("as intended by the test"));
+        let report =
+            examine_by("bad", Duration::from_secs(10), |_, _| panic!("as intended by the test"));
         assert!(report.error.is_some());
     }
 }

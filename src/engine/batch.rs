@@ -52,7 +52,13 @@ impl Parts<'_> {
             let length = lengths.next().copied().unwrap_or(1);
             let (own, behind) = sges.split_at_checked(length).unwrap_or_default();
             sges = behind;
-            SendWr { wr_id: ids.next(), op: entry.op, flags: flags.next(entry), data: Data::Sges(own), target }
+            SendWr {
+                wr_id: ids.next(),
+                op: entry.op,
+                flags: flags.next(entry),
+                data: Data::Sges(own),
+                target,
+            }
         })
     }
 

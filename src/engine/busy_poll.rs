@@ -90,7 +90,8 @@ impl BusyPoller {
         });
         let (poller, (report, pinned)) = (shared.clone(), std::sync::mpsc::sync_channel(1));
         let thread = thread::Builder::new().name("rdma-busy-poll".to_owned()).spawn(move || {
-            let pinned = core.is_none_or(|id| core_affinity::set_for_current(core_affinity::CoreId { id }));
+            let pinned =
+                core.is_none_or(|id| core_affinity::set_for_current(core_affinity::CoreId { id }));
             if report.send(pinned).is_ok() && pinned {
                 // Wakers that panic are contained where they are woken. Should anything else panic, all other queues that
                 // this thread serves shall not wait for ever.
@@ -185,7 +186,11 @@ mod tests {
     #[test]
     fn cores_that_are_not_there_are_refused() {
         for core in [CORES, 9999, usize::MAX] {
-            assert_eq!(BusyPoller::pinned(core).unwrap_err().kind(), io::ErrorKind::InvalidInput, "{core}");
+            assert_eq!(
+                BusyPoller::pinned(core).unwrap_err().kind(),
+                io::ErrorKind::InvalidInput,
+                "{core}"
+            );
         }
     }
 }

@@ -121,7 +121,11 @@ impl CompletionQueueCore {
     }
 
     /// Makes a work queue whose completions arrive here, and sets room aside for them.
-    pub(crate) fn attach(self: &Arc<Self>, poster: Poster, limits: Limits) -> Result<Arc<WorkQueue>, SetupError> {
+    pub(crate) fn attach(
+        self: &Arc<Self>,
+        poster: Poster,
+        limits: Limits,
+    ) -> Result<Arc<WorkQueue>, SetupError> {
         let mut state = lock(&self.state);
         if let Some(error) = state.failed {
             return Err(error.into());
@@ -134,7 +138,11 @@ impl CompletionQueueCore {
             Some(number) => number,
             None => {
                 let number = state.queues.len() as u32;
-                LimitError::check("queues of a completion queue", u64::from(number) + 1, Owner::MAX.into())?;
+                LimitError::check(
+                    "queues of a completion queue",
+                    u64::from(number) + 1,
+                    Owner::MAX.into(),
+                )?;
                 state.queues.push(None);
                 number
             }
@@ -147,7 +155,11 @@ impl CompletionQueueCore {
     }
 
     /// Notes which queue pair `queue` is of, to be destroyed if this completion queue fails; not if it has.
-    pub(super) fn own(&self, queue: &WorkQueue, queue_pair: Weak<dyn Teardown>) -> Result<(), VerbError> {
+    pub(super) fn own(
+        &self,
+        queue: &WorkQueue,
+        queue_pair: Weak<dyn Teardown>,
+    ) -> Result<(), VerbError> {
         // Under the lock, so that a failure either comes first or finds the queue pair.
         let state = lock(&self.state);
         if let Some(error) = state.failed {
@@ -159,7 +171,11 @@ impl CompletionQueueCore {
 
     /// Notes that `core` draws from the shared receive queue `queue`, whose buffers are free only after it is gone; not
     /// if this completion queue has failed.
-    pub(super) fn draw(&self, queue: &WorkQueue, core: &Arc<dyn Teardown>) -> Result<(), VerbError> {
+    pub(super) fn draw(
+        &self,
+        queue: &WorkQueue,
+        core: &Arc<dyn Teardown>,
+    ) -> Result<(), VerbError> {
         let mut state = lock(&self.state);
         if let Some(error) = state.failed {
             return Err(error);
@@ -269,7 +285,8 @@ impl CompletionQueueCore {
 
     /// How many were taken.
     fn count(&self, state: &mut State, found: Result<usize, VerbError>) -> usize {
-        let found = found.and_then(|taken| if taken > 0 { Ok(taken) } else { self.cq.found_nothing() });
+        let found =
+            found.and_then(|taken| if taken > 0 { Ok(taken) } else { self.cq.found_nothing() });
         match found {
             Ok(taken) => {
                 state.counters.completions += taken as u64;
@@ -490,6 +507,9 @@ impl Drop for CompletionQueueCore {
 
 impl fmt::Debug for CompletionQueueCore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("CompletionQueueCore").field("cq", &self.cq).field("mode", &self.mode).finish_non_exhaustive()
+        f.debug_struct("CompletionQueueCore")
+            .field("cq", &self.cq)
+            .field("mode", &self.mode)
+            .finish_non_exhaustive()
     }
 }

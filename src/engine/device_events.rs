@@ -88,7 +88,11 @@ impl Stream for DeviceEvents {
                 Ok(None) => {}
                 Err(error) => {
                     self.ended = true;
-                    return Poll::Ready(if error.errno == VerbError::ENODEV { None } else { Some(Err(error)) });
+                    return Poll::Ready(if error.errno == VerbError::ENODEV {
+                        None
+                    } else {
+                        Some(Err(error))
+                    });
                 }
             }
             let Self { fd, wakers, .. } = &mut *self;

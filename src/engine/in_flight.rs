@@ -44,7 +44,9 @@ impl<B: Send + 'static> InFlight<B> {
 
     /// True if it waits for room, and the device has not seen it.
     pub(crate) fn is_in_line(&self) -> bool {
-        self.held.as_ref().is_some_and(|(claim, _)| claim.posted_to().is_some_and(|queue| queue.is_in_line(claim.id())))
+        self.held.as_ref().is_some_and(|(claim, _)| {
+            claim.posted_to().is_some_and(|queue| queue.is_in_line(claim.id()))
+        })
     }
 
     /// What `finish` makes of the buffers and of what `see` has seen in the completion, once.
@@ -84,7 +86,10 @@ impl<B: Send + 'static> InFlight<B> {
     }
 
     /// As [`poll`](Self::poll), of a batch: how its last work request ended, and those before it that failed.
-    pub(crate) fn poll_batch(&mut self, context: &mut Context<'_>) -> Poll<(B, Result<(), OpErrorKind>, FailedParts)> {
+    pub(crate) fn poll_batch(
+        &mut self,
+        context: &mut Context<'_>,
+    ) -> Poll<(B, Result<(), OpErrorKind>, FailedParts)> {
         let Some((claim, _)) = &self.held else { polled_again() };
         let see = |_: &WorkCompletion| claim.queue().end_parts(claim);
         let seen = if claim.is_new() {
@@ -154,7 +159,8 @@ impl Claim<WorkQueue> {
             return unsafe { self.end_refused() };
         };
         let index = index_of(self.id());
-        let held: Option<Held> = if std::mem::needs_drop::<T>() { Some(Box::new(held)) } else { None };
+        let held: Option<Held> =
+            if std::mem::needs_drop::<T>() { Some(Box::new(held)) } else { None };
         // Until it is reaped it counts as waiting, as what it owned and those who wait for capacity do: counted before it is
         // visible, so that the count never falls below zero.
         queue.cq().now_waiting();
@@ -177,7 +183,11 @@ impl Claim<WorkQueue> {
 
     /// Goes on to wait, as [`look_again`](super::completion_queue_core::CompletionQueueCore::look_again).
     #[inline(never)]
-    fn wait<S>(&self, context: &mut Context<'_>, see: &impl Fn(&WorkCompletion) -> S) -> Poll<Option<S>> {
+    fn wait<S>(
+        &self,
+        context: &mut Context<'_>,
+        see: &impl Fn(&WorkCompletion) -> S,
+    ) -> Poll<Option<S>> {
         if self.is_complete() {
             return Poll::Ready(None);
         }
@@ -190,7 +200,11 @@ impl Claim<WorkQueue> {
     ///
     /// The operation is complete, and was posted if something was seen.
     #[inline(always)]
-    unsafe fn take<S>(self, seen: Option<S>, see: &impl Fn(&WorkCompletion) -> S) -> Result<S, OpErrorKind> {
+    unsafe fn take<S>(
+        self,
+        seen: Option<S>,
+        see: &impl Fn(&WorkCompletion) -> S,
+    ) -> Result<S, OpErrorKind> {
         let Some(seen) = seen else { return self.take_outcome(see) };
         // SAFETY: C1: promised.
         unsafe { self.end() };

@@ -55,7 +55,11 @@ fn take(slot: &Slot<()>) -> Outcome {
 
 /// As the work queue does with a completion.
 fn completed(slot: &Slot<()>, id: WrId) -> Finished {
-    if slot.finish_unwatched(id, &POSTED) { Finished::Unwatched } else { slot.finish(id, Ok(POSTED)) }
+    if slot.finish_unwatched(id, &POSTED) {
+        Finished::Unwatched
+    } else {
+        slot.finish(id, Ok(POSTED))
+    }
 }
 
 fn finish(slot: &Slot<()>, id: WrId) -> Option<Held> {
@@ -108,7 +112,10 @@ fn loom_the_latest_of_two_wakers_is_woken() {
         let registered = slot.register(second, &mut Spent::default());
         drainer.join().unwrap();
         // Of these the caller looks again.
-        if !matches!(registered, Registered::Complete | Registered::Overtaken | Registered::Imminent) {
+        if !matches!(
+            registered,
+            Registered::Complete | Registered::Overtaken | Registered::Imminent
+        ) {
             assert!(woken.woken(), "{registered:?}, but the task it moved to was never woken");
         }
         assert_eq!(take(&slot), Ok(POSTED));
@@ -284,8 +291,10 @@ impl Line {
 #[test]
 fn loom_whoever_waits_for_room_gets_it() {
     ::loom::model(|| {
-        let line =
-            Arc::new(Line { room: Capacity::new(1, false), posting: Mutex::new(Posting { posted: 1, waiting: 0 }) });
+        let line = Arc::new(Line {
+            room: Capacity::new(1, false),
+            posting: Mutex::new(Posting { posted: 1, waiting: 0 }),
+        });
         let drainer = thread::spawn({
             let line = line.clone();
             move || {

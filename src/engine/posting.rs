@@ -72,11 +72,17 @@ impl Posting {
             // to, the window keeps until it is not bound any more. The operation keeps them until
             // the slot is COMPLETE, or leaves them in the slot, which `shutdown` empties only after the queue
             // pair is destroyed.
-            (What::Send(op), Some(Poster::Send(qp))) => unsafe { qp.post_send(&[SendWr { op, ..wr }]) },
+            (What::Send(op), Some(Poster::Send(qp))) => unsafe {
+                qp.post_send(&[SendWr { op, ..wr }])
+            },
             // SAFETY: S1: as above.
-            (What::Receive, Some(Poster::Receive(qp))) => unsafe { qp.post_recv(&[RecvWr { wr_id: wr.wr_id, sges }]) },
+            (What::Receive, Some(Poster::Receive(qp))) => unsafe {
+                qp.post_recv(&[RecvWr { wr_id: wr.wr_id, sges }])
+            },
             // SAFETY: S1: as above; the shared receive queue is destroyed first.
-            (What::Receive, Some(Poster::Shared(srq))) => unsafe { srq.post_recv(&[RecvWr { wr_id: wr.wr_id, sges }]) },
+            (What::Receive, Some(Poster::Shared(srq))) => unsafe {
+                srq.post_recv(&[RecvWr { wr_id: wr.wr_id, sges }])
+            },
             _ => Err(WRONG_QUEUE),
         };
         result.map_err(|refused| refused.error)?;
@@ -96,7 +102,9 @@ impl Posting {
         }
         let (qp, takes): (_, fn(QpState) -> bool) = match &self.poster {
             Some(Poster::Send(qp)) => (qp, |state| matches!(state, QpState::Rts | QpState::Sqd)),
-            Some(Poster::Receive(qp)) => (qp, |state| !matches!(state, QpState::Reset | QpState::Err)),
+            Some(Poster::Receive(qp)) => {
+                (qp, |state| !matches!(state, QpState::Reset | QpState::Err))
+            }
             Some(Poster::Shared(_)) | None => return OpErrorKind::Post(error),
         };
         match qp.query() {

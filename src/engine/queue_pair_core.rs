@@ -73,7 +73,10 @@ impl QueuePairCore {
     ) -> Result<Arc<Self>, SetupError> {
         let qp = Arc::new(qp);
         let send = send_cq.attach(Poster::Send(qp.clone()), send)?;
-        let receive = match receive.map(|limits| recv_cq.attach(Poster::Receive(qp.clone()), limits)).transpose() {
+        let receive = match receive
+            .map(|limits| recv_cq.attach(Poster::Receive(qp.clone()), limits))
+            .transpose()
+        {
             Ok(receive) => receive,
             Err(error) => {
                 send_cq.abandon(&send, OpErrorKind::Closed, true);
@@ -156,7 +159,9 @@ impl QueuePairCore {
     fn flush(&self, qp: &Qp) {
         match qp.modify(&QpAttr::to_state(QpState::Err)) {
             Ok(()) => qp.await_last_receive(),
-            Err(error) => tracing::debug!(%error, "not moved to the error state before it is reset or destroyed"),
+            Err(error) => {
+                tracing::debug!(%error, "not moved to the error state before it is reset or destroyed")
+            }
         }
     }
 
@@ -169,7 +174,8 @@ impl QueuePairCore {
         drop(change);
         let Some(qp) = taken else { return };
         let _span = tracing::debug_span!("shut_down", qpn = %qp.qpn()).entered();
-        let posters: [_; 2] = [self.send.close(), self.receive.as_ref().and_then(|queue| queue.close())];
+        let posters: [_; 2] =
+            [self.send.close(), self.receive.as_ref().and_then(|queue| queue.close())];
         self.flush(&qp);
         let shared = self.shared.as_ref().map(|shared| &shared.queue);
         for queue in self.queues().chain(shared) {

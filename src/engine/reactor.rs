@@ -70,7 +70,9 @@ impl Reactors {
 
     /// Makes sure that the current runtime watches the channel. False if there is none that could.
     pub(super) fn watch<W: Watched + 'static>(&self, cq: &Arc<W>) -> bool {
-        let (Some(channel), Ok(handle)) = (cq.channel(), Handle::try_current()) else { return false };
+        let (Some(channel), Ok(handle)) = (cq.channel(), Handle::try_current()) else {
+            return false;
+        };
         let runtime = handle.id();
         let mut list = self.list.lock();
         if let Some(reactor) = list.iter().find(|reactor| reactor.runtime == runtime) {
@@ -93,14 +95,22 @@ impl Reactors {
 
     fn forget(&self, gone: &Reactor) {
         let mut list = self.list.lock();
-        let forgotten = list.iter().position(|reactor| reactor.runtime == gone.runtime).map(|at| list.swap_remove(at));
+        let forgotten = list
+            .iter()
+            .position(|reactor| reactor.runtime == gone.runtime)
+            .map(|at| list.swap_remove(at));
         drop(list);
         drop(forgotten);
     }
 }
 
 impl Reactor {
-    fn new(runtime: runtime::Id, channel: &Channel, device: &Device, cq: Weak<dyn Watched>) -> Arc<Self> {
+    fn new(
+        runtime: runtime::Id,
+        channel: &Channel,
+        device: &Device,
+        cq: Weak<dyn Watched>,
+    ) -> Arc<Self> {
         let channel = channel.clone();
         // Deprecated because an `AsRawFd` can lie about its descriptor; ours owns it.
         #[allow(deprecated, reason = "its successor is not in the oldest Tokio we work with")]
@@ -127,12 +137,18 @@ impl Reactor {
         let inlet = fd.as_ref().and_then(|_| {
             let inlet = device.inlet();
             #[allow(deprecated, reason = "its successor is not in the oldest Tokio we work with")]
-            let registered = inlet
-                .and_then(|inlet| inlet.map(|inlet| AsyncFd::with_interest(inlet, Interest::READABLE)).transpose());
-            registered.inspect_err(|error| tracing::debug!(%error, "arrivals cannot be watched")).ok().flatten()
+            let registered = inlet.and_then(|inlet| {
+                inlet.map(|inlet| AsyncFd::with_interest(inlet, Interest::READABLE)).transpose()
+            });
+            registered
+                .inspect_err(|error| tracing::debug!(%error, "arrivals cannot be watched"))
+                .ok()
+                .flatten()
         });
         Arc::new_cyclic(|weak: &Weak<Self>| {
-            let waker = |serve: fn(&Self)| Waker::from(Arc::new(ReadyWaker { reactor: weak.clone(), serve }));
+            let waker = |serve: fn(&Self)| {
+                Waker::from(Arc::new(ReadyWaker { reactor: weak.clone(), serve }))
+            };
             Self {
                 runtime,
                 fd,
@@ -152,7 +168,8 @@ impl Reactor {
         let mut context = Context::from_waker(&self.event_waker);
         // Not charged to a budget, as below.
         while let Poll::Ready(Ok(mut ready)) =
-            pin!(unconstrained(poll_fn(|context| events.poll_read_ready(context)))).poll(&mut context)
+            pin!(unconstrained(poll_fn(|context| events.poll_read_ready(context))))
+                .poll(&mut context)
         {
             cq.device().read_events();
             ready.clear_ready();
@@ -161,11 +178,14 @@ impl Reactor {
 
     /// Has what has arrived seen to until there is nothing; then the reactor has the waker.
     fn serve_arrivals(&self) {
-        let (Some(inlet), Some(fd), Some(cq)) = (&self.inlet, &self.fd, self.cq.upgrade()) else { return };
+        let (Some(inlet), Some(fd), Some(cq)) = (&self.inlet, &self.fd, self.cq.upgrade()) else {
+            return;
+        };
         let mut context = Context::from_waker(&self.arrival_waker);
         // Not charged to a budget, as below.
         while let Poll::Ready(Ok(mut ready)) =
-            pin!(unconstrained(poll_fn(|context| inlet.poll_read_ready(context)))).poll(&mut context)
+            pin!(unconstrained(poll_fn(|context| inlet.poll_read_ready(context))))
+                .poll(&mut context)
         {
             let held = fd.get_ref().hold();
             if inlet.get_ref().serve() {

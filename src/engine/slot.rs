@@ -176,7 +176,10 @@ impl<Q> Slot<Q> {
             return false;
         }
         if parts > 1 {
-            self.id.store(self.id().0.wrapping_add(u64::from(parts - 1) * GENERATION), Ordering::Relaxed);
+            self.id.store(
+                self.id().0.wrapping_add(u64::from(parts - 1) * GENERATION),
+                Ordering::Relaxed,
+            );
             // Released, so that who sees this many sees the number of the last.
             self.parts.store(parts, Ordering::Release);
         }
@@ -257,7 +260,12 @@ impl<Q> Slot<Q> {
             let result = match state & PHASE {
                 SUBMITTED => {
                     let to = self.phase(state, COMPLETE);
-                    match self.state.compare_exchange(state, to, Ordering::Release, Ordering::Relaxed) {
+                    match self.state.compare_exchange(
+                        state,
+                        to,
+                        Ordering::Release,
+                        Ordering::Relaxed,
+                    ) {
                         Ok(_) => return Finished::Unwatched,
                         Err(now) => Err(now),
                     }
@@ -290,14 +298,18 @@ impl<Q> Slot<Q> {
         let state = self.state.load(Ordering::Acquire);
         let waking = self.phase(state, WAKING);
         if state & PHASE != WAITING
-            || self.state.compare_exchange(state, waking, Ordering::Acquire, Ordering::Relaxed).is_err()
+            || self
+                .state
+                .compare_exchange(state, waking, Ordering::Acquire, Ordering::Relaxed)
+                .is_err()
         {
             return None;
         }
         // SAFETY: C2: WAKING makes the waker the drainer's.
         let waker = self.waker.with_mut(|cell| unsafe { (*cell).take() })?;
         let submitted = self.phase(state, SUBMITTED);
-        let back = self.state.compare_exchange(waking, submitted, Ordering::Release, Ordering::Relaxed);
+        let back =
+            self.state.compare_exchange(waking, submitted, Ordering::Release, Ordering::Relaxed);
         Some((waker, back.is_ok()))
     }
 
@@ -380,7 +392,11 @@ impl<Q> Slot<Q> {
 
     /// Rounds that its operation has spun.
     pub(super) fn rounds(&self) -> u32 {
-        if self.state.load(Ordering::Relaxed) & SPUN == 0 { 0 } else { self.rounds.load(Ordering::Relaxed) }
+        if self.state.load(Ordering::Relaxed) & SPUN == 0 {
+            0
+        } else {
+            self.rounds.load(Ordering::Relaxed)
+        }
     }
 
     /// Notes how many rounds its operation has spun.
@@ -408,10 +424,16 @@ impl<Q> Slot<Q> {
                     if !std::mem::replace(&mut kept, true) {
                         // SAFETY: C2: while SUBMITTED the waker is the future's; the drainer looks only after
                         // it has seen WAITING, which is stored with release below.
-                        self.waker.with_mut(|cell| std::mem::swap(unsafe { &mut *cell }, &mut spent[0]));
+                        self.waker
+                            .with_mut(|cell| std::mem::swap(unsafe { &mut *cell }, &mut spent[0]));
                     }
                     let to = self.phase(state, WAITING);
-                    match self.state.compare_exchange(state, to, Ordering::AcqRel, Ordering::Acquire) {
+                    match self.state.compare_exchange(
+                        state,
+                        to,
+                        Ordering::AcqRel,
+                        Ordering::Acquire,
+                    ) {
                         Ok(_) => return registered,
                         Err(now) => state = now,
                     }
@@ -419,7 +441,12 @@ impl<Q> Slot<Q> {
                 WAITING => {
                     let to = self.phase(state, SUBMITTED);
                     // Takes the waker back before it looks at it: the drainer may be about to.
-                    match self.state.compare_exchange(state, to, Ordering::AcqRel, Ordering::Acquire) {
+                    match self.state.compare_exchange(
+                        state,
+                        to,
+                        Ordering::AcqRel,
+                        Ordering::Acquire,
+                    ) {
                         Ok(_) => {
                             registered = Registered::Again;
                             state = to;
@@ -460,7 +487,9 @@ impl<Q> Slot<Q> {
         while state & PHASE != COMPLETE {
             let to = self.phase(state, DETACHED);
             match self.state.compare_exchange(state, to, Ordering::AcqRel, Ordering::Acquire) {
-                Ok(_) => return Detach::InFlight { waiting: matches!(state & PHASE, WAITING | WAKING) },
+                Ok(_) => {
+                    return Detach::InFlight { waiting: matches!(state & PHASE, WAITING | WAKING) };
+                }
                 Err(now) => state = now,
             }
         }

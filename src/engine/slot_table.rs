@@ -86,7 +86,12 @@ impl<Q> Slots<Q> {
     /// One operation after the other uses the same slot; of many that end in the order they began, each uses that
     /// which was released before.
     #[inline(always)]
-    pub(super) fn claim(&self, cursor: &mut Cursor, parts: u32, make: impl Fn(u32) -> Slot<Q>) -> Option<&Slot<Q>> {
+    pub(super) fn claim(
+        &self,
+        cursor: &mut Cursor,
+        parts: u32,
+        make: impl Fn(u32) -> Slot<Q>,
+    ) -> Option<&Slot<Q>> {
         match self.hint.claim(parts) {
             None => self.search(cursor, parts, make),
             slot => slot,
@@ -94,7 +99,12 @@ impl<Q> Slots<Q> {
     }
 
     #[cold]
-    fn search(&self, cursor: &mut Cursor, parts: u32, make: impl Fn(u32) -> Slot<Q>) -> Option<&Slot<Q>> {
+    fn search(
+        &self,
+        cursor: &mut Cursor,
+        parts: u32,
+        make: impl Fn(u32) -> Slot<Q>,
+    ) -> Option<&Slot<Q>> {
         for step in 0..cursor.len {
             let index = cursor.next.wrapping_add(step) % cursor.len;
             if let Some(slot) = self.hint.claim_at(self.slot(index), parts) {
@@ -196,24 +206,40 @@ mod tests {
     }
 
     fn claim<'a>(slots: &'a Slots<()>, cursor: &mut Cursor) -> &'a Slot<()> {
-        slots.hint.claim(1).or_else(|| slots.search(cursor, 1, |index| Slot::new(WrId(index.into()), false))).unwrap()
+        slots
+            .hint
+            .claim(1)
+            .or_else(|| slots.search(cursor, 1, |index| Slot::new(WrId(index.into()), false)))
+            .unwrap()
     }
 
     #[test]
     fn free_slots_follow_each_other_in_a_ring() {
         let (slots, mut cursor) = (Slots::<()>::new(), Cursor::default());
-        assert!(slots.find(0).is_none() && slots.hint.claim(1).is_none() && slots.iter().count() == 0);
+        assert!(
+            slots.find(0).is_none() && slots.hint.claim(1).is_none() && slots.iter().count() == 0
+        );
         let first = claim(&slots, &mut cursor);
-        let others: Vec<_> = (1..FIRST).map(|_| slots.hint.claim(1).unwrap().id().0 as u32).collect();
+        let others: Vec<_> =
+            (1..FIRST).map(|_| slots.hint.claim(1).unwrap().id().0 as u32).collect();
         assert_eq!((first.id(), others), (WrId(0), (1..FIRST).collect()));
         assert!(slots.hint.claim(1).is_none(), "all are taken");
         first.free();
-        assert!(std::ptr::eq(slots.hint.claim(1).unwrap(), slots.slot(0)), "the first comes after the last");
+        assert!(
+            std::ptr::eq(slots.hint.claim(1).unwrap(), slots.slot(0)),
+            "the first comes after the last"
+        );
         // Another step: the table and the ring have twice as many.
         assert_eq!(claim(&slots, &mut cursor).id(), WrId(FIRST.into()));
-        let others: Vec<_> = (1..FIRST).map(|_| slots.hint.claim(1).unwrap().id().0 as u32).collect();
+        let others: Vec<_> =
+            (1..FIRST).map(|_| slots.hint.claim(1).unwrap().id().0 as u32).collect();
         assert_eq!((others, cursor.len), ((FIRST + 1..2 * FIRST).collect(), 2 * FIRST));
-        assert!(slots.iter().map(|(index, slot)| (index, slot.id().0 as u32)).eq((0..2 * FIRST).map(|at| (at, at))));
+        assert!(
+            slots
+                .iter()
+                .map(|(index, slot)| (index, slot.id().0 as u32))
+                .eq((0..2 * FIRST).map(|at| (at, at)))
+        );
         assert!(slots.find(2 * FIRST).is_none());
     }
 
@@ -251,14 +277,19 @@ mod tests {
             let slot = slots
                 .hint
                 .claim(parts)
-                .or_else(|| slots.search(&mut cursor, parts, |index| Slot::new(WrId(index.into()), false)))
+                .or_else(|| {
+                    slots.search(&mut cursor, parts, |index| Slot::new(WrId(index.into()), false))
+                })
                 .unwrap();
             let some = [0, parts / 2, parts - 1];
             let ids = some.map(|part| slot.id_of(part));
             assert_eq!(ids.map(|id| slot.current_part(id)), some.map(Some));
             assert_eq!(slot.id_of(parts - 1), slot.id());
             let mut number = slot.ids();
-            assert_eq!([number.next(), number.next()].map(|id| slot.part(id)), [Some(0), (parts > 1).then_some(1)]);
+            assert_eq!(
+                [number.next(), number.next()].map(|id| slot.part(id)),
+                [Some(0), (parts > 1).then_some(1)]
+            );
             assert!(before.iter().all(|&id| slot.current_part(id).is_none()), "{parts}");
             assert!(slot.part(WrId(slot.id().0 ^ 1)).is_none(), "another slot's");
             slot.end_parts();

@@ -16,8 +16,8 @@ use crate::software::Network;
 use crate::types::{AsyncEvent, Imm, QpCaps, Sge, Transport};
 use crate::verbs::{Qp, QpOptions};
 use crate::{
-    Access, Batch, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, OpErrorKind, Pool, QueuePair,
-    RemoteRegion, SharedReceiveQueue,
+    Access, Batch, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, OpErrorKind,
+    Pool, QueuePair, RemoteRegion, SharedReceiveQueue,
 };
 
 fn poll<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {
@@ -54,7 +54,8 @@ impl Setup {
         a.connect(&b.endpoint()).unwrap();
         b.connect(&a.endpoint()).unwrap();
         // Aligned for atomics: bytes of a `Vec` are not, under Miri.
-        let region = ExposedRegion::new(&pd, HostMemory::zeroed(64).unwrap(), Access::REMOTE_ALL).unwrap();
+        let region =
+            ExposedRegion::new(&pd, HostMemory::zeroed(64).unwrap(), Access::REMOTE_ALL).unwrap();
         Self { pool: Pool::new(&pd, 64, 8).unwrap(), queue, a, b, region }
     }
 
@@ -93,8 +94,13 @@ fn operation_polled_after_all_handles_are_dropped_frees_its_work_queue() {
         let Setup { queue: _, pool, a, b, region } = setup;
         drop((a, b));
         assert!(matches!(poll(&mut write), Poll::Ready(Ok(_))));
-        let Poll::Ready(Err(error)) = poll(&mut receive) else { panic!("its queue pair is destroyed") };
-        assert!(matches!(error.kind(), OpErrorKind::Completion(_) | OpErrorKind::Closed), "{error}");
+        let Poll::Ready(Err(error)) = poll(&mut receive) else {
+            panic!("its queue pair is destroyed")
+        };
+        assert!(
+            matches!(error.kind(), OpErrorKind::Completion(_) | OpErrorKind::Closed),
+            "{error}"
+        );
         drop(error);
         assert_eq!(pool.available(), 8);
         drop(region);
@@ -136,15 +142,18 @@ fn operation_dropped_after_all_handles_are_dropped_frees_its_work_queue() {
 /// It is refused when it is attached; one that was attached before the failure must be refused afterwards, too, for the failure
 /// did not destroy it.
 #[test]
-fn completion_queue_that_has_failed_takes_no_queue_pair_between_its_creation_and_its_registration() {
+fn completion_queue_that_has_failed_takes_no_queue_pair_between_its_creation_and_its_registration()
+{
     let network = Network::new();
     let device = Device::software_in(&network, "failed0").unwrap();
     let pd = device.protection_domain().unwrap();
     let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
     let cq = queue.shared();
-    let caps = QpCaps { max_send_wr: 4, max_recv_wr: 4, max_send_sge: 1, max_recv_sge: 1, max_inline: 0 };
+    let caps =
+        QpCaps { max_send_wr: 4, max_recv_wr: 4, max_send_sge: 1, max_recv_sge: 1, max_inline: 0 };
     let options = QpOptions { transport: Transport::Rc, caps };
-    let limits = Limits { depth: 4, max_sge: 1, max_inline: 0, max_message: 64, pd: PdKey(pd.id()) };
+    let limits =
+        Limits { depth: 4, max_sge: 1, max_inline: 0, max_message: 64, pd: PdKey(pd.id()) };
     let create = || {
         let qp = Qp::new(&pd, queue.cq(), queue.cq(), None, &options).unwrap();
         QueuePairCore::new(qp, (cq, limits), (cq, Some(limits)), None)
@@ -173,7 +182,10 @@ fn operation_behind_others_is_checked_as_the_first_is() {
     let Setup { pool, a, region, .. } = &setup;
     let other = a.protection_domain().device().protection_domain().unwrap();
     let foreign = || other.register(vec![0; 8]).unwrap();
-    assert!(matches!(poll(&mut a.write(pool.try_alloc(64).unwrap(), region.grant())), Poll::Ready(Ok(_))));
+    assert!(matches!(
+        poll(&mut a.write(pool.try_alloc(64).unwrap(), region.grant())),
+        Poll::Ready(Ok(_))
+    ));
     let received = a.recv(pool.try_alloc(64).unwrap());
     let beyond = region.grant().slice(..8).unwrap();
     for (buffer, remote, kind) in [
@@ -181,10 +193,16 @@ fn operation_behind_others_is_checked_as_the_first_is() {
         (
             pool.try_alloc(64).unwrap(),
             beyond,
-            OpErrorKind::Limit(LimitError { field: "bytes for the remote region", asked: 64, allowed: 8 }),
+            OpErrorKind::Limit(LimitError {
+                field: "bytes for the remote region",
+                asked: 64,
+                allowed: 8,
+            }),
         ),
     ] {
-        let Poll::Ready(Err(error)) = poll(&mut a.write(buffer, remote)) else { panic!("it is refused: {kind}") };
+        let Poll::Ready(Err(error)) = poll(&mut a.write(buffer, remote)) else {
+            panic!("it is refused: {kind}")
+        };
         assert_eq!(error.kind(), kind);
     }
     let Poll::Ready(Err(error)) = poll(&mut a.recv(foreign())) else { panic!("it is refused") };
@@ -207,10 +225,16 @@ fn element_of_no_bytes_is_no_element() {
 
     let (sge, pd) = (full.sge(), PdKey(setup.a.protection_domain().id()));
     assert!(!queue.is_plain(empty.sge(), pd, 64));
-    assert!(queue.is_plain(sge, pd, 64) && queue.is_plain(sge, pd, u64::MAX) && !queue.is_plain(sge, pd, 63));
+    assert!(
+        queue.is_plain(sge, pd, 64)
+            && queue.is_plain(sge, pd, u64::MAX)
+            && !queue.is_plain(sge, pd, 63)
+    );
     let longest = queue.limits.max_message as u32;
     let of = |length| Sge { length, ..sge };
-    assert!(queue.is_plain(of(longest), pd, u64::MAX) && !queue.is_plain(of(longest + 1), pd, u64::MAX));
+    assert!(
+        queue.is_plain(of(longest), pd, u64::MAX) && !queue.is_plain(of(longest + 1), pd, u64::MAX)
+    );
 }
 
 #[test]
@@ -230,21 +254,41 @@ fn every_operation_moves_its_bytes_and_returns_its_buffer() {
         let Setup { a, b, .. } = &setup;
         let receives = [(); 4].map(|()| b.recv(setup.buffer(&[0xee; 20])));
         assert_eq!(ready(a.send(setup.buffer(b"plain"))).unwrap()[..], *b"plain");
-        assert_eq!(ready(a.send_with_imm(setup.buffer(b"beside").freeze(), Imm(7))).unwrap()[..], *b"beside");
+        assert_eq!(
+            ready(a.send_with_imm(setup.buffer(b"beside").freeze(), Imm(7))).unwrap()[..],
+            *b"beside"
+        );
         let mut bytes = *b"inline";
         let inline = a.send_inline(&bytes);
         bytes.fill(0);
         ready(inline).unwrap();
-        ready(a.write_with_imm(setup.buffer(b"written"), setup.grant().slice(3..).unwrap(), Imm(8))).unwrap();
-        let messages = [(&b"plain"[..], None), (b"beside", Some(Imm(7))), (b"inline", None), (b"", Some(Imm(8)))];
+        ready(a.write_with_imm(
+            setup.buffer(b"written"),
+            setup.grant().slice(3..).unwrap(),
+            Imm(8),
+        ))
+        .unwrap();
+        let messages = [
+            (&b"plain"[..], None),
+            (b"beside", Some(Imm(7))),
+            (b"inline", None),
+            (b"", Some(Imm(8))),
+        ];
         for (receive, (bytes, imm)) in receives.into_iter().zip(messages) {
             let received = ready(receive).unwrap();
-            assert_eq!((&received.buffer[..], received.imm, received.written), (bytes, imm, bytes.is_empty()));
+            assert_eq!(
+                (&received.buffer[..], received.imm, received.written),
+                (bytes, imm, bytes.is_empty())
+            );
         }
         assert_eq!(setup.contents()[..12], *b"\0\0\0written\0\0");
-        ready(a.write(vec![setup.buffer(b"from "), setup.buffer(b"parts")], setup.grant().slice(16..).unwrap()))
-            .unwrap();
-        let read = ready(a.read(setup.buffer(&[0; 10]), setup.grant().slice(16..).unwrap())).unwrap();
+        ready(a.write(
+            vec![setup.buffer(b"from "), setup.buffer(b"parts")],
+            setup.grant().slice(16..).unwrap(),
+        ))
+        .unwrap();
+        let read =
+            ready(a.read(setup.buffer(&[0; 10]), setup.grant().slice(16..).unwrap())).unwrap();
         assert_eq!(read[..], *b"from parts");
         assert_eq!(ready(a.fetch_add(setup.word(32), 5)).unwrap(), 0);
         assert_eq!(ready(a.compare_swap(setup.word(32), 5, 9)).unwrap(), 5);
@@ -362,8 +406,9 @@ fn receive_that_waits_in_a_runtime_is_woken_by_the_event_of_its_completion() {
         let mut receive = setup.b.recv(setup.buffer(&[0; 8]));
         thread::scope(|scope| {
             let received = runtime.block_on(async {
-                let waits =
-                    std::future::poll_fn(|context| Poll::Ready(Pin::new(&mut receive).poll(context).is_pending()));
+                let waits = std::future::poll_fn(|context| {
+                    Poll::Ready(Pin::new(&mut receive).poll(context).is_pending())
+                });
                 assert!(waits.await, "nothing was sent yet");
                 scope.spawn(|| drop(setup.a.send(setup.buffer(&[round; 8]))));
                 tokio::time::timeout(HANG, receive).await
@@ -456,7 +501,9 @@ fn waker_that_takes_the_lock_of_the_completion_queue_is_cloned_woken_and_dropped
             }
             // The completion finds the waker.
             ready(it.a.send(it.buffer(b"12345678"))).unwrap();
-            let Poll::Ready(received) = Pin::new(&mut receive).poll(&mut context) else { panic!("it has arrived") };
+            let Poll::Ready(received) = Pin::new(&mut receive).poll(&mut context) else {
+                panic!("it has arrived")
+            };
             assert_eq!(received.unwrap().buffer[..], *b"12345678");
             // Abandoned while it waits.
             let mut abandoned = it.b.recv(it.buffer(&[0; 8]));

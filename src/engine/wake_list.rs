@@ -128,7 +128,9 @@ thread_local! {
 }
 
 fn later(add: impl FnOnce(&mut WakeList)) {
-    DEFERRED.with_borrow_mut(|deferred| add(deferred.get_or_insert_with(|| ManuallyDrop::new(WakeList::new()))));
+    DEFERRED.with_borrow_mut(|deferred| {
+        add(deferred.get_or_insert_with(|| ManuallyDrop::new(WakeList::new())))
+    });
 }
 
 impl Deferral {

@@ -44,7 +44,12 @@ pub(crate) struct WorkQueue {
 }
 
 impl WorkQueue {
-    pub(super) fn new(owner: Owner, poster: Poster, limits: Limits, cq: Arc<CompletionQueueCore>) -> Self {
+    pub(super) fn new(
+        owner: Owner,
+        poster: Poster,
+        limits: Limits,
+        cq: Arc<CompletionQueueCore>,
+    ) -> Self {
         Self {
             slots: Slots::new(),
             limits,
@@ -153,7 +158,11 @@ impl WorkQueue {
         }
         if !wc.status.is_success() {
             let kind = OpErrorKind::Completion(self.failure(wc));
-            if is_last { self.settle(wc.wr_id, Err(kind), woken) } else { self.failures.fail_part(slot, part, kind) }
+            if is_last {
+                self.settle(wc.wr_id, Err(kind), woken)
+            } else {
+                self.failures.fail_part(slot, part, kind)
+            }
         } else if is_last {
             self.settle(wc.wr_id, Ok(*wc), woken);
         }
@@ -162,7 +171,9 @@ impl WorkQueue {
     /// What the completion says, and the lengths of a message that does not fit its receive, which the software device tells.
     #[cold]
     fn failure(&self, wc: &WorkCompletion) -> CompletionError {
-        let told = wc.status == WcStatus::LOC_LEN_ERR && wc.opcode == WcOpcode::RECV && self.cq.verbs().is_software();
+        let told = wc.status == WcStatus::LOC_LEN_ERR
+            && wc.opcode == WcOpcode::RECV
+            && self.cq.verbs().is_software();
         let lengths = ReceiveLengths { capacity: wc.imm_or_rkey, arrived: wc.byte_len };
         CompletionError { lengths: told.then_some(lengths), ..failure(wc) }
     }
@@ -413,6 +424,9 @@ fn stale(wc: &WorkCompletion) {
 
 impl fmt::Debug for WorkQueue {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("WorkQueue").field("limits", &self.limits).field("counters", &self.counters()).finish()
+        f.debug_struct("WorkQueue")
+            .field("limits", &self.limits)
+            .field("counters", &self.counters())
+            .finish()
     }
 }

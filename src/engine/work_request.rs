@@ -116,7 +116,11 @@ impl From<OpErrorKind> for Refusal {
     }
 }
 
-pub(super) fn data_of<'a>(sges: &'a [Sge], inline: Option<&'a [u8]>, window: Option<&'a WindowBind>) -> Data<'a> {
+pub(super) fn data_of<'a>(
+    sges: &'a [Sge],
+    inline: Option<&'a [u8]>,
+    window: Option<&'a WindowBind>,
+) -> Data<'a> {
     match (window, inline) {
         (Some(bind), _) => Data::Window(bind),
         (None, Some(bytes)) => Data::Inline(bytes),

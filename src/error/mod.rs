@@ -66,7 +66,11 @@ impl OutOfBounds {
             Bound::Excluded(&end) => end,
             Bound::Unbounded => size,
         };
-        let len = end.checked_sub(start).ok_or(Self { offset: start, len: end.wrapping_sub(start), size })?;
+        let len = end.checked_sub(start).ok_or(Self {
+            offset: start,
+            len: end.wrapping_sub(start),
+            size,
+        })?;
         Self::check(start, len, size)?;
         Ok((start, len))
     }
@@ -85,7 +89,9 @@ impl fmt::Display for OutOfBounds {
         let Self { offset, len, size } = self;
         match offset.checked_add(*len) {
             Some(_) => write!(f, "{len} bytes at offset {offset} do not lie within {size} bytes"),
-            None => write!(f, "{offset}..{} is no range within {size} bytes", offset.wrapping_add(*len)),
+            None => {
+                write!(f, "{offset}..{} is no range within {size} bytes", offset.wrapping_add(*len))
+            }
         }
     }
 }
@@ -127,7 +133,9 @@ impl OpenError {
 impl From<rdma_soft::OpenError> for OpenError {
     fn from(error: rdma_soft::OpenError) -> Self {
         match error {
-            rdma_soft::OpenError::NotFound { name, available, reason } => Self::NotFound { name, available, reason },
+            rdma_soft::OpenError::NotFound { name, available, reason } => {
+                Self::NotFound { name, available, reason }
+            }
             rdma_soft::OpenError::Verb { device, error } => Self::Verb { device, error },
         }
     }
@@ -219,9 +227,13 @@ impl fmt::Display for SetupError {
         match self {
             Self::Verb(error) => error.fmt(f),
             Self::Limit(error) => error.fmt(f),
-            Self::TooSmall { field, asked, least } => write!(f, "{field}: asked for {asked}, at least {least} needed"),
+            Self::TooSmall { field, asked, least } => {
+                write!(f, "{field}: asked for {asked}, at least {least} needed")
+            }
             Self::Transition(error) => error.fmt(f),
-            Self::Foreign { what } => write!(f, "{what} belongs to another protection domain or device"),
+            Self::Foreign { what } => {
+                write!(f, "{what} belongs to another protection domain or device")
+            }
             Self::CompletionQueueFull { asked, free } => write!(
                 f,
                 "completion queue too small: {asked} more entries needed, {free} free; raise \
@@ -234,7 +246,9 @@ impl fmt::Display for SetupError {
                 f,
                 "asked for completion queue {asked}; receives of this shared receive queue complete on completion queue {queue}"
             ),
-            Self::NoGid { port } => write!(f, "port {port} is not active, or has no such GID to send from"),
+            Self::NoGid { port } => {
+                write!(f, "port {port} is not active, or has no such GID to send from")
+            }
             Self::Unsupported { what } => write!(f, "the device has no {what}"),
             Self::Closed => f.write_str("the object is closed"),
         }
@@ -392,12 +406,14 @@ impl OpErrorKind {
         use io::ErrorKind;
         match self {
             Self::Completion(error) => match error.status {
-                WcStatus::RETRY_EXC_ERR | WcStatus::RNR_RETRY_EXC_ERR | WcStatus::RESP_TIMEOUT_ERR => {
-                    ErrorKind::TimedOut
-                }
+                WcStatus::RETRY_EXC_ERR
+                | WcStatus::RNR_RETRY_EXC_ERR
+                | WcStatus::RESP_TIMEOUT_ERR => ErrorKind::TimedOut,
                 WcStatus::WR_FLUSH_ERR => ErrorKind::ConnectionAborted,
                 WcStatus::REM_ACCESS_ERR => ErrorKind::PermissionDenied,
-                WcStatus::LOC_LEN_ERR | WcStatus::LOC_PROT_ERR | WcStatus::REM_INV_REQ_ERR => ErrorKind::InvalidInput,
+                WcStatus::LOC_LEN_ERR | WcStatus::LOC_PROT_ERR | WcStatus::REM_INV_REQ_ERR => {
+                    ErrorKind::InvalidInput
+                }
                 _ => ErrorKind::Other,
             },
             Self::Post(verb) | Self::CompletionQueue(verb) => io::Error::from(*verb).kind(),
@@ -419,7 +435,10 @@ impl fmt::Display for OpErrorKind {
             Self::Completion(error) => error.fmt(f),
             Self::Post(error) => error.fmt(f),
             Self::State { qpn, state: state @ (QpState::Err | QpState::Sqe), error } => {
-                write!(f, "queue pair {qpn} has failed (state {state:?}); make a new one and connect it ({error})")
+                write!(
+                    f,
+                    "queue pair {qpn} has failed (state {state:?}); make a new one and connect it ({error})"
+                )
             }
             Self::State { qpn, state, error } => write!(
                 f,
@@ -431,7 +450,10 @@ impl fmt::Display for OpErrorKind {
             Self::Rights { missing } => write!(f, "the region lacks the access rights {missing:?}"),
             Self::Unsupported { what } => write!(f, "unsupported on this transport: {what}"),
             Self::NotOneSided { index, what } => {
-                write!(f, "work request {index} of the batch is a {what}, which takes a receive of the peer's messages")
+                write!(
+                    f,
+                    "work request {index} of the batch is a {what}, which takes a receive of the peer's messages"
+                )
             }
             Self::Misaligned { addr, len } => {
                 write!(f, "an atomic needs 8 bytes on an 8-byte boundary, not {len} at {addr:#x}")

@@ -20,8 +20,12 @@ pub enum NoRuntime {
 impl fmt::Display for NoRuntime {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Outside => "polled outside of a Tokio runtime; await it within `Runtime::block_on` or a task",
-            Self::Io => "the Tokio runtime has no I/O driver; build it with `enable_io` or `enable_all`",
+            Self::Outside => {
+                "polled outside of a Tokio runtime; await it within `Runtime::block_on` or a task"
+            }
+            Self::Io => {
+                "the Tokio runtime has no I/O driver; build it with `enable_io` or `enable_all`"
+            }
         })
     }
 }

@@ -42,8 +42,16 @@ pub(crate) struct Slab {
 }
 
 impl Slab {
-    pub(crate) fn new(registration: Registration, stride: u32, chunks: u32, free: Option<Arc<FreeList>>) -> Self {
-        assert!(stride as usize * chunks as usize <= registration.len(), "chunks lie within the registration");
+    pub(crate) fn new(
+        registration: Registration,
+        stride: u32,
+        chunks: u32,
+        free: Option<Arc<FreeList>>,
+    ) -> Self {
+        assert!(
+            stride as usize * chunks as usize <= registration.len(),
+            "chunks lie within the registration"
+        );
         let shares = (0..chunks).map(|_| AtomicU32::new(0)).collect();
         Self { registration, stride, shares, free }
     }
@@ -184,7 +192,9 @@ impl BufMut {
                     return Err(Self::from_chunk(Arc::new(slab), 0, len));
                 };
                 let storage: Box<dyn Any> = storage;
-                Ok(*storage.downcast::<S>().unwrap_or_else(|_| unreachable!("its type was checked above")))
+                Ok(*storage
+                    .downcast::<S>()
+                    .unwrap_or_else(|_| unreachable!("its type was checked above")))
             }
             Err(slab) => Err(Self::from_chunk(slab, 0, len)),
         }
@@ -195,7 +205,11 @@ impl BufMut {
     #[inline]
     #[must_use]
     pub fn sge(&self) -> Sge {
-        Sge { addr: self.ptr.addr().get() as u64, length: self.len, lkey: self.slab.registration.lkey() }
+        Sge {
+            addr: self.ptr.addr().get() as u64,
+            length: self.len,
+            lkey: self.slab.registration.lkey(),
+        }
     }
 
     #[inline]
@@ -235,7 +249,10 @@ impl Drop for BufMut {
 
 impl fmt::Debug for BufMut {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("BufMut").field("len", &self.len).field("capacity", &self.capacity()).finish_non_exhaustive()
+        f.debug_struct("BufMut")
+            .field("len", &self.len)
+            .field("capacity", &self.capacity())
+            .finish_non_exhaustive()
     }
 }
 
@@ -262,7 +279,10 @@ impl Buf {
     ///
     /// [`OutOfBounds`] if the range ends before it starts or reaches beyond the view.
     pub fn slice(&self, range: impl RangeBounds<usize>) -> Result<Self, OutOfBounds> {
-        let bounds = (range.start_bound().map(|&start| start as u64), range.end_bound().map(|&end| end as u64));
+        let bounds = (
+            range.start_bound().map(|&start| start as u64),
+            range.end_bound().map(|&end| end as u64),
+        );
         let (start, len) = OutOfBounds::resolve(bounds, self.len.into())?;
         let mut part = self.clone();
         // SAFETY: S1: `start` is within the view, as just checked.
@@ -295,7 +315,11 @@ impl Buf {
     #[inline]
     #[must_use]
     pub fn sge(&self) -> Sge {
-        Sge { addr: self.ptr.addr().get() as u64, length: self.len, lkey: self.slab.registration.lkey() }
+        Sge {
+            addr: self.ptr.addr().get() as u64,
+            length: self.len,
+            lkey: self.slab.registration.lkey(),
+        }
     }
 
     #[inline]
@@ -395,8 +419,11 @@ mod tests {
         // Of a pool whose second chunk it is, too: views are counted for each chunk.
         let pair = Pool::new(&pd, 64, 2).unwrap();
         let _first = pair.try_alloc(64).unwrap().freeze();
-        for mut buffer in [pool.try_alloc(64).unwrap(), pair.try_alloc(64).unwrap(), pd.register(vec![0; 64]).unwrap()]
-        {
+        for mut buffer in [
+            pool.try_alloc(64).unwrap(),
+            pair.try_alloc(64).unwrap(),
+            pd.register(vec![0; 64]).unwrap(),
+        ] {
             buffer.iter_mut().zip(1..).for_each(|(byte, value)| *byte = value);
             test(buffer);
         }
@@ -466,7 +493,12 @@ mod tests {
         let pd = domain();
         // Of a pool of one buffer, which has nothing else of its slab.
         let pool = Pool::new(&pd, 64, 1).unwrap();
-        let buffer = pool.try_alloc(8).unwrap().into_storage::<HostMemory>().map(drop).expect_err("it is the pool's");
+        let buffer = pool
+            .try_alloc(8)
+            .unwrap()
+            .into_storage::<HostMemory>()
+            .map(drop)
+            .expect_err("it is the pool's");
         assert_eq!((buffer.len(), pool.available()), (8, 0));
         drop(buffer);
         assert_eq!((pool.available(), pool.total()), (1, 1));
@@ -512,8 +544,10 @@ mod tests {
     fn clone_beyond_the_limit_of_views_aborts_the_process() {
         const CLONES: &str = "TOKIO_RDMA_CLONES";
         if std::env::var_os(CLONES).is_some() {
-            let pd =
-                Device::software_in(&crate::software::Network::new(), "views0").unwrap().protection_domain().unwrap();
+            let pd = Device::software_in(&crate::software::Network::new(), "views0")
+                .unwrap()
+                .protection_domain()
+                .unwrap();
             let buf = Pool::new(&pd, 64, 1).unwrap().try_alloc(8).unwrap().freeze();
             buf.shares().store(MAX_VIEWS, Ordering::Relaxed);
             for _ in 0..4 {
@@ -523,8 +557,12 @@ mod tests {
             return;
         }
         let mut child = Command::new(std::env::current_exe().unwrap());
-        child.args(["--exact", "memory::buf::tests::clone_beyond_the_limit_of_views_aborts_the_process"]);
-        let status = child.env(CLONES, "1").stdout(Stdio::null()).stderr(Stdio::null()).status().unwrap();
+        child.args([
+            "--exact",
+            "memory::buf::tests::clone_beyond_the_limit_of_views_aborts_the_process",
+        ]);
+        let status =
+            child.env(CLONES, "1").stdout(Stdio::null()).stderr(Stdio::null()).status().unwrap();
         assert_eq!(status.signal(), Some(SIGABRT), "{status}");
     }
 }

@@ -76,7 +76,12 @@ impl DmaBufRegion {
     /// on-demand paging are not for dma-bufs); [`SetupError::Limit`] if the range ends before it starts or is longer than a
     /// registration can be; [`SetupError::Verb`] as `ibv_reg_dmabuf_mr(3)`: EBADF or EINVAL for what is no dma-buf, EINVAL
     /// beyond its end.
-    pub fn new(pd: &ProtectionDomain, fd: OwnedFd, range: Range<u64>, access: Access) -> Result<Self, SetupError> {
+    pub fn new(
+        pd: &ProtectionDomain,
+        fd: OwnedFd,
+        range: Range<u64>,
+        access: Access,
+    ) -> Result<Self, SetupError> {
         let iova = range.start;
         Self::at(pd, fd, range, iova, access)
     }
@@ -96,7 +101,9 @@ impl DmaBufRegion {
     ) -> Result<Self, SetupError> {
         let access = access | Access::LOCAL_WRITE;
         if !(Access::REMOTE_ALL | Access::LOCAL_WRITE).contains(access) {
-            return Err(SetupError::Unsupported { what: "windows or on-demand paging of dma-bufs" });
+            return Err(SetupError::Unsupported {
+                what: "windows or on-demand paging of dma-bufs",
+            });
         }
         LimitError::check("start of the range", range.start, range.end)?;
         let bytes = range.end - range.start;

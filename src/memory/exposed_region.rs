@@ -57,7 +57,11 @@ impl ExposedRegion {
     ///
     /// [`SetupError`] if it is longer than a registration can be, the device lacks what `access` asks for, or the provider
     /// refuses.
-    pub fn new<S: Storage>(pd: &ProtectionDomain, memory: S, access: Access) -> Result<Self, SetupError> {
+    pub fn new<S: Storage>(
+        pd: &ProtectionDomain,
+        memory: S,
+        access: Access,
+    ) -> Result<Self, SetupError> {
         let access = access | Access::LOCAL_WRITE;
         // Shared even without remote rights: slices of it may be in several operations, and are read and written here.
         Ok(Self { inner: Arc::new(Registration::new(pd, memory, access, true)?), access })
@@ -100,7 +104,9 @@ impl ExposedRegion {
         OutOfBounds::check(offset as u64, out.len() as u64, self.len() as u64)?;
         // SAFETY: S2: the range lies within the registration and is reached by atomic accesses only;
         // `out` is borrowed exclusively.
-        unsafe { shared::load(self.inner.base().add(offset).as_ptr(), out.as_mut_ptr(), out.len()) };
+        unsafe {
+            shared::load(self.inner.base().add(offset).as_ptr(), out.as_mut_ptr(), out.len())
+        };
         Ok(())
     }
 
@@ -113,7 +119,9 @@ impl ExposedRegion {
         OutOfBounds::check(offset as u64, bytes.len() as u64, self.len() as u64)?;
         // SAFETY: S2: the range lies within the registration and is reached by atomic accesses only;
         // `bytes` is borrowed, so nobody writes it.
-        unsafe { shared::store(bytes.as_ptr(), self.inner.base().add(offset).as_ptr(), bytes.len()) };
+        unsafe {
+            shared::store(bytes.as_ptr(), self.inner.base().add(offset).as_ptr(), bytes.len())
+        };
         Ok(())
     }
 
@@ -183,7 +191,9 @@ impl ExposedRegion {
                     return Err(Self { inner: Arc::new(registration), access });
                 };
                 let storage: Box<dyn Any> = storage;
-                Ok(*storage.downcast::<S>().unwrap_or_else(|_| unreachable!("its type was checked above")))
+                Ok(*storage
+                    .downcast::<S>()
+                    .unwrap_or_else(|_| unreachable!("its type was checked above")))
             }
             Err(inner) => Err(Self { inner, access }),
         }
@@ -242,7 +252,11 @@ impl ExposedSlice {
     /// until the completion.
     #[must_use]
     pub fn sge(&self) -> Sge {
-        Sge { addr: self.inner.addr() + self.offset as u64, length: self.len, lkey: self.inner.lkey() }
+        Sge {
+            addr: self.inner.addr() + self.offset as u64,
+            length: self.len,
+            lkey: self.inner.lkey(),
+        }
     }
 
     pub(crate) fn registration(&self) -> &Registration {
@@ -252,7 +266,10 @@ impl ExposedSlice {
 
 impl fmt::Debug for ExposedSlice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ExposedSlice").field("offset", &self.offset).field("len", &self.len).finish_non_exhaustive()
+        f.debug_struct("ExposedSlice")
+            .field("offset", &self.offset)
+            .field("len", &self.len)
+            .finish_non_exhaustive()
     }
 }
 

@@ -76,14 +76,21 @@ impl HostMemory {
         let allowed = isize::MAX as u64 - Self::PAGE as u64;
         LimitError::check("memory", len as u64, allowed)?;
         let asked = len as u64;
-        Layout::from_size_align(len.max(1), Self::PAGE).map_err(|_| LimitError { field: "memory", asked, allowed })
+        Layout::from_size_align(len.max(1), Self::PAGE).map_err(|_| LimitError {
+            field: "memory",
+            asked,
+            allowed,
+        })
     }
 
     fn allocated(len: usize, layout: Layout) -> Result<Self, VerbError> {
         debug_assert!(layout.size() >= len.max(1));
         if len >= Self::LARGE {
             let errno = |error: io::Error| error.raw_os_error().unwrap_or(VerbError::ENOMEM);
-            let map = MmapOptions::new().len(len).map_anon().map_err(|error| VerbError::new("mmap", errno(error)))?;
+            let map = MmapOptions::new()
+                .len(len)
+                .map_anon()
+                .map_err(|error| VerbError::new("mmap", errno(error)))?;
             return Ok(Self::mapped(len, map));
         }
         // SAFETY: S1: the layout has at least one byte.
@@ -165,7 +172,16 @@ mod tests {
     #[test]
     #[cfg_attr(miri, ignore = "asks for more memory than there are addresses")]
     fn every_length_has_pages_of_its_own() {
-        for len in [0, 1, 4095, 4096, HostMemory::LARGE - 1, HostMemory::LARGE, HostMemory::LARGE + 1, 3 << 20] {
+        for len in [
+            0,
+            1,
+            4095,
+            4096,
+            HostMemory::LARGE - 1,
+            HostMemory::LARGE,
+            HostMemory::LARGE + 1,
+            3 << 20,
+        ] {
             let memory = HostMemory::zeroed(len).unwrap();
             assert_eq!((memory.len(), memory.base().addr().get() % HostMemory::PAGE), (len, 0));
         }

@@ -127,7 +127,12 @@ impl MemoryWindow {
         Ok(self.bind(region.registration(), range, access))
     }
 
-    pub(crate) fn bind(&self, region: &Arc<Registration>, range: Range<usize>, access: Access) -> WindowBind {
+    pub(crate) fn bind(
+        &self,
+        region: &Arc<Registration>,
+        range: Range<usize>,
+        access: Access,
+    ) -> WindowBind {
         let mut state = self.state.lock();
         let current = state.current;
         state.current = current.next();

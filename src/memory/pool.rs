@@ -92,14 +92,24 @@ impl Pool {
     /// # Errors
     ///
     /// [`SetupError`] if the memory cannot be registered.
-    pub fn new(pd: &ProtectionDomain, buffer_size: usize, buffers: usize) -> Result<Self, SetupError> {
+    pub fn new(
+        pd: &ProtectionDomain,
+        buffer_size: usize,
+        buffers: usize,
+    ) -> Result<Self, SetupError> {
         Self::builder(pd).buffer_size(buffer_size).buffers(buffers).build()
     }
 
     /// A pool to be described further.
     #[must_use]
     pub fn builder(pd: &ProtectionDomain) -> PoolBuilder {
-        PoolBuilder { pd: pd.clone(), buffer_size: 4096, buffers: 64, growing: false, huge_pages: false }
+        PoolBuilder {
+            pd: pd.clone(),
+            buffer_size: 4096,
+            buffers: 64,
+            growing: false,
+            huge_pages: false,
+        }
     }
 
     /// A buffer of `len` bytes, waiting for one to come back if there is none.
@@ -141,8 +151,12 @@ impl Pool {
 
     /// A buffer of `len` bytes if there is one now; never grows.
     pub(crate) fn take_free(&self, len: usize) -> Result<Option<BufMut>, PoolError> {
-        LimitError::check("buffer bytes (PoolBuilder::buffer_size)", len as u64, u64::from(self.inner.buffer_size))
-            .map_err(PoolError::TooLong)?;
+        LimitError::check(
+            "buffer bytes (PoolBuilder::buffer_size)",
+            len as u64,
+            u64::from(self.inner.buffer_size),
+        )
+        .map_err(PoolError::TooLong)?;
         let Ok(permit) = self.inner.free.permits.try_acquire() else { return Ok(None) };
         permit.forget();
         Ok(Some(self.take(len)))
@@ -180,7 +194,9 @@ impl Pool {
     /// Takes the chunk that a forgotten permit promises.
     fn take(&self, len: usize) -> BufMut {
         let chunk = self.inner.free.chunks.lock().free.pop();
-        let Some((slab, index)) = chunk else { unreachable!("a permit stands for a chunk in the list") };
+        let Some((slab, index)) = chunk else {
+            unreachable!("a permit stands for a chunk in the list")
+        };
         BufMut::from_chunk(slab, index, len as u32)
     }
 }
@@ -196,7 +212,8 @@ impl Inner {
             HostMemory::try_zeroed(len)?
         };
         let registration = Registration::new(&self.pd, memory, Access::LOCAL_WRITE, false)?;
-        let slab = Arc::new(Slab::new(registration, self.stride, self.per_slab, Some(self.free.clone())));
+        let slab =
+            Arc::new(Slab::new(registration, self.stride, self.per_slab, Some(self.free.clone())));
         let mut chunks = self.free.chunks.lock();
         chunks.total += self.per_slab as usize;
         // Room for all there are, so that giving back never allocates.
@@ -358,7 +375,8 @@ mod tests {
 
     #[test]
     fn buffers_lie_side_by_side_by_their_size() {
-        let pd = Device::software_in(&Network::new(), "strides0").unwrap().protection_domain().unwrap();
+        let pd =
+            Device::software_in(&Network::new(), "strides0").unwrap().protection_domain().unwrap();
         for (size, stride) in [(0, 8), (1, 8), (8, 8), (9, 64), (64, 64), (65, 128)] {
             let pool = Pool::new(&pd, size, 3).unwrap();
             let buffers = [(); 3].map(|()| pool.try_alloc(size).unwrap());
@@ -370,7 +388,8 @@ mod tests {
 
     #[test]
     fn memory_of_a_pool_ends_with_its_last_buffer() {
-        let pd = Device::software_in(&Network::new(), "ends0").unwrap().protection_domain().unwrap();
+        let pd =
+            Device::software_in(&Network::new(), "ends0").unwrap().protection_domain().unwrap();
         let pool = Pool::new(&pd, 64, 3).unwrap();
         let list = Arc::downgrade(&pool.inner.free);
         let buffers = [(); 2].map(|()| pool.try_alloc(64).unwrap());
@@ -384,12 +403,14 @@ mod tests {
 
     #[test]
     fn sizes_and_numbers_beyond_the_limits_are_named() {
-        let pd = Device::software_in(&Network::new(), "limits0").unwrap().protection_domain().unwrap();
+        let pd =
+            Device::software_in(&Network::new(), "limits0").unwrap().protection_domain().unwrap();
         let refused = |size: u64, buffers: u64| {
             let builder = Pool::builder(&pd).buffer_size(size as usize).buffers(buffers as usize);
             builder.build().expect_err("it is beyond a limit")
         };
-        let beyond = |field, asked, allowed| SetupError::Limit(LimitError { field, asked, allowed });
+        let beyond =
+            |field, asked, allowed| SetupError::Limit(LimitError { field, asked, allowed });
         let most = u64::from(u32::MAX);
         assert_eq!(refused(most - 62, 1), beyond("buffer_size", most - 62, most - 63));
         assert_eq!(refused(8, most + 1), beyond("buffers", most + 1, most));

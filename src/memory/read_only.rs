@@ -92,7 +92,9 @@ mod tests {
             let region = ReadOnlyRegion::new(&pd, bytes).unwrap();
             for range in [0..64, 3..61, 8..16] {
                 let len = (range.end - range.start) as usize;
-                let mut read = pin!(a.read(pool.try_alloc(len).unwrap(), region.grant().slice(range).unwrap()));
+                let mut read = pin!(
+                    a.read(pool.try_alloc(len).unwrap(), region.grant().slice(range).unwrap())
+                );
                 let mut context = Context::from_waker(Waker::noop());
                 let read = loop {
                     if let Poll::Ready(read) = read.as_mut().poll(&mut context) {

@@ -79,7 +79,15 @@ impl Registration {
         raw: Mr,
         storage: Box<dyn Any + Send>,
     ) -> Self {
-        Self { base, addr, len, lkey: raw.lkey(), rkey: raw.rkey(), held: Some((raw, storage)), pd: pd.clone() }
+        Self {
+            base,
+            addr,
+            len,
+            lkey: raw.lkey(),
+            rkey: raw.rkey(),
+            held: Some((raw, storage)),
+            pd: pd.clone(),
+        }
     }
 
     /// First byte, of memory that programs reach.

@@ -75,7 +75,11 @@ impl RemoteRegion {
     /// [`OutOfBounds`] if the range ends before it starts or reaches beyond the region.
     pub fn slice(&self, range: impl RangeBounds<u64>) -> Result<Self, OutOfBounds> {
         let (start, len) = OutOfBounds::resolve(range, self.len)?;
-        let addr = self.addr.checked_add(start).ok_or(OutOfBounds { offset: start, len, size: self.len })?;
+        let addr = self.addr.checked_add(start).ok_or(OutOfBounds {
+            offset: start,
+            len,
+            size: self.len,
+        })?;
         Ok(Self { addr, len, rkey: self.rkey })
     }
 

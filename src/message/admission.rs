@@ -171,8 +171,12 @@ impl Admission {
     }
 
     /// Decodes a request's handshake, and counts requests without one.
-    pub(super) fn handshake<'a>(&self, private_data: &'a [u8]) -> Result<(Handshake, &'a [u8]), HandshakeError> {
-        Handshake::decode(private_data).inspect_err(|_| self.state.lock().stats.refused_protocol += 1)
+    pub(super) fn handshake<'a>(
+        &self,
+        private_data: &'a [u8],
+    ) -> Result<(Handshake, &'a [u8]), HandshakeError> {
+        Handshake::decode(private_data)
+            .inspect_err(|_| self.state.lock().stats.refused_protocol += 1)
     }
 
     pub(super) fn stats(&self) -> ListenerStats {
@@ -221,7 +225,11 @@ impl Admit for Admission {
             // Not a warning: each forged request would log one.
             tracing::debug!(peer = %source, %error, "rejected");
             // Tells the peer's program what it has met.
-            return Verdict::Reject(if error.is_foreign() { cm::FOR_MESSAGES.to_vec() } else { Vec::new() });
+            return Verdict::Reject(if error.is_foreign() {
+                cm::FOR_MESSAGES.to_vec()
+            } else {
+                Vec::new()
+            });
         }
         match self.check(source) {
             Ok(()) => Verdict::Answer(answer.clone()),
@@ -275,10 +283,17 @@ mod tests {
         assert_eq!(admission.enter(ip(1)).unwrap_err(), Refusal::SourceFull);
         let other = admission.enter(ip(2)).unwrap();
         assert_eq!(admission.check(ip(3)), Err(Refusal::ListenerFull));
-        assert_eq!((admission.stats().open, admission.stats().accepted), (2, 2), "one is not complete yet");
+        assert_eq!(
+            (admission.stats().open, admission.stats().accepted),
+            (2, 2),
+            "one is not complete yet"
+        );
         let other = other.accepted();
         let stats = admission.stats();
-        assert_eq!((stats.open, stats.accepted, stats.refused_full, stats.refused_source), (3, 3, 1, 1));
+        assert_eq!(
+            (stats.open, stats.accepted, stats.refused_full, stats.refused_source),
+            (3, 3, 1, 1)
+        );
         ours.pop();
         assert_eq!((admission.check(ip(1)), admission.check(ip(3))), (Ok(()), Ok(())));
         drop((ours, other));
@@ -295,9 +310,14 @@ mod tests {
             bytes[147] = 1;
             assert_eq!(Refusal::decode(&bytes), None);
         }
-        for other in
-            [&b""[..], b"tRDM", b"tRDM\x01\x02\x01", b"tRDM\x01\x02\x03\0", b"tRDM\x01\x01\0\0", b"tRDM\x02\x02\x01\0"]
-        {
+        for other in [
+            &b""[..],
+            b"tRDM",
+            b"tRDM\x01\x02\x01",
+            b"tRDM\x01\x02\x03\0",
+            b"tRDM\x01\x01\0\0",
+            b"tRDM\x02\x02\x01\0",
+        ] {
             assert_eq!(Refusal::decode(other), None);
         }
     }

@@ -304,7 +304,11 @@ impl ConnectionConfig {
     }
 
     /// Checks that port and GID index, by which the connection manager reaches `peer`, are what was asked for.
-    pub(super) fn check_path(&self, (port, gid_index): (PortNum, u8), peer: Gid) -> Result<(), SetupError> {
+    pub(super) fn check_path(
+        &self,
+        (port, gid_index): (PortNum, u8),
+        peer: Gid,
+    ) -> Result<(), SetupError> {
         let (what, ours, theirs) = match self.path {
             Path::To(asked) if asked != peer => ("peer", asked.to_string(), peer.to_string()),
             Path::From(asked, index) if (asked, index) != (port, gid_index) => {
@@ -337,7 +341,9 @@ impl ConnectionConfig {
             return Err(HandshakeError::UserData { len, allowed });
         }
         let handshake = self.handshake().encode(&self.user_data)?;
-        let options = cm::Options::default().resolve_timeout(self.connect_timeout).timeout(self.connect_timeout);
+        let options = cm::Options::default()
+            .resolve_timeout(self.connect_timeout)
+            .timeout(self.connect_timeout);
         Ok(options.transport(self.options).private_data(handshake))
     }
 
@@ -348,13 +354,21 @@ impl ConnectionConfig {
 
     /// What the peer is told.
     pub(super) fn handshake(&self) -> Handshake {
-        Handshake { buffer_size: self.receive_buffer_size, receives: self.receives(), max_message: self.max_message }
+        Handshake {
+            buffer_size: self.receive_buffer_size,
+            receives: self.receives(),
+            max_message: self.max_message,
+        }
     }
 
     /// Checks that all of it is possible, and possible on this device.
     pub(super) fn check(&self, device: &Device) -> Result<(), SetupError> {
-        let foreign = |what, of: &Device| if of.same(device) { Ok(()) } else { Err(SetupError::Foreign { what }) };
-        self.protection_domain.as_ref().map_or(Ok(()), |pd| foreign("protection domain", pd.device()))?;
+        let foreign = |what, of: &Device| {
+            if of.same(device) { Ok(()) } else { Err(SetupError::Foreign { what }) }
+        };
+        self.protection_domain
+            .as_ref()
+            .map_or(Ok(()), |pd| foreign("protection domain", pd.device()))?;
         if let Completions::Shared(queue) = &self.completions {
             foreign("completion queue", queue.device())?;
         }
@@ -374,11 +388,16 @@ impl ConnectionConfig {
             ("first_message_timeout in milliseconds", self.first_message_timeout),
         ];
         for (field, time) in times {
-            let millis = time.map_or(u64::MAX, |time| u64::try_from(time.as_millis()).unwrap_or(u64::MAX));
+            let millis =
+                time.map_or(u64::MAX, |time| u64::try_from(time.as_millis()).unwrap_or(u64::MAX));
             at_least(field, millis, 1)?;
         }
         LimitError::check("receive_buffer_size", self.receive_buffer_size.into(), 1 << 31)?;
-        LimitError::check("receive_buffers", self.receive_buffers.into(), (MAX_RECEIVES - RESERVE).into())?;
+        LimitError::check(
+            "receive_buffers",
+            self.receive_buffers.into(),
+            (MAX_RECEIVES - RESERVE).into(),
+        )?;
         LimitError::check("receive_buffers", self.receives().into(), attr.max_qp_wr.into())?;
         LimitError::check("max_send_wr", self.max_send_wr.into(), attr.max_qp_wr.into())?;
         LimitError::check("max_inline", self.max_inline.into(), attr.max_inline.into())?;
@@ -388,7 +407,11 @@ impl ConnectionConfig {
         // Each pool is one registration, in which a buffer takes whole cache lines.
         let buffers = attr.max_mr_size / u64::from(self.receive_buffer_size).next_multiple_of(64);
         LimitError::check("receive_buffers", self.receives().into(), buffers)?;
-        LimitError::check("spare_buffers", self.spare_buffers.into(), buffers - u64::from(self.receives()))?;
+        LimitError::check(
+            "spare_buffers",
+            self.spare_buffers.into(),
+            buffers - u64::from(self.receives()),
+        )?;
         LimitError::check("send_buffers", self.send_buffers.into(), buffers)?;
         self.options.check()?;
         Ok(())
@@ -411,10 +434,30 @@ mod tests {
             let receives = u64::from(long.receives());
             let most = u64::from(MAX_BUFFERS);
             let cases = [
-                (ConnectionConfig::default().spare_buffers(MAX_BUFFERS + 1), "spare_buffers", most + 1, most),
-                (ConnectionConfig::default().spare_buffers(u32::MAX), "spare_buffers", u32::MAX.into(), most),
-                (ConnectionConfig::default().send_buffers(MAX_BUFFERS + 1), "send_buffers", most + 1, most),
-                (ConnectionConfig::default().send_buffers(u32::MAX), "send_buffers", u32::MAX.into(), most),
+                (
+                    ConnectionConfig::default().spare_buffers(MAX_BUFFERS + 1),
+                    "spare_buffers",
+                    most + 1,
+                    most,
+                ),
+                (
+                    ConnectionConfig::default().spare_buffers(u32::MAX),
+                    "spare_buffers",
+                    u32::MAX.into(),
+                    most,
+                ),
+                (
+                    ConnectionConfig::default().send_buffers(MAX_BUFFERS + 1),
+                    "send_buffers",
+                    most + 1,
+                    most,
+                ),
+                (
+                    ConnectionConfig::default().send_buffers(u32::MAX),
+                    "send_buffers",
+                    u32::MAX.into(),
+                    most,
+                ),
                 (long.clone().spare_buffers(1 << 20), "spare_buffers", 1 << 20, buffers - receives),
                 (long.spare_buffers(0).send_buffers(1 << 20), "send_buffers", 1 << 20, buffers),
             ];
@@ -422,7 +465,8 @@ mod tests {
                 let refused = EstablishError::Setup(LimitError { field, asked, allowed }.into());
                 let error = Listener::bind_with(&device, "127.0.0.1:0", &config).await.unwrap_err();
                 assert_eq!(error, refused);
-                let error = Connection::connect_with(&device, "127.0.0.1:9", &config).await.unwrap_err();
+                let error =
+                    Connection::connect_with(&device, "127.0.0.1:9", &config).await.unwrap_err();
                 assert_eq!(error, refused);
             }
         });

@@ -107,7 +107,10 @@ impl Connection {
     /// # Cancel safety
     ///
     /// As [`connect_with`](Self::connect_with): dropping the future takes the request back.
-    pub async fn connect(device: &Device, address: impl ToSocketAddrs) -> Result<Self, EstablishError> {
+    pub async fn connect(
+        device: &Device,
+        address: impl ToSocketAddrs,
+    ) -> Result<Self, EstablishError> {
         Self::connect_with(device, address, &ConnectionConfig::default()).await
     }
 
@@ -144,8 +147,8 @@ impl Connection {
         .map_err(rejected)?;
         let Some(prepared) = prepared else { unreachable!("a queue pair was connected") };
         let address = link.peer_addr();
-        let (handshake, user_data) =
-            Handshake::decode(link.private_data()).map_err(|error| EstablishError::OtherProtocol { address, error })?;
+        let (handshake, user_data) = Handshake::decode(link.private_data())
+            .map_err(|error| EstablishError::OtherProtocol { address, error })?;
         let user_data = Bytes::copy_from_slice(user_data);
         prepared.start(handshake, user_data, Some(link), None)
     }
@@ -158,7 +161,10 @@ impl Connection {
     ///
     /// [`SetupError::Limit`] and [`SetupError::TooSmall`] with the setting that the device or the protocol does not allow,
     /// [`SetupError::NoGid`] without an active port or the entry asked for, else as [`QueuePairBuilder::build`].
-    pub fn prepare(pd: &ProtectionDomain, config: &ConnectionConfig) -> Result<PreparedConnection, SetupError> {
+    pub fn prepare(
+        pd: &ProtectionDomain,
+        config: &ConnectionConfig,
+    ) -> Result<PreparedConnection, SetupError> {
         PreparedConnection::new(pd, config, |builder| builder.path(config.path))
     }
 
@@ -239,7 +245,9 @@ impl Connection {
         let mut turn = Turn::new(&handle.shared, Core::leave_flushers);
         let mut gone = async || {
             poll_fn(|context| {
-                handle.shared.poll(context, |core, bell, guest| core.poll_closed(&mut turn.ticket, bell, guest))
+                handle.shared.poll(context, |core, bell, guest| {
+                    core.poll_closed(&mut turn.ticket, bell, guest)
+                })
             })
             .await
         };
@@ -291,7 +299,11 @@ impl Connection {
     /// The halves, if they are not of one connection.
     #[expect(clippy::result_large_err, reason = "it gives back what it was given")]
     pub fn reunite(send: SendHalf, recv: RecvHalf) -> Result<Self, (SendHalf, RecvHalf)> {
-        if Arc::ptr_eq(&send.handle, &recv.handle) { Ok(Self { send, recv }) } else { Err((send, recv)) }
+        if Arc::ptr_eq(&send.handle, &recv.handle) {
+            Ok(Self { send, recv })
+        } else {
+            Err((send, recv))
+        }
     }
 
     /// Longest message that the peer takes, in bytes.
@@ -368,7 +380,10 @@ impl Stream for Connection {
 impl Sink<Bytes> for Connection {
     type Error = MessageError;
 
-    fn poll_ready(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<(), MessageError>> {
+    fn poll_ready(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Result<(), MessageError>> {
         Pin::new(&mut self.send).poll_ready(context)
     }
 
@@ -376,11 +391,17 @@ impl Sink<Bytes> for Connection {
         Pin::new(&mut self.send).start_send(message)
     }
 
-    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<(), MessageError>> {
+    fn poll_flush(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Result<(), MessageError>> {
         Pin::new(&mut self.send).poll_flush(context)
     }
 
-    fn poll_close(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<(), MessageError>> {
+    fn poll_close(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Result<(), MessageError>> {
         Pin::new(&mut self.send).poll_close(context)
     }
 }
@@ -389,13 +410,17 @@ impl Sink<Bytes> for Connection {
 /// listener has reached.
 fn rejected(error: cm::ConnectError) -> EstablishError {
     match &error {
-        cm::ConnectError::Rejected { attempt, private_data, .. } => match Rejection::decode(private_data) {
-            Some(Rejection { user_data }) => EstablishError::Rejected { address: attempt.address, user_data },
-            None => match Refusal::decode(private_data) {
-                Some(refusal) => EstablishError::Refused { address: attempt.address, refusal },
-                None => error.into(),
-            },
-        },
+        cm::ConnectError::Rejected { attempt, private_data, .. } => {
+            match Rejection::decode(private_data) {
+                Some(Rejection { user_data }) => {
+                    EstablishError::Rejected { address: attempt.address, user_data }
+                }
+                None => match Refusal::decode(private_data) {
+                    Some(refusal) => EstablishError::Refused { address: attempt.address, refusal },
+                    None => error.into(),
+                },
+            }
+        }
         _ => error.into(),
     }
 }
@@ -421,17 +446,24 @@ impl PreparedConnection {
             Completions::Shared(queue) => queue.clone(),
             Completions::Own(mode) => {
                 let capacity = config.max_send_wr + receives;
-                CompletionQueue::builder(pd.device()).capacity(capacity).mode(mode.clone()).build()?
+                CompletionQueue::builder(pd.device())
+                    .capacity(capacity)
+                    .mode(mode.clone())
+                    .build()?
             }
         };
-        let builder = QueuePair::builder(pd, &queue).max_send_wr(config.max_send_wr).max_recv_wr(receives);
+        let builder =
+            QueuePair::builder(pd, &queue).max_send_wr(config.max_send_wr).max_recv_wr(receives);
         let qp = describe(builder.max_sge(1).max_inline(config.max_inline)).build()?;
         let size = config.receive_buffer_size as usize;
         let pool = |buffers: u32| Pool::new(pd, size, buffers as usize);
-        let pools = [pool(receives.saturating_add(config.spare_buffers))?, pool(config.send_buffers)?];
+        let pools =
+            [pool(receives.saturating_add(config.spare_buffers))?, pool(config.send_buffers)?];
         let core = Core::new(qp.clone(), config, pools);
         match core.protocol.phase().failure() {
-            Some(OpErrorKind::Post(error) | OpErrorKind::State { error, .. }) => return Err(error.into()),
+            Some(OpErrorKind::Post(error) | OpErrorKind::State { error, .. }) => {
+                return Err(error.into());
+            }
             Some(_) => return Err(SetupError::Closed),
             None => {}
         }
@@ -459,7 +491,11 @@ impl PreparedConnection {
     ///
     /// [`EstablishError::Handshake`] if the peer's handshake is not one, [`EstablishError::Setup`] if the ends do not fit together,
     /// [`EstablishError::NoRuntime`] outside of a Tokio runtime.
-    pub fn establish(self, peer: &QueuePairEndpoint, handshake: &[u8]) -> Result<Connection, EstablishError> {
+    pub fn establish(
+        self,
+        peer: &QueuePairEndpoint,
+        handshake: &[u8],
+    ) -> Result<Connection, EstablishError> {
         NoRuntime::or_current()?;
         let (handshake, user_data) = Handshake::decode(handshake)?;
         let user_data = Bytes::copy_from_slice(user_data);
@@ -496,6 +532,9 @@ impl PreparedConnection {
 
 impl fmt::Debug for PreparedConnection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PreparedConnection").field("qp", &self.qp).field("config", &self.config).finish_non_exhaustive()
+        f.debug_struct("PreparedConnection")
+            .field("qp", &self.qp)
+            .field("config", &self.config)
+            .finish_non_exhaustive()
     }
 }

@@ -123,7 +123,18 @@ type Operations = (VecDeque<Recv<BufMut>>, VecDeque<Sent>, VecDeque<Incoming>);
 impl After {
     /// What is dropped may run destructors of the service, too: of the owner of a `Bytes`.
     pub(super) fn run(self) {
-        let Self { wakers, spent, fetched, discarded, unneeded, operations, chores, link, help: _, ring: _ } = self;
+        let Self {
+            wakers,
+            spent,
+            fetched,
+            discarded,
+            unneeded,
+            operations,
+            chores,
+            link,
+            help: _,
+            ring: _,
+        } = self;
         for waker in wakers {
             contained(|| waker.wake());
         }
@@ -142,7 +153,11 @@ impl After {
 
 impl Core {
     /// An end whose queue pair takes receives.
-    pub(super) fn new(qp: QueuePair, config: &ConnectionConfig, [receive_pool, send_pool]: [Pool; 2]) -> Self {
+    pub(super) fn new(
+        qp: QueuePair,
+        config: &ConnectionConfig,
+        [receive_pool, send_pool]: [Pool; 2],
+    ) -> Self {
         let limits = Limits {
             inline: qp.caps().max_inline.min(config.max_inline) as usize,
             eager: send_pool.buffer_size(),
@@ -177,14 +192,21 @@ impl Core {
         for _ in 0..config.receives() {
             match core.receive_pool.try_alloc(core.receive_pool.buffer_size()) {
                 Ok(buffer) => core.post_receive(buffer),
-                Err(error) => unreachable!("the pool has as many buffers as there are receives: {error}"),
+                Err(error) => {
+                    unreachable!("the pool has as many buffers as there are receives: {error}")
+                }
             }
         }
         core
     }
 
     /// The peer is connected, and has said what it takes.
-    pub(super) fn meet(&mut self, config: &ConnectionConfig, peer: &Handshake, link: Option<Arc<Link>>) {
+    pub(super) fn meet(
+        &mut self,
+        config: &ConnectionConfig,
+        peer: &Handshake,
+        link: Option<Arc<Link>>,
+    ) {
         self.link = link;
         self.protocol.meet(config.receives(), peer.receives, Times::new(config), Instant::now());
         self.limits.eager = self.limits.eager.min(peer.buffer_size as usize);
@@ -247,7 +269,9 @@ impl Core {
         self.watch_sends(context)?;
         match self.protocol.phase().failure() {
             Some(kind) => self.failed(kind, context),
-            None if self.protocol.flow.is_over() && self.sends.is_empty() => Err(CloseReason::Clean),
+            None if self.protocol.flow.is_over() && self.sends.is_empty() => {
+                Err(CloseReason::Clean)
+            }
             None => Ok(()),
         }
     }
@@ -349,7 +373,9 @@ impl Core {
     fn watch_sends(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
         let waited_for = if self.protocol.flow.is_over() {
             self.sends.back_mut()
-        } else if let Some(last) = self.mark.and_then(|mark| mark.frames.checked_sub(self.reaped + 1)) {
+        } else if let Some(last) =
+            self.mark.and_then(|mark| mark.frames.checked_sub(self.reaped + 1))
+        {
             self.sends.get_mut(last as usize)
         } else if !self.senders.is_empty() && self.blocked == Block::Buffers {
             // Not the first: it would wake for each of them.
@@ -390,7 +416,9 @@ impl Core {
         match self.blocked {
             Block::Credits => self.protocol.flow.may_send(Kind::Data),
             Block::Buffers => self.send_pool.available() > 0,
-            Block::Memory(len) => self.offers.is_empty() || self.offered + len <= self.limits.send_memory,
+            Block::Memory(len) => {
+                self.offers.is_empty() || self.offered + len <= self.limits.send_memory
+            }
         }
     }
 
@@ -401,7 +429,8 @@ impl Core {
 
     /// True if all that had been sent then has arrived.
     pub(super) fn has_reached(&self, mark: Mark) -> bool {
-        self.reaped >= mark.frames && self.counters.offered - self.offers.len() as u64 >= mark.offers
+        self.reaped >= mark.frames
+            && self.counters.offered - self.offers.len() as u64 >= mark.offers
     }
 
     /// True if the peer's messages have all been handed out.
@@ -419,7 +448,11 @@ impl Core {
     }
 
     pub(super) fn counters(&self) -> ConnectionCounters {
-        ConnectionCounters { credits: self.protocol.flow.credits(), inbox: self.inbox.messages.len(), ..self.counters }
+        ConnectionCounters {
+            credits: self.protocol.flow.credits(),
+            inbox: self.inbox.messages.len(),
+            ..self.counters
+        }
     }
 }
 
@@ -460,7 +493,8 @@ mod tests {
 
     #[test]
     fn receive_that_is_refused_is_noticed_at_once() {
-        let pd = Device::software_in(&Network::new(), "refused").unwrap().protection_domain().unwrap();
+        let pd =
+            Device::software_in(&Network::new(), "refused").unwrap().protection_domain().unwrap();
         let mut core = Connection::prepare(&pd, &ConnectionConfig::default()).unwrap().core;
         let spare = core.receive_pool.try_alloc(1).unwrap();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();

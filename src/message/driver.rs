@@ -27,7 +27,10 @@ use crate::cm::Link;
 use crate::cm::clock::{self, Sleep, timeout};
 
 /// Runs a connection until it has ended.
-pub(super) fn drive(shared: Arc<Shared>, link: Option<Arc<Link>>) -> impl Future<Output = ()> + Send {
+pub(super) fn drive(
+    shared: Arc<Shared>,
+    link: Option<Arc<Link>>,
+) -> impl Future<Output = ()> + Send {
     // Made before the first poll: a runtime that shuts down may drop a task that was never polled.
     let mut guard = ShutdownGuard { shared: Some(shared.clone()) };
     async move {
@@ -104,7 +107,8 @@ struct ShutdownGuard {
 impl Drop for ShutdownGuard {
     fn drop(&mut self) {
         if let Some(shared) = &self.shared {
-            let ended = shared.qp.modify(&crate::types::QpAttr::to_state(crate::types::QpState::Err));
+            let ended =
+                shared.qp.modify(&crate::types::QpAttr::to_state(crate::types::QpState::Err));
             tracing::debug!(qpn = %shared.qp.qpn(), ?ended, "the runtime of a connection has shut down");
             shared.with(|core, _| core.on(Event::End(CloseReason::Runtime)));
             // If sending was stopped, a flush does not end queued operations.

@@ -17,7 +17,11 @@ use crate::error::OpErrorKind;
 
 impl Core {
     /// An operation has failed, and the queue pair with it: finds out which was the first.
-    pub(super) fn failed(&mut self, kind: OpErrorKind, context: &mut Context<'_>) -> Result<(), CloseReason> {
+    pub(super) fn failed(
+        &mut self,
+        kind: OpErrorKind,
+        context: &mut Context<'_>,
+    ) -> Result<(), CloseReason> {
         self.on(Event::Fail(kind));
         // What had arrived before counts. It may have been found together with the failure, behind the look for frames: the
         // last of a peer that closes is followed by its end.
@@ -91,7 +95,11 @@ impl Core {
                 Action::StopSending => self.qp.stop_sending(),
                 Action::Release => self.release(None),
                 Action::ReleaseAllButAbort => {
-                    let abort = self.sends.back().is_some_and(Sent::is_posted_abort).then(|| self.sends.pop_back());
+                    let abort = self
+                        .sends
+                        .back()
+                        .is_some_and(Sent::is_posted_abort)
+                        .then(|| self.sends.pop_back());
                     self.release(abort.flatten());
                 }
                 Action::ReleaseOffers => self.after.fetched.extend(self.offers.drain(..)),
@@ -105,7 +113,9 @@ impl Core {
 
     /// Detaches all operations except an `Abort` that the driver awaits. Drops the messages that cannot be received any more.
     fn release(&mut self, abort: Option<Sent>) {
-        let Some(End { reason, readable }) = self.protocol.phase().end() else { unreachable!("an end releases") };
+        let Some(End { reason, readable }) = self.protocol.phase().end() else {
+            unreachable!("an end releases")
+        };
         match reason {
             CloseReason::Clean | CloseReason::Local | CloseReason::Aborted => {
                 tracing::debug!(qpn = %self.qp.qpn(), %reason, "connection ended")
@@ -120,7 +130,8 @@ impl Core {
         if !readable {
             self.counters.discarded += lost.iter().filter(here).count() as u64;
         }
-        let operations = (std::mem::take(&mut self.receives), std::mem::take(&mut self.sends), lost);
+        let operations =
+            (std::mem::take(&mut self.receives), std::mem::take(&mut self.sends), lost);
         self.after.operations.push(operations);
         self.sends.extend(abort);
         self.after.chores = self.chores.take();
@@ -189,7 +200,8 @@ impl Core {
     /// the `Abort`.
     pub(super) fn is_abort_taken(&mut self, bell: &Waker) -> bool {
         let context = &mut Context::from_waker(bell);
-        self.protocol.phase().is_aborting() && self.sends.back_mut().is_none_or(|sent| sent.poll(context).is_ready())
+        self.protocol.phase().is_aborting()
+            && self.sends.back_mut().is_none_or(|sent| sent.poll(context).is_ready())
     }
 
     /// Ends a connection whose peer has disconnected, according to the connection manager. Frames that had arrived before count,
@@ -199,7 +211,8 @@ impl Core {
         for _ in 0..=self.receives.len() / BATCH {
             self.progress(bell);
         }
-        let reason = if self.protocol.flow.is_over() { CloseReason::Clean } else { self.disconnection() };
+        let reason =
+            if self.protocol.flow.is_over() { CloseReason::Clean } else { self.disconnection() };
         self.on(Event::End(reason));
     }
 
@@ -240,10 +253,13 @@ mod tests {
             let pd = Device::software_in(&network, name).unwrap().protection_domain().unwrap();
             Connection::prepare(&pd, &config).unwrap()
         });
-        let [(one_end, one_handshake), (two_end, two_handshake)] =
-            [0, 1].map(|end: usize| (prepared[end].endpoint(), prepared[end].handshake(&[]).unwrap()));
+        let [(one_end, one_handshake), (two_end, two_handshake)] = [0, 1]
+            .map(|end: usize| (prepared[end].endpoint(), prepared[end].handshake(&[]).unwrap()));
         let [one, two] = prepared;
-        let ends = [one.establish(&two_end, &two_handshake).unwrap(), two.establish(&one_end, &one_handshake).unwrap()];
+        let ends = [
+            one.establish(&two_end, &two_handshake).unwrap(),
+            two.establish(&one_end, &one_handshake).unwrap(),
+        ];
         network.control("two").unwrap().set_port(!silent);
         ends
     }

@@ -169,12 +169,23 @@ impl fmt::Display for Violation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
             Self::Header { header } => write!(f, "header {header:#010x}"),
-            Self::FrameLength { len } => write!(f, "a frame of {len} bytes, which its kind does not have"),
-            Self::Credits { announced, in_use } => write!(f, "{announced} receives announced, {in_use} were in use"),
-            Self::Window { receives } => write!(f, "more sent than the {receives} receives there were"),
-            Self::Done { announced, offered } => write!(f, "done with {announced} messages, {offered} were offered"),
+            Self::FrameLength { len } => {
+                write!(f, "a frame of {len} bytes, which its kind does not have")
+            }
+            Self::Credits { announced, in_use } => {
+                write!(f, "{announced} receives announced, {in_use} were in use")
+            }
+            Self::Window { receives } => {
+                write!(f, "more sent than the {receives} receives there were")
+            }
+            Self::Done { announced, offered } => {
+                write!(f, "done with {announced} messages, {offered} were offered")
+            }
             Self::Unfetched { in_use, offered } => {
-                write!(f, "{offered} offered messages are not fetched, and only {in_use} receives in use")
+                write!(
+                    f,
+                    "{offered} offered messages are not fetched, and only {in_use} receives in use"
+                )
             }
             Self::Offer { addr, len } => write!(f, "an offer of {len} bytes at {addr:#x}"),
             Self::TooLong { len, allowed } => {
@@ -281,13 +292,22 @@ impl fmt::Display for EstablishError {
                  with tokio_rdma::cm::connect, or have the peer listen with tokio_rdma::Listener"
             ),
             Self::OtherProtocol { address, error } => {
-                write!(f, "{address} accepted the connection request with an unusable handshake: {error}")
+                write!(
+                    f,
+                    "{address} accepted the connection request with an unusable handshake: {error}"
+                )
             }
             Self::Rejected { address, user_data } => {
                 write!(f, "connecting to {address}: rejected by the peer's service")?;
-                if user_data.is_empty() { Ok(()) } else { write!(f, " ({} bytes of user data)", user_data.len()) }
+                if user_data.is_empty() {
+                    Ok(())
+                } else {
+                    write!(f, " ({} bytes of user data)", user_data.len())
+                }
             }
-            Self::Refused { address, refusal } => write!(f, "connection with {address} refused: {refusal}"),
+            Self::Refused { address, refusal } => {
+                write!(f, "connection with {address} refused: {refusal}")
+            }
             Self::NoRuntime(error) => error.fmt(f),
         }
     }
@@ -327,10 +347,13 @@ impl From<EstablishError> for io::Error {
         let kind = match &error {
             EstablishError::Setup(setup) => Self::from(setup.clone()).kind(),
             EstablishError::Connect(connect) => connect.io_kind(),
-            EstablishError::Handshake(handshake) | EstablishError::OtherProtocol { error: handshake, .. } => {
+            EstablishError::Handshake(handshake)
+            | EstablishError::OtherProtocol { error: handshake, .. } => {
                 Self::from(*handshake).kind()
             }
-            EstablishError::Rejected { .. } | EstablishError::Refused { .. } => io::ErrorKind::ConnectionRefused,
+            EstablishError::Rejected { .. } | EstablishError::Refused { .. } => {
+                io::ErrorKind::ConnectionRefused
+            }
             EstablishError::NoRuntime(_) => io::ErrorKind::Unsupported,
         };
         Self::new(kind, error)

@@ -16,15 +16,20 @@ impl Core {
         while let Some(&number) = self.inbox.waiting.front()
             && self.protocol.phase().takes_messages()
         {
-            let Some(message) = self.inbox.messages.get_mut((number - self.inbox.base) as usize) else {
+            let Some(message) = self.inbox.messages.get_mut((number - self.inbox.base) as usize)
+            else {
                 unreachable!("it is offered")
             };
             let Incoming::Offered(region) = *message else { unreachable!("it waits") };
-            if self.inbox.memory > 0 && self.inbox.memory + region.len() > self.limits.receive_memory {
+            if self.inbox.memory > 0
+                && self.inbox.memory + region.len() > self.limits.receive_memory
+            {
                 break;
             }
             match self.landings.find(number, region.len()) {
-                Ok(buffer) => *message = Incoming::Landing(Landing::whole(&self.qp, buffer, region)),
+                Ok(buffer) => {
+                    *message = Incoming::Landing(Landing::whole(&self.qp, buffer, region))
+                }
                 Err(chore) => {
                     *message = Incoming::Preparing(region);
                     self.add_chore(chore);
@@ -35,7 +40,10 @@ impl Core {
             self.inbox.fetching.push_back(number);
         }
         while let Some(&number) = self.inbox.fetching.front() {
-            let Some(message) = self.inbox.messages.get_mut((number - self.inbox.base) as usize) else { break };
+            let Some(message) = self.inbox.messages.get_mut((number - self.inbox.base) as usize)
+            else {
+                break;
+            };
             match message {
                 Incoming::Landed(_) => {}
                 Incoming::Landing(landing) => match landing.poll(&self.qp, context) {
@@ -53,7 +61,9 @@ impl Core {
                     }
                 },
                 Incoming::Preparing(_) | Incoming::Releasing => break,
-                Incoming::Here(_) | Incoming::Offered(_) | Incoming::Lost => unreachable!("it is being fetched"),
+                Incoming::Here(_) | Incoming::Offered(_) | Incoming::Lost => {
+                    unreachable!("it is being fetched")
+                }
             }
             self.inbox.fetching.pop_front();
             self.protocol.flow.done();
@@ -81,7 +91,9 @@ impl Core {
                     Made::Message(_) => unreachable!("it was to be registered"),
                 });
             }
-            (Some(message @ Incoming::Releasing), Ok(Made::Message(bytes))) => *message = Incoming::Landed(bytes),
+            (Some(message @ Incoming::Releasing), Ok(Made::Message(bytes))) => {
+                *message = Incoming::Landed(bytes)
+            }
             (_, Ok(made)) => self.after.unneeded.push(made),
         }
         self.progress(bell);
@@ -126,7 +138,8 @@ mod tests {
 
     /// An end that the peer has offered messages of these lengths, and is not connected: READs are refused.
     fn offered(config: &ConnectionConfig, lens: impl IntoIterator<Item = u64>) -> Core {
-        let pd = Device::software_in(&Network::new(), "offered").unwrap().protection_domain().unwrap();
+        let pd =
+            Device::software_in(&Network::new(), "offered").unwrap().protection_domain().unwrap();
         let mut core = Connection::prepare(&pd, config).unwrap().core;
         for len in lens {
             core.inbox.push(Incoming::Offered(RemoteRegion::new(0x1000, len, Rkey(7))));
@@ -138,12 +151,17 @@ mod tests {
     fn memory_is_registered_by_one_helper_and_not_under_the_lock() {
         let mut core = offered(&ConnectionConfig::default(), [20_000, 3 << 20, 20_000]);
         core.progress(Waker::noop());
-        assert!(core.inbox.messages.iter().all(|message| matches!(message, Incoming::Preparing(_))));
+        assert!(
+            core.inbox.messages.iter().all(|message| matches!(message, Incoming::Preparing(_)))
+        );
         assert!(core.take_after().help, "one is asked for");
         core.progress(Waker::noop());
         assert!(!core.take_after().help, "and not another");
         for _ in 0..3 {
-            assert!(matches!(core.chores.pop().unwrap().run().result, Ok(Made::Buffer(_) | Made::Region(_))));
+            assert!(matches!(
+                core.chores.pop().unwrap().run().result,
+                Ok(Made::Buffer(_) | Made::Region(_))
+            ));
         }
         assert!(core.chores.pop().is_none());
         assert!(core.ended().is_none());
@@ -192,7 +210,8 @@ mod tests {
         let done = core.chores.pop().unwrap().run();
         core.on_done(done, Waker::noop());
         // It is read at once; here that is refused.
-        let refused = matches!(core.ended(), Some(CloseReason::Operation(OpErrorKind::State { .. })));
+        let refused =
+            matches!(core.ended(), Some(CloseReason::Operation(OpErrorKind::State { .. })));
         assert!(refused, "{:?}", core.ended());
     }
 }

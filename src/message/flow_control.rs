@@ -119,7 +119,8 @@ impl Flow {
             Kind::Fin | Kind::Ping => 2,
             Kind::Ack | Kind::Abort => 1,
         };
-        self.credits() >= needed && !(self.finished && matches!(kind, Kind::Data | Kind::Offer | Kind::Fin))
+        self.credits() >= needed
+            && !(self.finished && matches!(kind, Kind::Data | Kind::Offer | Kind::Fin))
     }
 
     /// Uses a credit; the header of the frame, which must be sent. The caller has asked [`may_send`](Self::may_send).
@@ -136,7 +137,12 @@ impl Flow {
         self.done_announced = self.done;
         self.asked = false;
         self.answered = self.peer_finished;
-        Header { kind, heard: self.peer_finished, released: self.released & COUNT_MASK, done: self.done & COUNT_MASK }
+        Header {
+            kind,
+            heard: self.peer_finished,
+            released: self.released & COUNT_MASK,
+            done: self.done & COUNT_MASK,
+        }
     }
 
     /// True if an `Ack` is to be sent now.
@@ -173,7 +179,10 @@ impl Flow {
         }
         // An offer keeps its credit until it is done, and longer.
         if in_use - released < offered - fetched {
-            return Err(Violation::Unfetched { in_use: in_use - released, offered: offered - fetched });
+            return Err(Violation::Unfetched {
+                in_use: in_use - released,
+                offered: offered - fetched,
+            });
         }
         if header.heard && !self.finished {
             return Err(Violation::NotFinished);
@@ -250,7 +259,8 @@ impl Flow {
 
     /// All that decides what it does next, and no more: counts matter by their differences.
     pub(super) fn shape(&self) -> [u32; 9] {
-        let flags = [self.asked, self.peer_finished, self.answered, self.finished, self.finish_heard];
+        let flags =
+            [self.asked, self.peer_finished, self.answered, self.finished, self.finish_heard];
         [
             self.credits(),
             self.offered.wrapping_sub(self.fetched),
@@ -286,7 +296,9 @@ mod tests {
             assert!(flow.may_send(Kind::Data));
             flow.send(Kind::Data);
         }
-        assert!(!flow.may_send(Kind::Data) && !flow.may_send(Kind::Offer) && flow.may_send(Kind::Fin));
+        assert!(
+            !flow.may_send(Kind::Data) && !flow.may_send(Kind::Offer) && flow.may_send(Kind::Fin)
+        );
         assert_eq!(flow.receive(header(Kind::Ack, 1, 0)), Ok(0));
         assert!(flow.may_send(Kind::Offer));
     }
@@ -295,12 +307,18 @@ mod tests {
     fn a_peer_that_announces_what_was_not_used_is_found_out() {
         let mut flow = Flow::new(8, 8);
         flow.send(Kind::Data);
-        assert_eq!(flow.receive(header(Kind::Ack, 2, 0)), Err(Violation::Credits { announced: 2, in_use: 1 }));
+        assert_eq!(
+            flow.receive(header(Kind::Ack, 2, 0)),
+            Err(Violation::Credits { announced: 2, in_use: 1 })
+        );
         assert_eq!(
             flow.receive(header(Kind::Ack, COUNT_MASK, 0)),
             Err(Violation::Credits { announced: COUNT_MASK, in_use: 1 })
         );
-        assert_eq!(flow.receive(header(Kind::Ack, 1, 1)), Err(Violation::Done { announced: 1, offered: 0 }));
+        assert_eq!(
+            flow.receive(header(Kind::Ack, 1, 1)),
+            Err(Violation::Done { announced: 1, offered: 0 })
+        );
         assert_eq!(flow.receive(header(Kind::Ack, 1, 0)), Ok(0));
     }
 
@@ -311,7 +329,10 @@ mod tests {
         flow.send(Kind::Data);
         flow.send(Kind::Offer);
         assert_eq!(flow.receive(header(Kind::Ack, 1, 0)), Ok(0));
-        assert_eq!(flow.receive(header(Kind::Ack, 2, 0)), Err(Violation::Unfetched { in_use: 1, offered: 2 }));
+        assert_eq!(
+            flow.receive(header(Kind::Ack, 2, 0)),
+            Err(Violation::Unfetched { in_use: 1, offered: 2 })
+        );
         assert_eq!(flow.receive(header(Kind::Ack, 2, 1)), Ok(1));
         assert_eq!(flow.receive(header(Kind::Ack, 3, 2)), Ok(1));
     }
@@ -328,7 +349,11 @@ mod tests {
         let window = Err(Violation::Window { receives: 8 });
         for kind in [Kind::Data, Kind::Offer, Kind::Ack, Kind::Ping, Kind::Fin] {
             assert_eq!(full(&[Kind::Data]).receive(header(kind, 0, 0)), window, "{kind:?}");
-            assert_eq!(full(&[Kind::Ack, Kind::Offer]).receive(header(kind, 0, 0)), window, "{kind:?}");
+            assert_eq!(
+                full(&[Kind::Ack, Kind::Offer]).receive(header(kind, 0, 0)),
+                window,
+                "{kind:?}"
+            );
         }
         // A receive that is posted again is the peer's once it was told.
         let mut flow = full(&[Kind::Data]);
@@ -351,7 +376,9 @@ mod tests {
     #[test]
     fn each_end_knows_which_has_finished_and_which_offers_were_fetched() {
         let mut flow = Flow::new(8, 8);
-        let known = |flow: &Flow| (flow.all_fetched(), flow.has_finished(), flow.peer_has_finished(), flow.is_over());
+        let known = |flow: &Flow| {
+            (flow.all_fetched(), flow.has_finished(), flow.peer_has_finished(), flow.is_over())
+        };
         assert_eq!(known(&flow), (true, false, false, false));
         flow.send(Kind::Offer);
         assert_eq!(known(&flow), (false, false, false, false));
@@ -427,10 +454,16 @@ mod tests {
             for _ in 0..200 {
                 if let Ok(header) = Header::decode(crate::types::Imm(random.u32(..))) {
                     // Nearly right ones get further.
-                    let near =
-                        |random: &mut fastrand::Rng, count: u32| count.wrapping_add(random.u32(..3)) & COUNT_MASK;
-                    let (released, done) = (near(&mut random, flow.confirmed), near(&mut random, flow.fetched));
-                    let header = if random.bool() { Header { heard: false, released, done, ..header } } else { header };
+                    let near = |random: &mut fastrand::Rng, count: u32| {
+                        count.wrapping_add(random.u32(..3)) & COUNT_MASK
+                    };
+                    let (released, done) =
+                        (near(&mut random, flow.confirmed), near(&mut random, flow.fetched));
+                    let header = if random.bool() {
+                        Header { heard: false, released, done, ..header }
+                    } else {
+                        header
+                    };
                     if flow.receive(header).is_err() {
                         break;
                     }

@@ -23,16 +23,27 @@ use super::lifecycle::{Phase, Stage};
 
 /// Asserts what holds in a state that no other state follows.
 fn assert_over(world: &World) {
-    assert!(world.ends.iter().all(End::is_closed), "nothing can happen, and not all is over: {world:#?}");
+    assert!(
+        world.ends.iter().all(End::is_closed),
+        "nothing can happen, and not all is over: {world:#?}"
+    );
     let reason = |own: usize| world.ends[own].protocol.phase().ended();
     for (own, end) in world.ends.iter().enumerate() {
         let peer = 1 - own;
         let alone = !world.cut && !world.ends[peer].disturbed;
         if alone && (!end.disturbed || reason(own) == Some(CloseReason::Clean)) {
-            assert_eq!(reason(peer), Some(CloseReason::Clean), "both ends know of a clean end: {world:#?}");
+            assert_eq!(
+                reason(peer),
+                Some(CloseReason::Clean),
+                "both ends know of a clean end: {world:#?}"
+            );
         }
         if reason(own) == Some(CloseReason::Dropped) {
-            assert_ne!(reason(peer), Some(CloseReason::Clean), "one end is told otherwise: {world:#?}");
+            assert_ne!(
+                reason(peer),
+                Some(CloseReason::Clean),
+                "one end is told otherwise: {world:#?}"
+            );
         }
         if alone && end.aborted && !matches!(reason(own), Some(CloseReason::Operation(_))) {
             let told = [CloseReason::Dropped, CloseReason::Clean].map(Some).contains(&reason(peer));
@@ -92,7 +103,8 @@ struct Mix(u64);
 impl Mix {
     fn add<const WORDS: usize>(&mut self, words: [u32; WORDS]) {
         for word in words {
-            let mixed = (self.0 ^ u64::from(word)).wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+            let mixed =
+                (self.0 ^ u64::from(word)).wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
             self.0 = mixed ^ mixed >> 32;
         }
     }
@@ -122,7 +134,12 @@ fn explore(start: World) -> usize {
     let mut ahead = vec![(0, start)];
     while let Some((number, world)) = ahead.pop() {
         let (next, engine) = steps(&world);
-        if !engine && world.ends.iter().all(|end| end.stage().is_some_and(|stage| stage != Stage::Aborting)) {
+        if !engine
+            && world
+                .ends
+                .iter()
+                .all(|end| end.stage().is_some_and(|stage| stage != Stage::Aborting))
+        {
             // Even if the services make no calls, an end learns that its offers were fetched.
             let told = world.cut || world.ends.iter().all(|end| end.protocol.flow.all_fetched());
             assert!(told, "an offer is done and its owner is not told: {world:#?}");
@@ -228,7 +245,8 @@ fn end_that_closes_discards_and_ends_cleanly_with_a_peer_that_finishes() {
 
 #[test]
 fn abort_and_drop_at_any_time_are_told_to_a_peer_that_does_anything() {
-    let end = |offers| End::calling(0, offers, &[Call::Finish, Call::Close, Call::Abort, Call::Drop]);
+    let end =
+        |offers| End::calling(0, offers, &[Call::Finish, Call::Close, Call::Abort, Call::Drop]);
     holds(end(1), end(0));
 }
 

@@ -69,9 +69,15 @@ impl Header {
 
     /// A peer's header.
     pub(super) fn decode(imm: Imm) -> Result<Self, Violation> {
-        let &kind = Kind::ALL.get((imm.0 >> 29) as usize).ok_or(Violation::Header { header: imm.0 })?;
+        let &kind =
+            Kind::ALL.get((imm.0 >> 29) as usize).ok_or(Violation::Header { header: imm.0 })?;
         let heard = imm.0 & (1 << 28) != 0;
-        Ok(Self { kind, heard, released: imm.0 >> COUNT_BITS & COUNT_MASK, done: imm.0 & COUNT_MASK })
+        Ok(Self {
+            kind,
+            heard,
+            released: imm.0 >> COUNT_BITS & COUNT_MASK,
+            done: imm.0 & COUNT_MASK,
+        })
     }
 }
 
@@ -80,7 +86,8 @@ pub(super) const OFFER_LEN: usize = RemoteRegion::ENCODED_LEN;
 
 /// A peer's offer: 1 to `max_message` bytes that lie in one piece in its address space.
 pub(super) fn decode_offer(payload: &[u8], max_message: u64) -> Result<RemoteRegion, Violation> {
-    let region = RemoteRegion::from_bytes(payload).ok_or(Violation::FrameLength { len: payload.len() })?;
+    let region =
+        RemoteRegion::from_bytes(payload).ok_or(Violation::FrameLength { len: payload.len() })?;
     if region.is_empty() || region.addr().checked_add(region.len()).is_none() {
         return Err(Violation::Offer { addr: region.addr(), len: region.len() });
     }
@@ -98,7 +105,8 @@ mod tests {
     #[test]
     fn headers_are_reversible_and_anything_else_is_refused() {
         for (number, kind) in Kind::ALL.into_iter().enumerate() {
-            let header = Header { kind, heard: number % 2 == 0, released: COUNT_MASK - 5, done: 77 };
+            let header =
+                Header { kind, heard: number % 2 == 0, released: COUNT_MASK - 5, done: 77 };
             assert_eq!(Header::decode(header.encode()), Ok(header));
         }
         for bad in [6 << 29, 7 << 29, u32::MAX] {
@@ -119,7 +127,8 @@ mod tests {
 
     #[test]
     fn offers_are_not_empty_not_too_long_and_do_not_wrap_around() {
-        let offer = |addr, len| decode_offer(&RemoteRegion::new(addr, len, Rkey(1)).to_bytes(), 100);
+        let offer =
+            |addr, len| decode_offer(&RemoteRegion::new(addr, len, Rkey(1)).to_bytes(), 100);
         assert_eq!(offer(8, 100).map(|region| region.len()), Ok(100));
         assert_eq!(offer(8, 101), Err(Violation::TooLong { len: 101, allowed: 100 }));
         assert_eq!(offer(8, 0), Err(Violation::Offer { addr: 8, len: 0 }));

@@ -55,7 +55,9 @@ pub fn frames(bytes: &[u8]) {
 mod tests {
     #[test]
     fn a_hundred_thousand_random_inputs_do_no_harm() {
-        let good = super::Handshake { buffer_size: 4096, receives: 68, max_message: 1 << 20 }.encode(b"user").unwrap();
+        let good = super::Handshake { buffer_size: 4096, receives: 68, max_message: 1 << 20 }
+            .encode(b"user")
+            .unwrap();
         let mut random = fastrand::Rng::with_seed(1);
         for _ in 0..100_000 {
             let mut bytes = good.clone();

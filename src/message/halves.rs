@@ -91,7 +91,9 @@ impl SendHalf {
         }
         let mut turn = Turn::new(shared, Core::next_sender);
         poll_fn(|context| {
-            shared.poll(context, |core, bell, guest| core.poll_send(&message, &mut turn.ticket, bell, guest))
+            shared.poll(context, |core, bell, guest| {
+                core.poll_send(&message, &mut turn.ticket, bell, guest)
+            })
         })
         .await
     }
@@ -108,8 +110,10 @@ impl SendHalf {
     pub async fn flush(&self) -> Result<(), MessageError> {
         let shared = &self.handle.shared;
         let mut flush = Leaving { shared, flush: Flush::default() };
-        poll_fn(|context| shared.poll(context, |core, bell, guest| core.poll_flush(&mut flush.flush, bell, guest)))
-            .await
+        poll_fn(|context| {
+            shared.poll(context, |core, bell, guest| core.poll_flush(&mut flush.flush, bell, guest))
+        })
+        .await
     }
 
     /// As [`Connection::finish`](super::Connection::finish).
@@ -130,8 +134,11 @@ impl SendHalf {
     fn poll_pending(&mut self, context: &mut Context<'_>) -> Poll<Result<(), MessageError>> {
         let Self { handle, pending, sending, .. } = self;
         let Some(message) = pending else { return Poll::Ready(Ok(())) };
-        let result =
-            ready!(handle.shared.poll(context, |core, bell, guest| core.poll_send(message, sending, bell, guest)));
+        let result = ready!(
+            handle
+                .shared
+                .poll(context, |core, bell, guest| core.poll_send(message, sending, bell, guest))
+        );
         // One that cannot be sent is not sent later, either.
         *pending = None;
         Poll::Ready(result)
@@ -141,7 +148,10 @@ impl SendHalf {
 impl Sink<Bytes> for SendHalf {
     type Error = MessageError;
 
-    fn poll_ready(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<(), MessageError>> {
+    fn poll_ready(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Result<(), MessageError>> {
         self.poll_pending(context)
     }
 
@@ -155,7 +165,10 @@ impl Sink<Bytes> for SendHalf {
         }
     }
 
-    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<(), MessageError>> {
+    fn poll_flush(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Result<(), MessageError>> {
         ready!(self.poll_pending(context))?;
         let Self { handle, flushing, .. } = &mut *self;
         handle.shared.poll(context, |core, bell, guest| {
@@ -164,7 +177,10 @@ impl Sink<Bytes> for SendHalf {
         })
     }
 
-    fn poll_close(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<(), MessageError>> {
+    fn poll_close(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Result<(), MessageError>> {
         ready!(self.poll_pending(context))?;
         self.finish()?;
         self.poll_flush(context)
@@ -185,7 +201,9 @@ impl Drop for SendHalf {
 
 impl fmt::Debug for SendHalf {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SendHalf").field("qpn", &self.handle.shared.qp.qpn()).finish_non_exhaustive()
+        f.debug_struct("SendHalf")
+            .field("qpn", &self.handle.shared.qp.qpn())
+            .finish_non_exhaustive()
     }
 }
 
@@ -223,7 +241,10 @@ impl RecvHalf {
             shared.with(|core, _| core.next_receiver(&mut left));
         }
         let mut turn = Turn::new(shared, Core::next_receiver);
-        poll_fn(|context| shared.poll(context, |core, bell, guest| core.poll_recv(&mut turn.ticket, bell, guest))).await
+        poll_fn(|context| {
+            shared.poll(context, |core, bell, guest| core.poll_recv(&mut turn.ticket, bell, guest))
+        })
+        .await
     }
 
     /// As [`Connection::abort`](super::Connection::abort): ends both directions.
@@ -240,8 +261,10 @@ impl Stream for RecvHalf {
             return Poll::Ready(None);
         }
         let Self { handle, receiving, ended } = &mut *self;
-        let next =
-            ready!(handle.shared.poll(context, |core, bell, guest| core.poll_recv(receiving, bell, guest))).transpose();
+        let next = ready!(
+            handle.shared.poll(context, |core, bell, guest| core.poll_recv(receiving, bell, guest))
+        )
+        .transpose();
         *ended = !matches!(next, Some(Ok(_)));
         Poll::Ready(next)
     }
@@ -258,6 +281,8 @@ impl Drop for RecvHalf {
 
 impl fmt::Debug for RecvHalf {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("RecvHalf").field("qpn", &self.handle.shared.qp.qpn()).finish_non_exhaustive()
+        f.debug_struct("RecvHalf")
+            .field("qpn", &self.handle.shared.qp.qpn())
+            .finish_non_exhaustive()
     }
 }

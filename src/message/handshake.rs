@@ -72,7 +72,8 @@ impl Handshake {
         if *magic != Self::MAGIC {
             return Err(HandshakeError::Magic { found: *magic });
         }
-        let (&[version, flags, user_len, zero], rest) = rest.split_first_chunk().ok_or(truncated)?;
+        let (&[version, flags, user_len, zero], rest) =
+            rest.split_first_chunk().ok_or(truncated)?;
         if version != Self::VERSION {
             return Err(HandshakeError::Version { theirs: version, ours: Self::VERSION });
         }
@@ -92,7 +93,11 @@ impl Handshake {
             return Err(HandshakeError::Trailing { bytes: padding.len() });
         }
         let in_range = |field, value, min, max| {
-            if (min..=max).contains(&value) { Ok(()) } else { Err(HandshakeError::Range { field, value, min, max }) }
+            if (min..=max).contains(&value) {
+                Ok(())
+            } else {
+                Err(HandshakeError::Range { field, value, min, max })
+            }
         };
         in_range("receive buffer size", handshake.buffer_size.into(), OFFER_LEN as u64, 1 << 31)?;
         in_range("receives", handshake.receives.into(), (RESERVE + 1).into(), MAX_RECEIVES.into())?;
@@ -124,7 +129,11 @@ impl Rejection {
 
     /// As it travels.
     pub(super) fn encode(user_data: &[u8]) -> Result<Vec<u8>, LimitError> {
-        LimitError::check("user_data of a rejection", user_data.len() as u64, Self::MAX_USER_DATA as u64)?;
+        LimitError::check(
+            "user_data of a rejection",
+            user_data.len() as u64,
+            Self::MAX_USER_DATA as u64,
+        )?;
         let mut bytes = Vec::with_capacity(Self::LEN + user_data.len());
         bytes.extend_from_slice(&Handshake::MAGIC);
         bytes.extend_from_slice(&[Handshake::VERSION, Self::KIND, user_data.len() as u8, 0]);
@@ -137,7 +146,8 @@ impl Rejection {
         let (magic, rest) = bytes.split_first_chunk::<4>()?;
         let (&[version, kind, user_len, zero], rest) = rest.split_first_chunk()?;
         let (user, padding) = rest.split_at_checked(user_len.into())?;
-        let known = *magic == Handshake::MAGIC && (version, kind, zero) == (Handshake::VERSION, Self::KIND, 0);
+        let known = *magic == Handshake::MAGIC
+            && (version, kind, zero) == (Handshake::VERSION, Self::KIND, 0);
         let padded = padding.iter().all(|&byte| byte == 0);
         (known && padded).then(|| Self { user_data: Bytes::copy_from_slice(user) })
     }
@@ -211,11 +221,20 @@ impl fmt::Display for HandshakeError {
             }
             Self::Truncated { len } => write!(f, "the peer's handshake ends after {len} bytes"),
             Self::Magic { found } => {
-                write!(f, "the peer sent something other than a handshake: it starts with \"{}\"", found.escape_ascii())
+                write!(
+                    f,
+                    "the peer sent something other than a handshake: it starts with \"{}\"",
+                    found.escape_ascii()
+                )
             }
-            Self::Version { theirs, ours } => write!(f, "the peer speaks version {theirs}, ours is {ours}"),
+            Self::Version { theirs, ours } => {
+                write!(f, "the peer speaks version {theirs}, ours is {ours}")
+            }
             Self::Reserved { flags, zero } => {
-                write!(f, "the peer's handshake has flags {flags:#x} and {zero:#x} where there is nothing")
+                write!(
+                    f,
+                    "the peer's handshake has flags {flags:#x} and {zero:#x} where there is nothing"
+                )
             }
             Self::Range { field, value, min, max } => {
                 write!(f, "the peer's {field} is {value}, which is not within {min} and {max}")
@@ -224,7 +243,10 @@ impl fmt::Display for HandshakeError {
                 write!(f, "the peer's handshake is followed by {bytes} bytes that are not all zero")
             }
             Self::UserData { len, allowed } => {
-                write!(f, "user_data: {len} bytes, at most {allowed} are possible in what carries the handshake")
+                write!(
+                    f,
+                    "user_data: {len} bytes, at most {allowed} are possible in what carries the handshake"
+                )
             }
         }
     }
@@ -255,7 +277,10 @@ mod tests {
         assert_eq!(Handshake::decode(&bytes), Ok((HELLO, &b"token"[..])));
         bytes.resize(196, 0);
         assert_eq!(Handshake::decode(&bytes), Ok((HELLO, &b"token"[..])));
-        assert_eq!(HELLO.encode(&[0; 256]), Err(HandshakeError::UserData { len: 256, allowed: 255 }));
+        assert_eq!(
+            HELLO.encode(&[0; 256]),
+            Err(HandshakeError::UserData { len: 256, allowed: 255 })
+        );
     }
 
     #[test]
@@ -269,7 +294,13 @@ mod tests {
             assert_eq!(Rejection::decode(&bytes), None, "another version");
         }
         assert_eq!(Rejection::encode(&[0; 141]).unwrap_err().allowed, 140);
-        for other in [&b""[..], b"tRDM", &[0; MAX_REJECT_DATA], crate::cm::FOR_MESSAGES, &HELLO.encode(b"").unwrap()] {
+        for other in [
+            &b""[..],
+            b"tRDM",
+            &[0; MAX_REJECT_DATA],
+            crate::cm::FOR_MESSAGES,
+            &HELLO.encode(b"").unwrap(),
+        ] {
             assert_eq!(Rejection::decode(other), None, "{other:?}");
         }
     }
@@ -294,10 +325,11 @@ mod tests {
 
     #[test]
     fn numbers_are_within_range() {
-        let refused = |handshake: Handshake| match Handshake::decode(&handshake.encode(b"").unwrap()) {
-            Err(HandshakeError::Range { field, .. }) => field,
-            other => panic!("{other:?}"),
-        };
+        let refused =
+            |handshake: Handshake| match Handshake::decode(&handshake.encode(b"").unwrap()) {
+                Err(HandshakeError::Range { field, .. }) => field,
+                other => panic!("{other:?}"),
+            };
         assert_eq!(refused(Handshake { buffer_size: 19, ..HELLO }), "receive buffer size");
         assert_eq!(refused(Handshake { receives: 4, ..HELLO }), "receives");
         assert_eq!(refused(Handshake { receives: 8192, ..HELLO }), "receives");

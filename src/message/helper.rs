@@ -79,7 +79,8 @@ impl Drop for Helper {
     fn drop(&mut self) {
         if let (true, Some(shared)) = (self.at_it, self.shared.upgrade()) {
             // Otherwise a task that waits for a message waits for ever.
-            let reason = if std::thread::panicking() { CloseReason::Memory } else { CloseReason::Runtime };
+            let reason =
+                if std::thread::panicking() { CloseReason::Memory } else { CloseReason::Runtime };
             shared.with(|core, _| core.on(Event::End(reason)));
             shared.bell.ring();
         }

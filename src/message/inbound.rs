@@ -116,7 +116,10 @@ impl Core {
             return Some(Ok(None));
         }
         if !self.protocol.phase().takes_messages() {
-            let reason = self.ended().filter(|&reason| reason == CloseReason::Aborted).unwrap_or(CloseReason::Local);
+            let reason = self
+                .ended()
+                .filter(|&reason| reason == CloseReason::Aborted)
+                .unwrap_or(CloseReason::Local);
             return Some(Err(MessageError::Closed(reason)));
         }
         self.ended().map(|reason| Err(MessageError::Closed(reason)))

@@ -137,10 +137,17 @@ const ABORT: &[Action] = &[
 /// The `Abort` was sent when the service dropped the connection.
 const ABORT_AFTER_DROP: &[Action] = ABORT.split_at(1).1;
 /// The offers stay as in [`ABORT`].
-const END_AFTER_DROP: &[Action] = &[Action::Release, Action::WakeSenders, Action::WakeReceivers, Action::WakeFlushers];
-const END: &[Action] =
-    &[Action::Release, Action::ReleaseOffers, Action::WakeSenders, Action::WakeReceivers, Action::WakeFlushers];
-const QUEUE_PAIR_CLOSED: &[Action] = &[Action::ReleaseOffers, Action::ReleaseLink, Action::WakeFlushers];
+const END_AFTER_DROP: &[Action] =
+    &[Action::Release, Action::WakeSenders, Action::WakeReceivers, Action::WakeFlushers];
+const END: &[Action] = &[
+    Action::Release,
+    Action::ReleaseOffers,
+    Action::WakeSenders,
+    Action::WakeReceivers,
+    Action::WakeFlushers,
+];
+const QUEUE_PAIR_CLOSED: &[Action] =
+    &[Action::ReleaseOffers, Action::ReleaseLink, Action::WakeFlushers];
 
 /// Returns the phase after `event`, and the actions that it requires.
 pub(super) fn transition(from: Phase, event: Event) -> (Phase, &'static [Action]) {
@@ -154,7 +161,9 @@ pub(super) fn transition(from: Phase, event: Event) -> (Phase, &'static [Action]
         },
         Phase::Failing(stage, cause) => match event {
             // The flush of other work follows the failure that caused it, but may be polled before it.
-            Event::Fail(kind) => (Phase::Failing(stage, if is_flush(cause) { kind } else { cause }), &[]),
+            Event::Fail(kind) => {
+                (Phase::Failing(stage, if is_flush(cause) { kind } else { cause }), &[])
+            }
             _ => end_stage(stage, event).unwrap_or_else(|| {
                 let (stage, actions) = next_stage(stage, event);
                 (Phase::Failing(stage, cause), actions)
@@ -175,7 +184,9 @@ pub(super) fn transition(from: Phase, event: Event) -> (Phase, &'static [Action]
 /// Returns the phase after an event that ends the connection; `None` for another event.
 fn end_stage(stage: Stage, event: Event) -> Option<(Phase, &'static [Action])> {
     let (end, actions) = match (event, stage) {
-        (Event::Abort(reason), Stage::Aborting) => (End { reason, readable: false }, ABORT_AFTER_DROP),
+        (Event::Abort(reason), Stage::Aborting) => {
+            (End { reason, readable: false }, ABORT_AFTER_DROP)
+        }
         (Event::Abort(reason), _) => (End { reason, readable: false }, ABORT),
         (Event::End(reason), Stage::Aborting) => (End { reason, readable: false }, END_AFTER_DROP),
         (Event::End(reason), _) => (End { reason, readable: stage.takes_messages() }, END),
@@ -195,7 +206,9 @@ fn next_stage(stage: Stage, event: Event) -> (Stage, &'static [Action]) {
         (_, Event::Close) => (Closing, CLOSE),
         (Open, Event::EndReceived) => (ReceivedAll, &[]),
         (Finished, Event::EndReceived) => (Complete, &[]),
-        (Open, Event::Drop { .. }) | (Finished | Closing, Event::Drop { at_end: false }) => (Aborting, DROP_BEFORE_END),
+        (Open, Event::Drop { .. }) | (Finished | Closing, Event::Drop { at_end: false }) => {
+            (Aborting, DROP_BEFORE_END)
+        }
         (_, Event::Drop { .. }) => (Lingering, &[]),
         _ => (stage, &[]),
     }
@@ -242,7 +255,9 @@ impl Phase {
             Self::Running(stage) | Self::Failing(stage, _) => match stage {
                 Stage::Open | Stage::ReceivedAll => Ok(()),
                 Stage::Finished | Stage::Complete => Err(MessageError::Finished),
-                Stage::Closing | Stage::Lingering | Stage::Aborting => Err(MessageError::Closed(CloseReason::Local)),
+                Stage::Closing | Stage::Lingering | Stage::Aborting => {
+                    Err(MessageError::Closed(CloseReason::Local))
+                }
             },
             Self::Ended(end) | Self::Closed(end) => Err(MessageError::Closed(end.reason)),
         }
@@ -301,9 +316,11 @@ mod tests {
 
     fn phases() -> Vec<Phase> {
         let running = STAGES.map(Phase::Running);
-        let failing = [FLUSH, FAILURE].map(|cause| STAGES.map(|stage| Phase::Failing(stage, cause)));
+        let failing =
+            [FLUSH, FAILURE].map(|cause| STAGES.map(|stage| Phase::Failing(stage, cause)));
         let ends = [true, false].map(|readable| End { reason: CloseReason::Dropped, readable });
-        [&running[..], &failing.concat(), &ends.map(Phase::Ended), &ends.map(Phase::Closed)].concat()
+        [&running[..], &failing.concat(), &ends.map(Phase::Ended), &ends.map(Phase::Closed)]
+            .concat()
     }
 
     /// Name of a phase in the drawing.
@@ -354,18 +371,28 @@ mod tests {
 
     /// Lines of the module's documentation.
     fn docs() -> impl Iterator<Item = &'static str> {
-        include_str!("lifecycle.rs").lines().map_while(|line| line.strip_prefix("//!")).map(str::trim)
+        include_str!("lifecycle.rs")
+            .lines()
+            .map_while(|line| line.strip_prefix("//!"))
+            .map(str::trim)
     }
 
     /// Reads the drawing: for a phase or stage and an event, the phase or stage that follows.
     fn drawing() -> BTreeMap<(&'static str, &'static str), &'static str> {
         let mut edges = BTreeMap::new();
-        for line in docs().skip_while(|line| *line != "```text").skip(1).take_while(|line| *line != "```") {
-            let path: Vec<&str> = line.split(['─', '▶']).map(str::trim).filter(|name| !name.is_empty()).collect();
+        for line in
+            docs().skip_while(|line| *line != "```text").skip(1).take_while(|line| *line != "```")
+        {
+            let path: Vec<&str> =
+                line.split(['─', '▶']).map(str::trim).filter(|name| !name.is_empty()).collect();
             for edge in path.windows(3).step_by(2) {
                 for from in edge[0].split(", ") {
                     for event in edge[1].split(", ") {
-                        assert_eq!(edges.insert((from, event), edge[2]), None, "{from}, {event} is drawn twice");
+                        assert_eq!(
+                            edges.insert((from, event), edge[2]),
+                            None,
+                            "{from}, {event} is drawn twice"
+                        );
                     }
                 }
             }
@@ -387,7 +414,11 @@ mod tests {
                 let (to, _) = transition(from, event);
                 assert_eq!(phase_name(to), next(phase_name(from), event), "{from:?}, {event:?}");
                 if let (Some(before), Some(after)) = (stage(from), stage(to)) {
-                    assert_eq!(stage_name(after), next(stage_name(before), event), "{from:?}, {event:?}");
+                    assert_eq!(
+                        stage_name(after),
+                        next(stage_name(before), event),
+                        "{from:?}, {event:?}"
+                    );
                 }
             }
         }
@@ -400,15 +431,19 @@ mod tests {
             for kind in [FLUSH, OTHER] {
                 let after = |phase| transition(phase, Event::Fail(kind));
                 assert_eq!(after(Phase::Running(stage)), (Phase::Failing(stage, kind), &[][..]));
-                assert_eq!(after(Phase::Failing(stage, FLUSH)), (Phase::Failing(stage, kind), &[][..]));
-                assert_eq!(after(Phase::Failing(stage, FAILURE)), (Phase::Failing(stage, FAILURE), &[][..]));
+                assert_eq!(
+                    after(Phase::Failing(stage, FLUSH)),
+                    (Phase::Failing(stage, kind), &[][..])
+                );
+                assert_eq!(
+                    after(Phase::Failing(stage, FAILURE)),
+                    (Phase::Failing(stage, FAILURE), &[][..])
+                );
             }
             let failing = Phase::Failing(stage, FAILURE);
-            assert!(
-                EVENTS
-                    .into_iter()
-                    .all(|event| transition(failing, event).0.failure().is_none_or(|kind| kind == FAILURE))
-            );
+            assert!(EVENTS.into_iter().all(|event| {
+                transition(failing, event).0.failure().is_none_or(|kind| kind == FAILURE)
+            }));
         }
     }
 
@@ -420,7 +455,9 @@ mod tests {
                     (Some(end), Event::Close) => Some(End { readable: false, ..end }),
                     (Some(end), _) => Some(end),
                     (None, Event::Abort(reason)) => Some(End { reason, readable: false }),
-                    (None, Event::End(reason)) => Some(End { reason, readable: from.takes_messages() }),
+                    (None, Event::End(reason)) => {
+                        Some(End { reason, readable: from.takes_messages() })
+                    }
                     (None, _) => None,
                 };
                 assert_eq!(transition(from, event).0.end(), expected, "{from:?}, {event:?}");
@@ -437,10 +474,18 @@ mod tests {
                 let (ended, dropped) = (from.end().is_some(), from.is_aborting());
                 let expected = match event {
                     Event::Finish if stage(from) != stage(to) => vec![WakeSenders],
-                    Event::Close if ended || stage(to) == Some(Stage::Closing) => vec![WakeSenders, WakeReceivers],
+                    Event::Close if ended || stage(to) == Some(Stage::Closing) => {
+                        vec![WakeSenders, WakeReceivers]
+                    }
                     Event::Drop { .. } if to.is_aborting() && !dropped => vec![SendAbort],
                     Event::Abort(_) if !ended => {
-                        let rest = [StopSending, ReleaseAllButAbort, WakeSenders, WakeReceivers, WakeFlushers];
+                        let rest = [
+                            StopSending,
+                            ReleaseAllButAbort,
+                            WakeSenders,
+                            WakeReceivers,
+                            WakeFlushers,
+                        ];
                         [&[SendAbort][usize::from(dropped)..], &rest].concat()
                     }
                     Event::End(_) if !ended => {
@@ -463,8 +508,10 @@ mod tests {
         for row in docs().filter(|line| line.starts_with("| `")) {
             let cells: Vec<&str> = row.trim_matches('|').split('|').map(str::trim).collect();
             for name in cells[0].split(", ") {
-                let stage =
-                    STAGES.into_iter().find(|&stage| stage_name(stage) == name.trim_matches('`')).expect("a stage");
+                let stage = STAGES
+                    .into_iter()
+                    .find(|&stage| stage_name(stage) == name.trim_matches('`'))
+                    .expect("a stage");
                 rows += 1;
                 assert_eq!(stage.sends_fin(), cells[3] == "`Fin`", "{stage:?}");
                 for phase in [Phase::Running(stage), Phase::Failing(stage, FLUSH)] {
@@ -476,7 +523,9 @@ mod tests {
         }
         assert_eq!(rows, STAGES.len());
         let local = Err(MessageError::Closed(CloseReason::Local));
-        for (stage, error) in [(Stage::Finished, Err(MessageError::Finished)), (Stage::Closing, local)] {
+        for (stage, error) in
+            [(Stage::Finished, Err(MessageError::Finished)), (Stage::Closing, local)]
+        {
             assert_eq!(Phase::Running(stage).check_open(), error);
         }
         let end = End { reason: CloseReason::Silent, readable: true };

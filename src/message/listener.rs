@@ -114,7 +114,9 @@ impl Handshakes {
         let old = yielding().filter(|(_, running)| now.duration_since(running.since) >= GRACE);
         // Of equal shares the first, which is the oldest.
         let victim = old.min_by_key(|(_, running)| Reverse(shares.get(&running.source).copied()));
-        victim.map(|(at, _)| at).ok_or_else(|| yielding().next().map(|(_, running)| running.since + GRACE))
+        victim
+            .map(|(at, _)| at)
+            .ok_or_else(|| yielding().next().map(|(_, running)| running.since + GRACE))
     }
 
     fn finished(&mut self, task: tokio::task::Id) {
@@ -132,7 +134,10 @@ impl Listener {
     /// # Cancel safety
     ///
     /// As [`bind_with`](Self::bind_with): dropping the future leaves nothing behind.
-    pub async fn bind(device: &Device, address: impl ToSocketAddrs) -> Result<Self, EstablishError> {
+    pub async fn bind(
+        device: &Device,
+        address: impl ToSocketAddrs,
+    ) -> Result<Self, EstablishError> {
         Self::bind_with(device, address, &ConnectionConfig::default()).await
     }
 
@@ -241,7 +246,10 @@ impl Listener {
                     // Of a peer that asked before it was known whether the provider answers.
                     if request.inner.reserved().is_none()
                         && self.admission.may_enter(request.peer_addr().ip())
-                        && self.admission.answer().is_some_and(|answer| request.inner.answer_late(answer))
+                        && self
+                            .admission
+                            .answer()
+                            .is_some_and(|answer| request.inner.answer_late(answer))
                     {
                         continue;
                     }
@@ -252,7 +260,8 @@ impl Listener {
                         running.task.abort();
                         self.admission.gave_way();
                     }
-                    let (source, yields) = (request.peer_addr().ip(), request.inner.reserved().is_none());
+                    let (source, yields) =
+                        (request.peer_addr().ip(), request.inner.reserved().is_none());
                     let task = handshakes.tasks.spawn(async move {
                         let peer = request.peer_addr();
                         let config = request.config.clone();
@@ -262,7 +271,12 @@ impl Listener {
                         }
                         result
                     });
-                    handshakes.running.push_back(Running { task, source, since: Instant::now(), yields });
+                    handshakes.running.push_back(Running {
+                        task,
+                        source,
+                        since: Instant::now(),
+                        yields,
+                    });
                 }
                 Next::Made(Ok((task, made))) => {
                     handshakes.finished(task);
@@ -317,7 +331,15 @@ impl Listener {
                     let (device, config) = (self.device.clone(), self.config.clone());
                     let admission = self.admission.clone();
                     let waiting = self.inner.waiting();
-                    return Ok(ConnectionRequest { inner, handshake, user_data, device, config, admission, waiting });
+                    return Ok(ConnectionRequest {
+                        inner,
+                        handshake,
+                        user_data,
+                        device,
+                        config,
+                        admission,
+                        waiting,
+                    });
                 }
                 Err(error) => {
                     tracing::warn!(peer = %inner.peer_addr(), %error, "rejected");
@@ -403,8 +425,12 @@ impl ConnectionRequest {
     /// # Cancel safety
     ///
     /// Dropping the future rejects the peer.
-    pub async fn accept_with(self, config: &ConnectionConfig) -> Result<Connection, EstablishError> {
-        let (address, admission, waiting) = (self.peer_addr(), self.admission.clone(), self.waiting.clone());
+    pub async fn accept_with(
+        self,
+        config: &ConnectionConfig,
+    ) -> Result<Connection, EstablishError> {
+        let (address, admission, waiting) =
+            (self.peer_addr(), self.admission.clone(), self.waiting.clone());
         let (start, confirmed) = (std::time::Instant::now(), self.inner.reserved().is_some());
         let established = pin!(self.establish(config));
         if confirmed {
@@ -430,7 +456,10 @@ impl ConnectionRequest {
         result
     }
 
-    async fn establish_uncounted(self, config: &ConnectionConfig) -> Result<Connection, EstablishError> {
+    async fn establish_uncounted(
+        self,
+        config: &ConnectionConfig,
+    ) -> Result<Connection, EstablishError> {
         let address = self.peer_addr();
         let answered = self.inner.reserved().is_some();
         // A peer that was answered has been told them.
@@ -452,11 +481,14 @@ impl ConnectionRequest {
         let pd = config.domain(&self.device)?;
         let path = (self.inner.port(), self.inner.gid_index());
         // No fault of this end, so that a listener goes on.
-        config.check_path(path, self.inner.source()).map_err(|error| self.inner.unprepared(error))?;
-        let prepared = match PreparedConnection::new(&pd, config, |builder| self.inner.prepare(builder)) {
-            Ok(prepared) => prepared,
-            Err(error) => return Err(self.inner.not_made(error).await?.into()),
-        };
+        config
+            .check_path(path, self.inner.source())
+            .map_err(|error| self.inner.unprepared(error))?;
+        let prepared =
+            match PreparedConnection::new(&pd, config, |builder| self.inner.prepare(builder)) {
+                Ok(prepared) => prepared,
+                Err(error) => return Err(self.inner.not_made(error).await?.into()),
+            };
         let link = self.inner.accept(&prepared.qp, &options).await?;
         // Others may have been faster; then the link is dropped, and the peer disconnected.
         let refused = |refusal| EstablishError::Refused { address, refusal };

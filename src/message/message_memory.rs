@@ -9,7 +9,9 @@ use bytes::Bytes;
 
 use super::error::CloseReason;
 use crate::error::{OpErrorKind, SetupError, VerbError};
-use crate::memory::{BufMut, ExposedRegion, ExposedSlice, HostMemory, Pool, PoolError, RemoteRegion};
+use crate::memory::{
+    BufMut, ExposedRegion, ExposedSlice, HostMemory, Pool, PoolError, RemoteRegion,
+};
 use crate::op::{QueuePair, Read};
 use crate::types::Access;
 use crate::verbs::ProtectionDomain;
@@ -56,7 +58,12 @@ impl Landings {
         let place = match size_of_buffer(len) {
             None => Place::Parts,
             Some((at, size)) => {
-                let free = self.kept.pools.get(at).and_then(OnceLock::get).map(|pool| pool.take_free(len as usize));
+                let free = self
+                    .kept
+                    .pools
+                    .get(at)
+                    .and_then(OnceLock::get)
+                    .map(|pool| pool.take_free(len as usize));
                 if let Some(Ok(Some(buffer))) = free {
                     return Ok(buffer);
                 }
@@ -158,7 +165,9 @@ impl Kept {
         };
         match (place, size_of_buffer(len)) {
             (Place::Kept, Some((at, size))) => {
-                let Some(place) = self.pools.get(at) else { unreachable!("there is one for each size") };
+                let Some(place) = self.pools.get(at) else {
+                    unreachable!("there is one for each size")
+                };
                 // One chore of a connection is done at a time, and nothing else grows the pool.
                 let before = place.get().map_or(0, Pool::total);
                 let buffer = self.grow(place, size as usize).and_then(|pool| {
@@ -175,7 +184,8 @@ impl Kept {
             (Place::Parts, _) => {
                 // From the heap, so that it can be given away without a copy. Nobody is granted access; that it is reached by
                 // slices is what an exposed region is for.
-                let region = zeroed(bytes).and_then(|memory| ExposedRegion::new(&self.pd, memory, Access::empty()));
+                let region = zeroed(bytes)
+                    .and_then(|memory| ExposedRegion::new(&self.pd, memory, Access::empty()));
                 (region.map(Made::Region), 0)
             }
             (Place::Once | Place::Kept, _) => {
@@ -206,7 +216,9 @@ fn release(region: ExposedRegion) -> Result<Bytes, CloseReason> {
 /// Zeroed memory, or an error where `vec!` would end the process: a peer says how much.
 fn zeroed(len: usize) -> Result<Vec<u8>, SetupError> {
     let mut memory = Vec::new();
-    memory.try_reserve_exact(len).map_err(|_| SetupError::Verb(VerbError::new("malloc", VerbError::ENOMEM)))?;
+    memory
+        .try_reserve_exact(len)
+        .map_err(|_| SetupError::Verb(VerbError::new("malloc", VerbError::ENOMEM)))?;
     memory.resize(len, 0);
     Ok(memory)
 }
@@ -247,13 +259,18 @@ impl Landing {
 
     /// Starts to fetch a message into a region of its length.
     pub(super) fn parts(qp: &QueuePair, region: ExposedRegion, remote: RemoteRegion) -> Self {
-        let mut parts = Parts { region: Some(region), remote, asked: 0, reads: VecDeque::with_capacity(READS) };
+        let mut parts =
+            Parts { region: Some(region), remote, asked: 0, reads: VecDeque::with_capacity(READS) };
         parts.ask(qp);
         Self::Parts(parts)
     }
 
     /// The message, once it is all there.
-    pub(super) fn poll(&mut self, qp: &QueuePair, context: &mut Context<'_>) -> Poll<Result<Arrived, OpErrorKind>> {
+    pub(super) fn poll(
+        &mut self,
+        qp: &QueuePair,
+        context: &mut Context<'_>,
+    ) -> Poll<Result<Arrived, OpErrorKind>> {
         match self {
             Self::Whole(read) => {
                 let read = std::pin::Pin::new(read).poll(context);
@@ -273,9 +290,10 @@ impl Parts {
             && self.asked < self.remote.len()
         {
             let end = self.remote.len().min(self.asked + READ);
-            let (Ok(slice), Ok(remote)) =
-                (region.slice(self.asked as usize..end as usize), self.remote.slice(self.asked..end))
-            else {
+            let (Ok(slice), Ok(remote)) = (
+                region.slice(self.asked as usize..end as usize),
+                self.remote.slice(self.asked..end),
+            ) else {
                 unreachable!("within the length of both, which is the same")
             };
             self.reads.push_back(qp.read(slice, remote));
@@ -283,7 +301,11 @@ impl Parts {
         }
     }
 
-    fn poll(&mut self, qp: &QueuePair, context: &mut Context<'_>) -> Poll<Result<Arrived, OpErrorKind>> {
+    fn poll(
+        &mut self,
+        qp: &QueuePair,
+        context: &mut Context<'_>,
+    ) -> Poll<Result<Arrived, OpErrorKind>> {
         while let Some(read) = self.reads.front_mut() {
             let done = std::task::ready!(std::pin::Pin::new(read).poll(context));
             self.reads.pop_front();

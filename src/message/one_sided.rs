@@ -23,7 +23,11 @@ impl Connection {
     /// # Errors
     ///
     /// As [`ExposedRegion::new`].
-    pub fn expose<S: Storage>(&self, memory: S, access: Access) -> Result<ExposedRegion, SetupError> {
+    pub fn expose<S: Storage>(
+        &self,
+        memory: S,
+        access: Access,
+    ) -> Result<ExposedRegion, SetupError> {
         ExposedRegion::new(self.protection_domain(), memory, access)
     }
 
@@ -42,7 +46,9 @@ impl Connection {
         let pool = match handle.buffers.get() {
             Some(pool) => pool,
             None => {
-                let pool = Pool::builder(self.protection_domain()).buffer_size(handle.buffer_size).buffers(16);
+                let pool = Pool::builder(self.protection_domain())
+                    .buffer_size(handle.buffer_size)
+                    .buffers(16);
                 let pool = pool.growing(true).build()?;
                 handle.buffers.get_or_init(|| pool)
             }

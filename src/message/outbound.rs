@@ -51,8 +51,12 @@ impl Sent {
 
     pub(super) fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<(), OpErrorKind>> {
         let result = match self {
-            Self::Inline(send) | Self::Abort(send) => Pin::new(send).poll(context).map_err(|error| error.kind()),
-            Self::Copied(send) => Pin::new(send).poll(context).map_ok(drop).map_err(|error| error.kind()),
+            Self::Inline(send) | Self::Abort(send) => {
+                Pin::new(send).poll(context).map_err(|error| error.kind())
+            }
+            Self::Copied(send) => {
+                Pin::new(send).poll(context).map_ok(drop).map_err(|error| error.kind())
+            }
             Self::Done => return Poll::Ready(Ok(())),
         };
         if result.is_ready() {
@@ -93,7 +97,11 @@ impl Core {
     /// Posts a frame of which there is nothing but its header.
     pub(super) fn send_bare(&mut self, header: Header) {
         let send = self.qp.send_inline_with_imm(&[], header.encode());
-        self.add_sent(if header.kind == Kind::Abort { Sent::Abort(send) } else { Sent::Inline(send) });
+        self.add_sent(if header.kind == Kind::Abort {
+            Sent::Abort(send)
+        } else {
+            Sent::Inline(send)
+        });
     }
 
     fn add_sent(&mut self, sent: Sent) {

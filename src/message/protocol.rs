@@ -41,7 +41,11 @@ pub(super) enum Due {
 impl Protocol {
     /// Creates an end that has posted `receives`, and whose peer is not known yet.
     pub(super) fn new(receives: u32) -> Self {
-        Self { flow: Flow::new(receives, 0), phase: Phase::Running(Stage::Open), timers: Timers::unset() }
+        Self {
+            flow: Flow::new(receives, 0),
+            phase: Phase::Running(Stage::Open),
+            timers: Timers::unset(),
+        }
     }
 
     /// Sets the peer's window and starts the timers.

@@ -95,7 +95,12 @@ pub(super) struct Shared {
 }
 
 impl Shared {
-    pub(super) fn new(core: Core, qp: QueuePair, runtime: Handle, admitted: Option<Admitted>) -> Arc<Self> {
+    pub(super) fn new(
+        core: Core,
+        qp: QueuePair,
+        runtime: Handle,
+        admitted: Option<Admitted>,
+    ) -> Arc<Self> {
         let bell = Arc::new(Bell::default());
         let waker = bell.clone().into();
         Arc::new_cyclic(|this| Self {

@@ -114,7 +114,12 @@ impl Timers {
     }
 
     /// Returns a deadline that has passed and requires something. Sets the next deadline of periodic checks.
-    pub(super) fn expire(&mut self, now: Instant, arrived: u32, observed: Observed) -> Option<Expired> {
+    pub(super) fn expire(
+        &mut self,
+        now: Instant,
+        arrived: u32,
+        observed: Observed,
+    ) -> Option<Expired> {
         let is_due = |time: Option<Instant>| time.is_some_and(|time| time <= now);
         if let (true, Some((interval, patience))) = (is_due(self.silence), self.times.keepalive) {
             let heard = arrived != self.arrived;
@@ -122,7 +127,11 @@ impl Timers {
             self.arrived = arrived;
             self.silence = now.checked_add(if heard { interval } else { patience });
             if !heard {
-                return Some(if asked { Expired::End(CloseReason::Silent) } else { Expired::Silence });
+                return Some(if asked {
+                    Expired::End(CloseReason::Silent)
+                } else {
+                    Expired::Silence
+                });
             }
         }
         if let (true, Some(stall)) = (is_due(self.stall), self.times.stall) {
@@ -186,13 +195,17 @@ mod tests {
         assert_eq!(timers.expire(at(30), 0, waits(None)), None, "none waits");
         assert_eq!(timers.expire(at(40), 0, waits(Some(6))), None);
         assert_eq!(timers.expire(at(50), 0, waits(Some(6))), None);
-        assert_eq!(timers.expire(at(60), 0, waits(Some(6))), Some(Expired::End(CloseReason::Stalled)));
+        assert_eq!(
+            timers.expire(at(60), 0, waits(Some(6))),
+            Some(Expired::End(CloseReason::Stalled))
+        );
     }
 
     #[test]
     fn first_message_is_waited_for_once_and_a_dropped_connection_lingers() {
         let first_message = Some(Duration::from_millis(10));
-        for (begun, end) in [(true, None), (false, Some(Expired::End(CloseReason::NoFirstMessage)))] {
+        for (begun, end) in [(true, None), (false, Some(Expired::End(CloseReason::NoFirstMessage)))]
+        {
             let (mut timers, at) = timers(Times { first_message, ..Times::default() });
             assert_eq!(timers.expire(at(10), 0, Observed { stalled_at: None, begun }), end);
             assert_eq!(timers.deadline(), None);
@@ -202,7 +215,10 @@ mod tests {
             timers.linger(|| at(20));
             timers.linger(|| at(30));
             assert_eq!(timers.deadline(), Some(at(20) + LINGER));
-            assert_eq!(timers.expire(at(20) + LINGER, 0, QUIET), Some(Expired::End(CloseReason::Local)));
+            assert_eq!(
+                timers.expire(at(20) + LINGER, 0, QUIET),
+                Some(Expired::End(CloseReason::Local))
+            );
             assert_eq!(timers.deadline(), None);
         }
     }

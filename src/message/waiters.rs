@@ -67,7 +67,8 @@ impl Waiters {
         if ticket.is_some() && guest.registered == *ticket {
             return;
         }
-        let found = ticket.and_then(|ticket| self.line.iter_mut().find(|(other, _)| *other == ticket));
+        let found =
+            ticket.and_then(|ticket| self.line.iter_mut().find(|(other, _)| *other == ticket));
         if let Some((_, Some(registered))) = &found
             && registered.will_wake(guest.waker)
         {

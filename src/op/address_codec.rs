@@ -37,7 +37,11 @@ pub(crate) fn to_bytes<A: Address>(address: &A) -> [u8; LEN] {
 /// Decodes the compact form of an address.
 pub(crate) fn from_bytes<A: Address>(bytes: &[u8]) -> Result<A, EndpointError> {
     let Ok(bytes) = <&[u8; LEN]>::try_from(bytes) else {
-        return Err(EndpointError { field: "length", found: bytes.len() as u64, allowed: "32 bytes" });
+        return Err(EndpointError {
+            field: "length",
+            found: bytes.len() as u64,
+            allowed: "32 bytes",
+        });
     };
     let mut reader = Reader { rest: bytes };
     let version = reader.byte().into();
@@ -70,7 +74,9 @@ pub(crate) struct Reader<'a> {
 
 impl Reader<'_> {
     pub(crate) fn take<const N: usize>(&mut self) -> [u8; N] {
-        let Some((bytes, rest)) = self.rest.split_first_chunk() else { unreachable!("layouts have 32 bytes") };
+        let Some((bytes, rest)) = self.rest.split_first_chunk() else {
+            unreachable!("layouts have 32 bytes")
+        };
         self.rest = rest;
         *bytes
     }
@@ -99,7 +105,11 @@ impl Reader<'_> {
 
     pub(crate) fn mtu(&mut self) -> Result<Mtu, EndpointError> {
         let code = self.byte();
-        Mtu::from_code(code).ok_or(EndpointError { field: "MTU code", found: code.into(), allowed: "1 to 5" })
+        Mtu::from_code(code).ok_or(EndpointError {
+            field: "MTU code",
+            found: code.into(),
+            allowed: "1 to 5",
+        })
     }
 
     pub(crate) fn gid(&mut self) -> Gid {
@@ -131,7 +141,11 @@ pub(crate) fn link_layer(code: u8) -> Result<LinkLayer, EndpointError> {
         2 => Ok(LinkLayer::Ethernet),
         // Two ends that agree on it may know what it is.
         3.. => Ok(LinkLayer::Other(code)),
-        0 => Err(EndpointError { field: "link layer", found: 0, allowed: "1 (InfiniBand), 2 (Ethernet) or more" }),
+        0 => Err(EndpointError {
+            field: "link layer",
+            found: 0,
+            allowed: "1 (InfiniBand), 2 (Ethernet) or more",
+        }),
     }
 }
 
@@ -145,7 +159,11 @@ pub(crate) fn qpn(field: &'static str, number: u32) -> Result<Qpn, EndpointError
 #[cfg(feature = "serde")]
 pub(crate) fn mtu_of_bytes(bytes: u16) -> Result<Mtu, EndpointError> {
     let mtu = Mtu::ALL.into_iter().find(|mtu| mtu.bytes() == usize::from(bytes));
-    mtu.ok_or(EndpointError { field: "MTU", found: bytes.into(), allowed: "256, 512, 1024, 2048 or 4096" })
+    mtu.ok_or(EndpointError {
+        field: "MTU",
+        found: bytes.into(),
+        allowed: "256, 512, 1024, 2048 or 4096",
+    })
 }
 
 pub(crate) fn within(
@@ -154,7 +172,11 @@ pub(crate) fn within(
     range: RangeInclusive<u32>,
     allowed: &'static str,
 ) -> Result<u32, EndpointError> {
-    if range.contains(&found) { Ok(found) } else { Err(EndpointError { field, found: found.into(), allowed }) }
+    if range.contains(&found) {
+        Ok(found)
+    } else {
+        Err(EndpointError { field, found: found.into(), allowed })
+    }
 }
 
 /// A description of a queue pair or DC target that cannot be one.
@@ -241,7 +263,10 @@ pub(crate) mod tests {
     }
 
     /// Asserts that `address` with each of these bytes replaced is refused because of the field named beside it.
-    pub(crate) fn assert_fields_are_named<A: Address + Debug>(address: &A, cases: &[(usize, u8, &str)]) {
+    pub(crate) fn assert_fields_are_named<A: Address + Debug>(
+        address: &A,
+        cases: &[(usize, u8, &str)],
+    ) {
         for &(at, value, field) in cases {
             let mut bytes = to_bytes(address);
             bytes[at] = value;
@@ -251,7 +276,11 @@ pub(crate) mod tests {
     }
 
     /// Asserts that the numbers of no queue pair are refused in the 24 bits from byte `at`.
-    pub(crate) fn assert_numbers_are_checked<A: Address + Debug>(address: &A, at: usize, field: &str) {
+    pub(crate) fn assert_numbers_are_checked<A: Address + Debug>(
+        address: &A,
+        at: usize,
+        field: &str,
+    ) {
         for number in [0u32, 1, 0x00ff_ffff] {
             let mut bytes = to_bytes(address);
             bytes[at..at + 3].copy_from_slice(&number.to_be_bytes()[1..]);

@@ -67,7 +67,12 @@ impl QueuePair {
     /// # Errors
     ///
     /// [`TryError::Full`] if there is none.
-    pub fn try_compare_swap(&self, remote: RemoteRegion, compare: u64, swap: u64) -> Result<Atomic, TryError<()>> {
+    pub fn try_compare_swap(
+        &self,
+        remote: RemoteRegion,
+        compare: u64,
+        swap: u64,
+    ) -> Result<Atomic, TryError<()>> {
         self.destination().try_post_atomic(AtomicRequest::compare_swap(remote, compare, swap))
     }
 
@@ -104,7 +109,8 @@ impl<'a> Destination<'a> {
     /// Posts an atomic operation, with a registered word that its result arrives in.
     #[inline]
     pub(crate) fn post_atomic(self, atomic: AtomicRequest) -> Atomic {
-        let operation = self.prepare(&atomic).map(|(route, request, word)| route.post(request, word));
+        let operation =
+            self.prepare(&atomic).map(|(route, request, word)| route.post(request, word));
         Atomic { operation: operation.into() }
     }
 
@@ -121,7 +127,10 @@ impl<'a> Destination<'a> {
 
     /// Checks the operation and allocates a word for its result.
     #[inline]
-    fn prepare(self, &AtomicRequest { op, remote }: &AtomicRequest) -> Result<Prepared<'a>, OpErrorKind> {
+    fn prepare(
+        self,
+        &AtomicRequest { op, remote }: &AtomicRequest,
+    ) -> Result<Prepared<'a>, OpErrorKind> {
         let route = self.route_for(op)?;
         if remote.len() != 8 || !remote.addr().is_multiple_of(8) {
             return Err(OpErrorKind::Misaligned { addr: remote.addr(), len: remote.len() });

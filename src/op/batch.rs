@@ -169,7 +169,10 @@ impl<B: Gather> Default for Batch<B> {
 
 impl<B> fmt::Debug for Batch<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Batch").field("entries", &self.entries).field("signal_every", &self.signal_every).finish()
+        f.debug_struct("Batch")
+            .field("entries", &self.entries)
+            .field("signal_every", &self.signal_every)
+            .finish()
     }
 }
 
@@ -196,7 +199,10 @@ impl QueuePair {
     /// # Errors
     ///
     /// [`TryError::Full`] with the batch if there is not.
-    pub fn try_post_batch<B: Gather>(&self, batch: Batch<B>) -> Result<BatchOp<B>, TryError<Batch<B>>> {
+    pub fn try_post_batch<B: Gather>(
+        &self,
+        batch: Batch<B>,
+    ) -> Result<BatchOp<B>, TryError<Batch<B>>> {
         self.destination().try_post_batch(batch)
     }
 }
@@ -221,7 +227,10 @@ impl Destination<'_> {
     }
 
     /// Posts all of a batch if the send queue has free slots for it.
-    pub(crate) fn try_post_batch<B: Gather>(self, batch: Batch<B>) -> Result<BatchOp<B>, TryError<Batch<B>>> {
+    pub(crate) fn try_post_batch<B: Gather>(
+        self,
+        batch: Batch<B>,
+    ) -> Result<BatchOp<B>, TryError<Batch<B>>> {
         self.submit_batch(batch, Patience::Try, batch_refusal).map_err(TryError::Full)
     }
 
@@ -231,7 +240,8 @@ impl Destination<'_> {
         patience: Patience,
         check: BatchCheck,
     ) -> Result<BatchOp<B>, Batch<B>> {
-        let checked = self.route().and_then(|route| check(&route, &batch.entries).map_or(Ok(route), Err));
+        let checked =
+            self.route().and_then(|route| check(&route, &batch.entries).map_or(Ok(route), Err));
         let route = match checked {
             Ok(_) if batch.is_empty() => {
                 batch.end(Ok(()), &[]);
@@ -242,7 +252,14 @@ impl Destination<'_> {
         };
         let (submitted, mut batch) = kept(batch, |batch| {
             let queue = &route.queue_pair.send;
-            queue.submit_batch(&batch.entries, &batch.buffers, route.flags, batch.signal_every, route.to, patience)
+            queue.submit_batch(
+                &batch.entries,
+                &batch.buffers,
+                route.flags,
+                batch.signal_every,
+                route.to,
+                patience,
+            )
         });
         match submitted {
             Ok(claim) => {
@@ -330,7 +347,10 @@ impl<B: Gather> Future for BatchOp<B> {
 
 impl<B: Gather> fmt::Debug for BatchOp<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("BatchOp").field("in_flight", &self.in_flight).field("batch", &self.batch).finish()
+        f.debug_struct("BatchOp")
+            .field("in_flight", &self.in_flight)
+            .field("batch", &self.batch)
+            .finish()
     }
 }
 

@@ -115,7 +115,12 @@ impl QueuePair {
     ///
     /// Dropping the future revokes the lease when the work request has completed, or the queue pair has ended. Nobody
     /// knows its key.
-    pub fn lease(&self, region: &ExposedRegion, range: Range<usize>, access: Access) -> PendingLease {
+    pub fn lease(
+        &self,
+        region: &ExposedRegion,
+        range: Range<usize>,
+        access: Access,
+    ) -> PendingLease {
         PendingLease { operation: self.bind(region, range, access & Access::REMOTE_ALL).into() }
     }
 
@@ -127,7 +132,8 @@ impl QueuePair {
     ) -> Result<Operation<Granting>, OpErrorKind> {
         let route = self.destination().route_for(SendOp::BindWindow)?;
         let qp = self.inner.core.qp().map_err(|_| OpErrorKind::Closed)?;
-        let (window, bind) = self.inner.core.windows().lease(self.protection_domain(), region, range, access)?;
+        let (window, bind) =
+            self.inner.core.windows().lease(self.protection_domain(), region, range, access)?;
         // Whoever holds it holds up the end of the queue pair.
         drop(qp);
         let grant = RemoteRegion::new(bind.addr, bind.len, bind.rkey);
@@ -185,7 +191,10 @@ impl Lease {
 
 impl fmt::Debug for Lease {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Lease").field("grant", &self.grant()).field("access", &self.access()).finish_non_exhaustive()
+        f.debug_struct("Lease")
+            .field("grant", &self.grant())
+            .field("access", &self.access())
+            .finish_non_exhaustive()
     }
 }
 

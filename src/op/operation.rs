@@ -60,7 +60,13 @@ impl<F: Finish> Operation<F> {
     ///
     /// The parts of the request are arguments, so that they stay in registers while it is posted at once.
     #[inline(always)]
-    pub(crate) fn post(queue: &Arc<WorkQueue>, what: What, flags: SendFlags, room: u64, held: F::Held) -> Self {
+    pub(crate) fn post(
+        queue: &Arc<WorkQueue>,
+        what: What,
+        flags: SendFlags,
+        room: u64,
+        held: F::Held,
+    ) -> Self {
         // The operation is put together in one place, so that it is built where it will be awaited: no call is given
         // all of it. The buffer is kept as `kept` does.
         let held = ManuallyDrop::new(held);
@@ -89,7 +95,9 @@ impl<F: Finish> Operation<F> {
         match submitted {
             Ok(claim) => Ok(Self { in_flight: InFlight::new(claim, held) }),
             Err(Refusal::Full) => Err(TryError::Full(F::give_back(held))),
-            Err(Refusal::Error(kind)) => Err(TryError::Refused(OpError::new(kind, F::give_back(held)))),
+            Err(Refusal::Error(kind)) => {
+                Err(TryError::Refused(OpError::new(kind, F::give_back(held))))
+            }
         }
     }
 

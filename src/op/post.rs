@@ -133,7 +133,9 @@ impl<'a> Destination<'a> {
         buffer: B,
     ) -> Result<Operation<Return<B>>, TryError<B>> {
         match self.route_for(request.op) {
-            Ok(route) => Operation::try_post(&route.queue_pair.send, route.request(request), buffer),
+            Ok(route) => {
+                Operation::try_post(&route.queue_pair.send, route.request(request), buffer)
+            }
             Err(kind) => Ok(Operation::refused(kind, buffer)),
         }
     }
@@ -155,14 +157,23 @@ impl<'a> Route<'a> {
     pub(super) fn post<F: Finish>(self, request: SendRequest, held: F::Held) -> Operation<F> {
         let queue = &self.queue_pair.send;
         match self.to {
-            None => Operation::post(queue, What::Send(request.op), self.signaled(), request.remote_len, held),
+            None => Operation::post(
+                queue,
+                What::Send(request.op),
+                self.signaled(),
+                request.remote_len,
+                held,
+            ),
             Some(_) => Operation::post_any(queue, self.request(request), held),
         }
     }
 
     /// Posts the binding of a window, which `held` keeps.
     pub(super) fn post_binding<F: Finish>(self, bind: &WindowBind, held: F::Held) -> Operation<F> {
-        let request = Request { window: Some(bind), ..self.request(SendRequest::message(SendOp::BindWindow)) };
+        let request = Request {
+            window: Some(bind),
+            ..self.request(SendRequest::message(SendOp::BindWindow))
+        };
         Operation::post_any(&self.queue_pair.send, request, held)
     }
 
@@ -181,12 +192,18 @@ impl<'a> Route<'a> {
             None => {}
         }
         match op {
-            SendOp::Send | SendOp::SendWithImm(_) => self.unsupported("SEND to a connected peer", &[Rc, Uc]),
+            SendOp::Send | SendOp::SendWithImm(_) => {
+                self.unsupported("SEND to a connected peer", &[Rc, Uc])
+            }
             SendOp::SendWithInvalidate(_) => self.unsupported("SEND with invalidate", &[Rc]),
             SendOp::Write(_) | SendOp::WriteWithImm(..) => self.unsupported("WRITE", &[Rc, Uc]),
             SendOp::Read(_) => self.unsupported("READ", &[Rc]),
-            SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. } => self.unsupported("an atomic", &[Rc]),
-            SendOp::BindWindow | SendOp::LocalInvalidate(_) => self.unsupported("a lease", &[Rc, Uc]),
+            SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. } => {
+                self.unsupported("an atomic", &[Rc])
+            }
+            SendOp::BindWindow | SendOp::LocalInvalidate(_) => {
+                self.unsupported("a lease", &[Rc, Uc])
+            }
         }
     }
 

@@ -5,14 +5,16 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use crate::dispatch::{ReceiveCounters, SendCounters};
-use crate::engine::{CompletionQueue, Limits, QueuePairCore, Shared, What, WorkQueue, WorkQueueCounters};
+use crate::engine::{
+    CompletionQueue, Limits, QueuePairCore, Shared, What, WorkQueue, WorkQueueCounters,
+};
 use crate::error::{LimitError, OpErrorKind, SetupError};
 use crate::memory::{BufMut, PdKey, Pool, PoolError};
 use crate::op::post::Destination;
 use crate::op::{ConnectOptions, QueuePairEndpoint, SharedReceiveQueue};
 use crate::types::{
-    Access, AddressVector, Gid, GidEntry, LinkLayer, Mtu, PortAttr, PortNum, Psn, Qkey, QpAttr, QpCaps, QpState, Qpn,
-    SendFlags, SendOp, Transport,
+    Access, AddressVector, Gid, GidEntry, LinkLayer, Mtu, PortAttr, PortNum, Psn, Qkey, QpAttr,
+    QpCaps, QpState, Qpn, SendFlags, SendOp, Transport,
 };
 use crate::verbs::{Device, ProtectionDomain, Qp, QpOptions};
 
@@ -120,7 +122,13 @@ impl QueuePair {
             recv_queue: None,
             srq: None,
             transport: Transport::Rc,
-            caps: QpCaps { max_send_wr: 128, max_recv_wr: 128, max_send_sge: 4, max_recv_sge: 4, max_inline: 64 },
+            caps: QpCaps {
+                max_send_wr: 128,
+                max_recv_wr: 128,
+                max_send_sge: 4,
+                max_recv_sge: 4,
+                max_inline: 64,
+            },
             receives: None,
             access: None,
             qkey: None,
@@ -195,7 +203,11 @@ impl QueuePair {
     /// # Errors
     ///
     /// As [`connect`](Self::connect).
-    pub fn connect_with(&self, peer: &QueuePairEndpoint, options: &ConnectOptions) -> Result<(), SetupError> {
+    pub fn connect_with(
+        &self,
+        peer: &QueuePairEndpoint,
+        options: &ConnectOptions,
+    ) -> Result<(), SetupError> {
         let local = self.inner.local;
         self.agree("transport", self.inner.transport, peer.transport)?;
         self.agree("link layer", local.link_layer, peer.link_layer)?;
@@ -221,7 +233,9 @@ impl QueuePair {
             max_rd_atomic: reliable.then_some(local.reads.min(peer.reads)),
             ..QpAttr::to_state(QpState::Rts)
         })?;
-        self.inner.span.in_scope(|| tracing::debug!(peer = %peer.qpn, gid = %peer.gid, "connected"));
+        self.inner
+            .span
+            .in_scope(|| tracing::debug!(peer = %peer.qpn, gid = %peer.gid, "connected"));
         Ok(())
     }
 
@@ -241,7 +255,11 @@ impl QueuePair {
         let (ours, theirs) = (gid.gid.to_ip(), peer.to_ip());
         if gid.is_roce_v2() && ours.is_ipv4() != theirs.is_ipv4() {
             let (ours, theirs) = (ours.to_string(), theirs.to_string());
-            return Err(SetupError::Mismatch { what: "address family (see `peer` of the builder)", ours, theirs });
+            return Err(SetupError::Mismatch {
+                what: "address family (see `peer` of the builder)",
+                ours,
+                theirs,
+            });
         }
         Ok(())
     }
@@ -319,7 +337,8 @@ impl QueuePair {
         if self.modify(&QpAttr::to_state(QpState::Err)).is_ok() {
             // In the error state work is taken and flushed, in order: this flush comes after all others.
             let flags = self.flags | SendFlags::SIGNALED;
-            let beacon = super::Send::post(self.send_queue(), What::Send(SendOp::Send), flags, u64::MAX, ());
+            let beacon =
+                super::Send::post(self.send_queue(), What::Send(SendOp::Send), flags, u64::MAX, ());
             if let Err(error) = beacon.await {
                 tracing::debug!(%error, qpn = %self.qpn(), "drained");
             }
@@ -615,14 +634,31 @@ impl QueuePairBuilder {
 
     /// As [`build`](Self::build), of any transport.
     pub(crate) fn build_any(self) -> Result<QueuePair, SetupError> {
-        let Self { pd, send_queue, recv_queue, srq, transport, mut caps, receives, access, qkey, path, number } = self;
+        let Self {
+            pd,
+            send_queue,
+            recv_queue,
+            srq,
+            transport,
+            mut caps,
+            receives,
+            access,
+            qkey,
+            path,
+            number,
+        } = self;
         let device = pd.device();
-        let (connected, datagram) = (matches!(transport, Transport::Rc | Transport::Uc), transport == Transport::Ud);
+        let (connected, datagram) =
+            (matches!(transport, Transport::Rc | Transport::Uc), transport == Transport::Ud);
         if access.is_some() && !connected {
-            return Err(SetupError::Unsupported { what: "remote access (`access`) on transports but RC and UC" });
+            return Err(SetupError::Unsupported {
+                what: "remote access (`access`) on transports but RC and UC",
+            });
         }
         if qkey.is_some() && !datagram {
-            return Err(SetupError::Unsupported { what: "queue key (`qkey`) on transports but UD" });
+            return Err(SetupError::Unsupported {
+                what: "queue key (`qkey`) on transports but UD",
+            });
         }
         let recv_queue = match (&srq, recv_queue) {
             (None, asked) => {
@@ -632,7 +668,9 @@ impl QueuePairBuilder {
             // Its work request numbers mean something on its completion queue only, which has entries reserved for them.
             (Some(srq), asked) => {
                 let queue = srq.completion_queue();
-                if let Some(asked) = asked.filter(|asked| !Arc::ptr_eq(asked.shared(), queue.shared())) {
+                if let Some(asked) =
+                    asked.filter(|asked| !Arc::ptr_eq(asked.shared(), queue.shared()))
+                {
                     let (asked, queue) = (asked.id(), queue.id());
                     return Err(SetupError::OtherCompletionQueue { asked, queue });
                 }
@@ -662,12 +700,17 @@ impl QueuePairBuilder {
             depth,
             max_sge,
             max_inline: granted.max_inline,
-            max_message: if datagram { port.active_mtu.bytes() as u64 } else { port.max_msg_size.into() },
+            max_message: if datagram {
+                port.active_mtu.bytes() as u64
+            } else {
+                port.max_msg_size.into()
+            },
             pd: PdKey(pd.id()),
         };
         let send = limits(caps.max_send_wr, granted.max_send_sge);
         // A receive may be larger than any message.
-        let receive = Limits { max_message: u64::MAX, ..limits(caps.max_recv_wr, granted.max_recv_sge) };
+        let receive =
+            Limits { max_message: u64::MAX, ..limits(caps.max_recv_wr, granted.max_recv_sge) };
         let core = QueuePairCore::new(
             qp,
             (send_queue.shared(), send),

@@ -62,7 +62,12 @@ impl Address for QueuePairEndpoint {
     const ALLOWED_VERSION: &'static str = "1";
 
     fn write(&self, out: &mut Writer) {
-        out.put(&[transport_code(self.transport), link_code(self.link_layer), self.mtu as u8, self.reads]);
+        out.put(&[
+            transport_code(self.transport),
+            link_code(self.link_layer),
+            self.mtu as u8,
+            self.reads,
+        ]);
         out.number(self.qpn.0);
         out.put(&[0]);
         out.number(self.psn.value());
@@ -97,7 +102,11 @@ fn transport_of(code: u8) -> Result<Transport, EndpointError> {
         0 => Ok(Transport::Rc),
         1 => Ok(Transport::Uc),
         2 => Ok(Transport::Ud),
-        _ => Err(EndpointError { field: "transport", found: code.into(), allowed: "0 (RC), 1 (UC) or 2 (UD)" }),
+        _ => Err(EndpointError {
+            field: "transport",
+            found: code.into(),
+            allowed: "0 (RC), 1 (UC) or 2 (UD)",
+        }),
     }
 }
 
@@ -137,7 +146,12 @@ pub struct ConnectOptions {
 
 impl Default for ConnectOptions {
     fn default() -> Self {
-        Self { timeout: AckTimeout::from_code(14), retry_count: 6, rnr_retry: 7, rnr_timer: RnrTimer::from_code(12) }
+        Self {
+            timeout: AckTimeout::from_code(14),
+            retry_count: 6,
+            rnr_retry: 7,
+            rnr_timer: RnrTimer::from_code(12),
+        }
     }
 }
 
@@ -216,7 +230,8 @@ mod form {
                     Service::Dci => transport_of(3)?,
                 },
                 qpn: qpn("queue pair number", fields.qpn)?,
-                psn: within("packet sequence number", fields.psn, 0..=0x00ff_ffff, "24 bits").map(Psn::new)?,
+                psn: within("packet sequence number", fields.psn, 0..=0x00ff_ffff, "24 bits")
+                    .map(Psn::new)?,
                 gid: Gid(fields.gid.octets()),
                 lid: fields.lid,
                 link_layer: link_layer(fields.link_layer)?,
@@ -301,7 +316,9 @@ mod tests {
             ("unknown variant", "RC", "XRC"),
             ("IPv6", "::ffff:10.9.0.1", "10.9.0"),
         ] {
-            let error = serde_json::from_str::<QueuePairEndpoint>(&text.replace(from, to)).unwrap_err().to_string();
+            let error = serde_json::from_str::<QueuePairEndpoint>(&text.replace(from, to))
+                .unwrap_err()
+                .to_string();
             assert!(error.contains(field), "{field}: {error}");
         }
     }
@@ -318,7 +335,10 @@ mod tests {
         impl<'de> Deserializer<'de> for Bytes {
             type Error = Error;
 
-            fn deserialize_any<V: serde::de::Visitor<'de>>(self, visitor: V) -> Result<V::Value, Error> {
+            fn deserialize_any<V: serde::de::Visitor<'de>>(
+                self,
+                visitor: V,
+            ) -> Result<V::Value, Error> {
                 visitor.visit_seq(SeqDeserializer::new(self.0.into_iter()))
             }
 
@@ -335,6 +355,11 @@ mod tests {
         assert_eq!(QueuePairEndpoint::deserialize(Bytes(endpoint().to_bytes())), Ok(endpoint()));
         let mut wrong = endpoint().to_bytes();
         wrong[0] = 9;
-        assert!(QueuePairEndpoint::deserialize(Bytes(wrong)).unwrap_err().to_string().contains("version"));
+        assert!(
+            QueuePairEndpoint::deserialize(Bytes(wrong))
+                .unwrap_err()
+                .to_string()
+                .contains("version")
+        );
     }
 }

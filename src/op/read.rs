@@ -37,7 +37,11 @@ impl QueuePair {
     ///
     /// [`TryError::Full`] with the buffer if there is none.
     #[inline(always)]
-    pub fn try_read<B: Scatter>(&self, buffer: B, remote: RemoteRegion) -> Result<Read<B>, TryError<B>> {
+    pub fn try_read<B: Scatter>(
+        &self,
+        buffer: B,
+        remote: RemoteRegion,
+    ) -> Result<Read<B>, TryError<B>> {
         self.destination().try_post(SendRequest::read(remote), buffer)
     }
 }

@@ -86,7 +86,10 @@ pub(crate) fn recv<B: Scatter>(queue: &Arc<WorkQueue>, buffer: B) -> Recv<B> {
 }
 
 #[inline]
-pub(crate) fn try_recv<B: Scatter>(queue: &Arc<WorkQueue>, buffer: B) -> Result<Recv<B>, TryError<B>> {
+pub(crate) fn try_recv<B: Scatter>(
+    queue: &Arc<WorkQueue>,
+    buffer: B,
+) -> Result<Recv<B>, TryError<B>> {
     Operation::try_post(queue, Request::new(What::Receive, SendFlags::empty(), u64::MAX), buffer)
 }
 
@@ -128,4 +131,5 @@ impl QueuePair {
     }
 }
 
-const SHARED: OpErrorKind = OpErrorKind::Unsupported { what: "a receive of its own beside a shared receive queue" };
+const SHARED: OpErrorKind =
+    OpErrorKind::Unsupported { what: "a receive of its own beside a shared receive queue" };

@@ -95,8 +95,15 @@ impl QueuePair {
     /// # Cancel safety
     ///
     /// As [`Operation`]: the datagram is sent even if the future is dropped.
-    pub fn send_to<B: Gather>(&self, buffer: B, handle: &AddressHandle, qpn: Qpn, qkey: Qkey) -> SendTo<B> {
-        self.datagram_to(handle, qpn, qkey).post(SendRequest::send(), WithRoute::new(buffer, handle))
+    pub fn send_to<B: Gather>(
+        &self,
+        buffer: B,
+        handle: &AddressHandle,
+        qpn: Qpn,
+        qkey: Qkey,
+    ) -> SendTo<B> {
+        self.datagram_to(handle, qpn, qkey)
+            .post(SendRequest::send(), WithRoute::new(buffer, handle))
     }
 
     /// As [`send_to`](Self::send_to), with four bytes beside the datagram.
@@ -108,12 +115,22 @@ impl QueuePair {
         qpn: Qpn,
         qkey: Qkey,
     ) -> SendTo<B> {
-        self.datagram_to(handle, qpn, qkey).post(SendRequest::send_with_imm(imm), WithRoute::new(buffer, handle))
+        self.datagram_to(handle, qpn, qkey)
+            .post(SendRequest::send_with_imm(imm), WithRoute::new(buffer, handle))
     }
 
     /// A datagram queue pair that `handle` leads to.
-    fn datagram_to<'a>(&'a self, handle: &'a AddressHandle, qpn: Qpn, qkey: Qkey) -> Destination<'a> {
-        Destination::new(&self.inner, self.flags, Some(To { handle, number: qpn, key: Key::Datagram(qkey) }))
+    fn datagram_to<'a>(
+        &'a self,
+        handle: &'a AddressHandle,
+        qpn: Qpn,
+        qkey: Qkey,
+    ) -> Destination<'a> {
+        Destination::new(
+            &self.inner,
+            self.flags,
+            Some(To { handle, number: qpn, key: Key::Datagram(qkey) }),
+        )
     }
 }
 

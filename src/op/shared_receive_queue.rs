@@ -74,7 +74,9 @@ impl SharedReceiveQueue {
             pd: PdKey(pd.id()),
         };
         let queue = completions.shared().attach(Poster::Shared(srq.clone()), limits)?;
-        Ok(Self { inner: Arc::new(Inner { queue, srq: Some(srq), completions: completions.clone() }) })
+        Ok(Self {
+            inner: Arc::new(Inner { queue, srq: Some(srq), completions: completions.clone() }),
+        })
     }
 
     /// Posts a receive: the next message to any of its queue pairs goes into `buffer`;
@@ -159,6 +161,9 @@ impl Drop for Inner {
 
 impl fmt::Debug for SharedReceiveQueue {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SharedReceiveQueue").field("srq", self.verbs()).field("counters", &self.counters()).finish()
+        f.debug_struct("SharedReceiveQueue")
+            .field("srq", self.verbs())
+            .field("counters", &self.counters())
+            .finish()
     }
 }

@@ -58,7 +58,11 @@ impl QueuePair {
     ///
     /// [`TryError::Full`] with the buffer if there is none.
     #[inline(always)]
-    pub fn try_write<B: Gather>(&self, buffer: B, remote: RemoteRegion) -> Result<Write<B>, TryError<B>> {
+    pub fn try_write<B: Gather>(
+        &self,
+        buffer: B,
+        remote: RemoteRegion,
+    ) -> Result<Write<B>, TryError<B>> {
         self.destination().try_post(SendRequest::write(remote), buffer)
     }
 }

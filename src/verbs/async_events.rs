@@ -188,7 +188,10 @@ impl State {
             self.backlog.pop_front();
             self.lost += 1;
             if self.lost.is_power_of_two() {
-                tracing::warn!(lost = self.lost, "asynchronous events that nobody takes are forgotten");
+                tracing::warn!(
+                    lost = self.lost,
+                    "asynchronous events that nobody takes are forgotten"
+                );
             }
         }
         self.backlog.push_back(event);
@@ -209,7 +212,9 @@ struct News {
 impl News {
     /// Tells them, on a thread of its own: what they do runs code of users, which no lock may be held for. News are rare.
     fn tell(self) {
-        self.tell_by(|news| thread::Builder::new().name("rdma-events".to_owned()).spawn(news).map(drop));
+        self.tell_by(|news| {
+            thread::Builder::new().name("rdma-events".to_owned()).spawn(news).map(drop)
+        });
     }
 
     /// As [`tell`](Self::tell), on a thread that `spawn` starts; on the one in reserve, if it cannot.
@@ -255,7 +260,9 @@ fn reserve() -> Result<Sender<Arc<News>>, VerbError> {
         }
     };
     let started = thread::Builder::new().name("rdma-events".to_owned()).spawn(tell);
-    started.map_err(|error| VerbError::new("pthread_create", error.raw_os_error().unwrap_or(EAGAIN)))?;
+    started.map_err(|error| {
+        VerbError::new("pthread_create", error.raw_os_error().unwrap_or(EAGAIN))
+    })?;
     Ok(reserve.insert(send).clone())
 }
 

@@ -53,7 +53,12 @@ impl Cq {
     ///
     /// [`SetupError::TooSmall`] for a capacity of 0, [`SetupError::Limit`] above the device's, [`SetupError::Foreign`] for a
     /// channel of another device, [`SetupError::Verb`] if the provider refuses.
-    pub fn new(device: &Device, capacity: u32, channel: Option<&Channel>, cookie: u64) -> Result<Self, SetupError> {
+    pub fn new(
+        device: &Device,
+        capacity: u32,
+        channel: Option<&Channel>,
+        cookie: u64,
+    ) -> Result<Self, SetupError> {
         Self::on_vector(device, capacity, channel, 0, cookie)
     }
 
@@ -71,12 +76,21 @@ impl Cq {
     ) -> Result<Self, SetupError> {
         let attr = device.attr();
         SetupError::at_least("completion queue entries (capacity)", capacity.into(), 1)?;
-        LimitError::check("completion queue entries (capacity)", capacity.into(), attr.max_cqe.into())?;
-        LimitError::check("completion vector", vector.into(), attr.completion_vectors.saturating_sub(1).into())?;
+        LimitError::check(
+            "completion queue entries (capacity)",
+            capacity.into(),
+            attr.max_cqe.into(),
+        )?;
+        LimitError::check(
+            "completion vector",
+            vector.into(),
+            attr.completion_vectors.saturating_sub(1).into(),
+        )?;
         if channel.is_some_and(|channel| !channel.device().same(device)) {
             return Err(SetupError::Foreign { what: "completion channel" });
         }
-        let raw = device.context().create_cq(capacity, channel.map(Channel::raw), vector, cookie)?;
+        let raw =
+            device.context().create_cq(capacity, channel.map(Channel::raw), vector, cookie)?;
         let fault = Fault::new(raw.id());
         device.async_events().watch(&fault);
         let (channel, device, empty) = (channel.cloned(), device.clone(), AtomicU32::new(0));
@@ -189,6 +203,9 @@ impl Cq {
 
 impl fmt::Debug for Cq {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Cq").field("id", &self.id()).field("capacity", &self.capacity()).finish_non_exhaustive()
+        f.debug_struct("Cq")
+            .field("id", &self.id())
+            .field("capacity", &self.capacity())
+            .finish_non_exhaustive()
     }
 }

@@ -50,7 +50,12 @@ impl Dct {
     ///
     /// [`SetupError::Unsupported`] if the device has no DC, [`SetupError::Foreign`] for queues of another device or
     /// protection domain, [`SetupError::Verb`] if the provider refuses.
-    pub fn new(pd: &ProtectionDomain, recv_cq: &Cq, srq: &Srq, key: DcKey) -> Result<Self, SetupError> {
+    pub fn new(
+        pd: &ProtectionDomain,
+        recv_cq: &Cq,
+        srq: &Srq,
+        key: DcKey,
+    ) -> Result<Self, SetupError> {
         if pd.device().attr().dc.is_none() {
             return Err(SetupError::Unsupported { what: "dynamically connected transport (DC)" });
         }
@@ -61,7 +66,13 @@ impl Dct {
             return Err(SetupError::Foreign { what: "shared receive queue" });
         }
         let raw = pd.raw().create_dct(&DctInit { srq: srq.raw(), recv_cq: recv_cq.raw(), key })?;
-        Ok(Self { raw, transition: Mutex::new(()), recv_cq: recv_cq.clone(), srq: srq.clone(), pd: pd.clone() })
+        Ok(Self {
+            raw,
+            transition: Mutex::new(()),
+            recv_cq: recv_cq.clone(),
+            srq: srq.clone(),
+            pd: pd.clone(),
+        })
     }
 
     /// Its number, once it is in RTR.
@@ -146,6 +157,9 @@ impl Dct {
 
 impl fmt::Debug for Dct {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Dct").field("number", &self.number()).field("srq", &self.srq).finish_non_exhaustive()
+        f.debug_struct("Dct")
+            .field("number", &self.number())
+            .field("srq", &self.srq)
+            .finish_non_exhaustive()
     }
 }

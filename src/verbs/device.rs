@@ -12,7 +12,9 @@ use super::async_events::{Events, Listener};
 use super::gid_routes::{best_path, is_at, rank_gids, source_to, sources_to};
 use crate::dispatch::Context;
 use crate::error::{OpenError, SetupError, UdpError, VerbError};
-use crate::types::{AsyncEvent, DeviceAttr, Gid, GidEntry, PortAttr, PortNum, PortState, Psn, RankedGid};
+use crate::types::{
+    AsyncEvent, DeviceAttr, Gid, GidEntry, PortAttr, PortNum, PortState, Psn, RankedGid,
+};
 use rdma_provider::contract::Context as _;
 use rdma_soft as soft;
 use rdma_soft::interface_at;
@@ -84,7 +86,11 @@ impl Device {
             tracing::debug!(device = name, "opened");
             return Ok(Self::new(Context::Ibverbs(context)));
         }
-        Err(OpenError::NotFound { name: name.to_owned(), available: Self::list(), reason: real_devices().err() })
+        Err(OpenError::NotFound {
+            name: name.to_owned(),
+            available: Self::list(),
+            reason: real_devices().err(),
+        })
     }
 
     /// Opens the device that `TOKIO_RDMA_DEVICE` names. If that is not set: the first real device with an active port,
@@ -217,7 +223,8 @@ impl Device {
         }
         UdpError::check_host(peer)?;
         let by_route = source_to(peer)?;
-        let software = || Self::over_udp(&sources_to(peer, by_route, interface_at(peer).is_some()), only);
+        let software =
+            || Self::over_udp(&sources_to(peer, by_route, interface_at(peer).is_some()), only);
         if named.is_some() { software() } else { Self::real_at(by_route).or_else(|()| software()) }
     }
 
@@ -295,9 +302,12 @@ impl Device {
     }
 
     fn path(&self, peer: Option<Gid>) -> Result<(PortAttr, GidEntry), SetupError> {
-        let ports: Result<Vec<_>, _> = (1..=self.attr().ports).map(|number| self.port(PortNum(number))).collect();
+        let ports: Result<Vec<_>, _> =
+            (1..=self.attr().ports).map(|number| self.port(PortNum(number))).collect();
         let best = best_path(ports?, |port| rank_gids(port, peer));
-        let Some((port, gid)) = best else { return Err(SetupError::NoGid { port: self.attr().ports }) };
+        let Some((port, gid)) = best else {
+            return Err(SetupError::NoGid { port: self.attr().ports });
+        };
         tracing::debug!(device = self.name(), port = port.port.0, %gid, "path");
         Ok((port, gid.entry))
     }
@@ -307,9 +317,16 @@ impl Device {
     /// # Errors
     ///
     /// [`SetupError::NoGid`] if the port is not active or has no such entry; as [`port`](Self::port) otherwise.
-    pub(crate) fn path_from(&self, port: PortNum, gid_index: u8) -> Result<(PortAttr, GidEntry), SetupError> {
+    pub(crate) fn path_from(
+        &self,
+        port: PortNum,
+        gid_index: u8,
+    ) -> Result<(PortAttr, GidEntry), SetupError> {
         let attr = self.port(port)?;
-        let entry = attr.gids.iter().find(|entry| entry.index == gid_index && attr.state == PortState::Active);
+        let entry = attr
+            .gids
+            .iter()
+            .find(|entry| entry.index == gid_index && attr.state == PortState::Active);
         let entry = *entry.ok_or(SetupError::NoGid { port: port.0 })?;
         Ok((attr, entry))
     }
@@ -393,7 +410,11 @@ impl Device {
                 Err(error) => tracing::warn!(device = name, %error, "not used: it does not open"),
             }
         }
-        Err(if names.is_empty() { "libibverbs finds no device" } else { "no real device can be used" })
+        Err(if names.is_empty() {
+            "libibverbs finds no device"
+        } else {
+            "no real device can be used"
+        })
     }
 
     /// The first real device at this address.
@@ -415,7 +436,8 @@ impl Device {
     /// A software device that speaks over UDP, at the first of these addresses that is free; with `only`, it hears no other
     /// address.
     fn over_udp(addresses: &[IpAddr], only: Option<IpAddr>) -> Result<Self, OpenError> {
-        let (network, address) = soft::Network::at_first_free(soft::UdpConfig::PORT, addresses, only)?;
+        let (network, address) =
+            soft::Network::at_first_free(soft::UdpConfig::PORT, addresses, only)?;
         Self::software_in(&network, &address.to_string())
     }
 
@@ -475,7 +497,9 @@ fn real_devices() -> Result<Vec<String>, &'static str> {
     #[cfg(feature = "ibverbs")]
     return rdma_ibverbs::devices().map_err(|error| match error.errno {
         VerbError::EOPNOTSUPP => "libibverbs.so.1 cannot be loaded: rdma-core is not installed",
-        VerbError::ENOSYS => "the kernel has no RDMA support loaded: there is no /sys/class/infiniband_verbs",
+        VerbError::ENOSYS => {
+            "the kernel has no RDMA support loaded: there is no /sys/class/infiniband_verbs"
+        }
         _ => "libibverbs cannot list its devices",
     });
     #[cfg(not(feature = "ibverbs"))]

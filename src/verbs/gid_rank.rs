@@ -135,7 +135,14 @@ impl GidReason {
     /// True if it speaks for the entry.
     #[must_use]
     pub const fn favours(&self) -> bool {
-        matches!(self, Self::RoceV2 | Self::PeerFamily | Self::PeerSubnet(_) | Self::Routed | Self::LowestIndex)
+        matches!(
+            self,
+            Self::RoceV2
+                | Self::PeerFamily
+                | Self::PeerSubnet(_)
+                | Self::Routed
+                | Self::LowestIndex
+        )
     }
 }
 
@@ -220,9 +227,16 @@ pub(crate) struct Merit {
 /// Usable ones before others; then RoCE v2 before v1, the peer's address family, the peer's subnet, where the kernel
 /// routes to the peer from, untagged before VLAN, link-local last unless the peer is link-local, lower index first.
 /// The order does not depend on the order of `entries`.
-pub(crate) fn rank(entries: &[GidEntry], interfaces: &[NetInterface], peer: Option<Peer>) -> Vec<RankedGid> {
-    let mut ranked: Vec<RankedGid> = entries.iter().map(|entry| judge(*entry, interfaces, peer.as_ref())).collect();
-    ranked.sort_by_key(|gid| (gid.merit, gid.entry.index, gid.entry.gid, Reverse(gid.entry.is_roce_v2())));
+pub(crate) fn rank(
+    entries: &[GidEntry],
+    interfaces: &[NetInterface],
+    peer: Option<Peer>,
+) -> Vec<RankedGid> {
+    let mut ranked: Vec<RankedGid> =
+        entries.iter().map(|entry| judge(*entry, interfaces, peer.as_ref())).collect();
+    ranked.sort_by_key(|gid| {
+        (gid.merit, gid.entry.index, gid.entry.gid, Reverse(gid.entry.is_roce_v2()))
+    });
     leave_out_the_obvious(&mut ranked);
     ranked
 }
@@ -230,7 +244,8 @@ pub(crate) fn rank(entries: &[GidEntry], interfaces: &[NetInterface], peer: Opti
 fn judge(entry: GidEntry, interfaces: &[NetInterface], peer: Option<&Peer>) -> RankedGid {
     let mut reasons = Vec::new();
     if entry.kind == GidKind::InfiniBand {
-        let not_in_peers_subnet = peer.is_some_and(|peer| judge_prefix(entry.gid, peer.gid, &mut reasons));
+        let not_in_peers_subnet =
+            peer.is_some_and(|peer| judge_prefix(entry.gid, peer.gid, &mut reasons));
         let merit = Merit { not_in_peers_subnet, ..Merit::NOTHING_AGAINST };
         return RankedGid { entry, interface: None, reasons, merit };
     }
@@ -244,7 +259,8 @@ fn judge(entry: GidEntry, interfaces: &[NetInterface], peer: Option<&Peer>) -> R
     let vlan = interface.is_some_and(|interface| interface.vlan);
     let other_family = peers.is_some_and(|peer| peer.is_ipv4() != address.is_ipv4());
     let subnet = subnet_of(address, interface);
-    let in_peers_subnet = peers.is_some_and(|peer| subnet.is_some_and(|subnet| subnet.contains(peer)));
+    let in_peers_subnet =
+        peers.is_some_and(|peer| subnet.is_some_and(|subnet| subnet.contains(peer)));
     let routed = peer.is_some_and(|peer| peer.from == Some(address));
     let link_local = is_link_local(address);
 
@@ -282,7 +298,12 @@ fn judge(entry: GidEntry, interfaces: &[NetInterface], peer: Option<&Peer>) -> R
         vlan,
         link_local,
     };
-    RankedGid { entry, interface: interface.map(|interface| interface.name.clone()), reasons, merit }
+    RankedGid {
+        entry,
+        interface: interface.map(|interface| interface.name.clone()),
+        reasons,
+        merit,
+    }
 }
 
 impl Merit {
@@ -310,7 +331,8 @@ fn judge_prefix(ours: Gid, peers: Gid, reasons: &mut Vec<GidReason>) -> bool {
 /// no known interface belongs to the one that has its address.
 fn interface_of<'a>(entry: &GidEntry, interfaces: &'a [NetInterface]) -> Option<&'a NetInterface> {
     let address = entry.gid.to_ip();
-    let has_address = |interface: &&NetInterface| interface.addresses.iter().any(|own| own.address() == address);
+    let has_address =
+        |interface: &&NetInterface| interface.addresses.iter().any(|own| own.address() == address);
     match entry.interface {
         Some(index) => {
             let interface = interfaces.iter().find(|interface| interface.index == index);
@@ -321,7 +343,8 @@ fn interface_of<'a>(entry: &GidEntry, interfaces: &'a [NetInterface]) -> Option<
 }
 
 fn subnet_of(address: IpAddr, interface: Option<&NetInterface>) -> Option<IpPrefix> {
-    let known = interface.and_then(|interface| interface.addresses.iter().find(|own| own.address() == address));
+    let known = interface
+        .and_then(|interface| interface.addresses.iter().find(|own| own.address() == address));
     match (known, address) {
         (Some(known), _) => Some(*known),
         // The only prefix that needs no configuration.
@@ -340,7 +363,8 @@ fn is_link_local(address: IpAddr) -> bool {
 /// A reason that holds for all entries decides nothing; of those for the best one's lead the last may be its index.
 fn leave_out_the_obvious(ranked: &mut [RankedGid]) {
     let kinds: BTreeSet<bool> = ranked.iter().map(|gid| gid.entry.is_roce_v2()).collect();
-    let families: BTreeSet<bool> = ranked.iter().map(|gid| gid.entry.gid.to_ip().is_ipv4()).collect();
+    let families: BTreeSet<bool> =
+        ranked.iter().map(|gid| gid.entry.gid.to_ip().is_ipv4()).collect();
     for gid in ranked.iter_mut() {
         gid.reasons.retain(|reason| match reason {
             GidReason::RoceV2 => kinds.len() > 1,
@@ -360,7 +384,8 @@ mod tests {
     use super::*;
 
     fn entry(index: u8, gid: &str, kind: GidKind, interface: u32) -> GidEntry {
-        GidEntry::new(index, Gid::from(gid.parse::<IpAddr>().unwrap()), kind).on_interface(interface)
+        GidEntry::new(index, Gid::from(gid.parse::<IpAddr>().unwrap()), kind)
+            .on_interface(interface)
     }
 
     fn interface(index: u32, name: &str, addresses: &[&str]) -> NetInterface {
@@ -369,7 +394,14 @@ mod tests {
             IpPrefix::new(address.parse().unwrap(), len.parse().unwrap())
         };
         let addresses = addresses.iter().map(prefix).collect();
-        NetInterface { index, name: name.into(), up: true, vlan: name.contains('.'), mtu: Some(1500), addresses }
+        NetInterface {
+            index,
+            name: name.into(),
+            up: true,
+            vlan: name.contains('.'),
+            mtu: Some(1500),
+            addresses,
+        }
     }
 
     fn to(peer: &str) -> Option<Peer> {
@@ -397,11 +429,22 @@ mod tests {
     /// v1 and v2 of link-local IPv6, IPv4, IPv4 of VLAN 5, and a global IPv6 address.
     fn connectx() -> (Vec<GidEntry>, Vec<NetInterface>) {
         let addresses = ["fe80::e42:a1ff:fe5b:1", "10.9.0.1", "10.5.0.1", "2001:db8::1"];
-        let entries = addresses.iter().zip([4, 4, 9, 4]).enumerate().flat_map(|(number, (address, interface))| {
-            [(0, RoceV1), (1, RoceV2)].map(|(plus, kind)| entry(number as u8 * 2 + plus, address, kind, interface))
-        });
-        let plain = interface(4, "ens1", &["10.9.0.1/24", "2001:db8::1/64", "fe80::e42:a1ff:fe5b:1/64"]);
-        (entries.collect(), vec![interface(1, "lo", &["127.0.0.1/8"]), plain, interface(9, "ens1.5", &["10.5.0.1/16"])])
+        let entries = addresses.iter().zip([4, 4, 9, 4]).enumerate().flat_map(
+            |(number, (address, interface))| {
+                [(0, RoceV1), (1, RoceV2)]
+                    .map(|(plus, kind)| entry(number as u8 * 2 + plus, address, kind, interface))
+            },
+        );
+        let plain =
+            interface(4, "ens1", &["10.9.0.1/24", "2001:db8::1/64", "fe80::e42:a1ff:fe5b:1/64"]);
+        (
+            entries.collect(),
+            vec![
+                interface(1, "lo", &["127.0.0.1/8"]),
+                plain,
+                interface(9, "ens1.5", &["10.5.0.1/16"]),
+            ],
+        )
     }
 
     #[test]
@@ -410,7 +453,10 @@ mod tests {
         assert_eq!(order(&entries, &interfaces, None), [3, 7, 1, 5, 2, 6, 0, 4]);
         let ranked = rank(&entries, &interfaces, None);
         assert_eq!(ranked[0].reasons, [GidReason::RoceV2, GidReason::LowestIndex]);
-        assert_eq!(ranked[0].to_string(), "3: 10.9.0.1, RoCE v2, ens1 (+ RoCE v2 over v1; + lowest index of equals)");
+        assert_eq!(
+            ranked[0].to_string(),
+            "3: 10.9.0.1, RoCE v2, ens1 (+ RoCE v2 over v1; + lowest index of equals)"
+        );
         assert_eq!(
             ranked[7].to_string(),
             "4: ::ffff:10.5.0.1, RoCE v1, ens1.5 (- RoCE v1, which no router passes on; - VLAN interface ens1.5)"
@@ -432,14 +478,18 @@ mod tests {
         }
         let ranked = rank(&entries, &interfaces, to("10.5.200.1"));
         let text = ranked[0].to_string();
-        assert!(text.contains("+ in the peer's subnet 10.5.0.0/16; - VLAN interface ens1.5"), "{text}");
+        assert!(
+            text.contains("+ in the peer's subnet 10.5.0.0/16; - VLAN interface ens1.5"),
+            "{text}"
+        );
         let text = ranked[1].to_string();
         assert!(text.contains("- the peer is not in its subnet 10.9.0.0/24"), "{text}");
     }
 
     #[test]
     fn table_of_rxe() {
-        let entries = [entry(0, "fe80::5054:ff:fe12:1", RoceV2, 2), entry(1, "192.168.122.7", RoceV2, 2)];
+        let entries =
+            [entry(0, "fe80::5054:ff:fe12:1", RoceV2, 2), entry(1, "192.168.122.7", RoceV2, 2)];
         let interfaces = [interface(2, "eth0", &["192.168.122.7/24", "fe80::77/64"])];
         assert_eq!(order(&entries, &interfaces, None), [1, 0]);
         assert_eq!(order(&entries, &interfaces, to("192.168.122.8")), [1, 0]);
@@ -451,10 +501,15 @@ mod tests {
 
     #[test]
     fn two_subnets_and_routes() {
-        let entries =
-            [entry(0, "10.1.0.1", RoceV2, 2), entry(1, "10.2.0.1", RoceV2, 2), entry(2, "10.3.0.1", RoceV2, 3)];
-        let interfaces =
-            [interface(2, "eth0", &["10.1.0.1/24", "10.2.0.1/24"]), interface(3, "eth1", &["10.3.0.1/31"])];
+        let entries = [
+            entry(0, "10.1.0.1", RoceV2, 2),
+            entry(1, "10.2.0.1", RoceV2, 2),
+            entry(2, "10.3.0.1", RoceV2, 3),
+        ];
+        let interfaces = [
+            interface(2, "eth0", &["10.1.0.1/24", "10.2.0.1/24"]),
+            interface(3, "eth1", &["10.3.0.1/31"]),
+        ];
         assert_eq!(order(&entries, &interfaces, to("10.2.0.9")), [1, 0, 2]);
         assert_eq!(order(&entries, &interfaces, to("10.3.0.0")), [2, 0, 1]);
         // A fabric of point-to-point links: no peer is in a subnet of ours, and routing decides.
@@ -466,7 +521,10 @@ mod tests {
 
     #[test]
     fn infiniband_goes_by_subnet_prefix_then_index() {
-        let entries = [entry(0, "fe80::2:c903:1:1", InfiniBand, 0), entry(1, "fec0:0:0:1:2:c903:1:1", InfiniBand, 0)];
+        let entries = [
+            entry(0, "fe80::2:c903:1:1", InfiniBand, 0),
+            entry(1, "fec0:0:0:1:2:c903:1:1", InfiniBand, 0),
+        ];
         assert_eq!(order(&entries, &[], None), [0, 1]);
         assert_eq!(order(&entries, &[], to("fe80::2:c903:9:9")), [0, 1]);
         assert_eq!(order(&entries, &[], to("fec0:0:0:1:2:c903:9:9")), [1, 0]);
@@ -476,13 +534,20 @@ mod tests {
 
     #[test]
     fn interfaces_that_are_down_or_elsewhere_come_last() {
-        let entries =
-            [entry(0, "10.1.0.1", RoceV2, 2), entry(1, "10.2.0.1", RoceV2, 3), entry(2, "10.3.0.1", RoceV1, 4)];
-        let mut interfaces = [interface(2, "eth0", &["10.1.0.1/24"]), interface(4, "eth2", &["10.3.0.1/24"])];
+        let entries = [
+            entry(0, "10.1.0.1", RoceV2, 2),
+            entry(1, "10.2.0.1", RoceV2, 3),
+            entry(2, "10.3.0.1", RoceV1, 4),
+        ];
+        let mut interfaces =
+            [interface(2, "eth0", &["10.1.0.1/24"]), interface(4, "eth2", &["10.3.0.1/24"])];
         interfaces[0].up = false;
         assert_eq!(order(&entries, &interfaces, None), [2, 0, 1]);
         let ranked = rank(&entries, &interfaces, None);
-        assert_eq!(ranked.iter().map(RankedGid::is_usable).collect::<Vec<_>>(), [true, false, false]);
+        assert_eq!(
+            ranked.iter().map(RankedGid::is_usable).collect::<Vec<_>>(),
+            [true, false, false]
+        );
         assert_eq!(ranked[1].reasons[0], GidReason::Down { interface: "eth0".into() });
         assert_eq!(ranked[2].reasons[0], GidReason::Elsewhere);
         // The same number, in this namespace another interface.
@@ -495,8 +560,12 @@ mod tests {
         let entries = [entry(0, "10.1.0.1", RoceV2, 2), entry(1, "10.2.0.1", RoceV2, 0)];
         assert!(rank(&entries, &[], None).iter().all(RankedGid::is_usable));
         // Without number, the address tells.
-        let interfaces = [interface(7, "eth7", &["10.2.0.1/24"]), interface(2, "eth0", &["10.1.0.1/24"])];
-        assert_eq!(rank(&entries, &interfaces, to("10.2.0.2"))[0].interface.as_deref(), Some("eth7"));
+        let interfaces =
+            [interface(7, "eth7", &["10.2.0.1/24"]), interface(2, "eth0", &["10.1.0.1/24"])];
+        assert_eq!(
+            rank(&entries, &interfaces, to("10.2.0.2"))[0].interface.as_deref(),
+            Some("eth7")
+        );
         assert!(rank(&[], &interfaces, None).is_empty());
     }
 
@@ -508,7 +577,14 @@ mod tests {
             interface(1, "eth0", &["10.1.0.1/24", "fe80::1/64"]),
             interface(2, "eth0.7", &["10.2.0.1/24", "2001:db8::1/48"]),
         ];
-        let peers = [None, to("10.2.0.9"), to("fe80::2"), to("2001:db8:0:1::2"), to("172.16.0.1"), to("169.254.9.9")];
+        let peers = [
+            None,
+            to("10.2.0.9"),
+            to("fe80::2"),
+            to("2001:db8:0:1::2"),
+            to("172.16.0.1"),
+            to("169.254.9.9"),
+        ];
         for seed in 0..2_000 {
             let mut random = fastrand::Rng::with_seed(seed);
             let entries: Vec<GidEntry> = (0..random.u8(2..12))
@@ -521,9 +597,15 @@ mod tests {
             let all = order(&entries, &interfaces, peer);
             assert_eq!(all.len(), entries.len(), "seed {seed}");
             let fewer: Vec<GidEntry> = entries.iter().copied().filter(|_| random.bool()).collect();
-            let kept: Vec<u8> =
-                all.into_iter().filter(|index| fewer.iter().any(|entry| entry.index == *index)).collect();
-            assert_eq!(order(&fewer, &interfaces, peer), kept, "seed {seed}: the order of two depends on others");
+            let kept: Vec<u8> = all
+                .into_iter()
+                .filter(|index| fewer.iter().any(|entry| entry.index == *index))
+                .collect();
+            assert_eq!(
+                order(&fewer, &interfaces, peer),
+                kept,
+                "seed {seed}: the order of two depends on others"
+            );
         }
     }
 
@@ -536,7 +618,10 @@ mod tests {
             (prefix("2001:db8::1", 64), "2001:db8::ffff:0:0:9", "2001:db8:0:1::1"),
             (prefix("2001:db8::1", 128), "2001:db8::1", "2001:db8::2"),
         ] {
-            assert!(network.contains(inside.parse().unwrap()) && !network.contains(outside.parse().unwrap()));
+            assert!(
+                network.contains(inside.parse().unwrap())
+                    && !network.contains(outside.parse().unwrap())
+            );
         }
         let all = prefix("10.9.1.1", 0);
         assert!(all.contains("1.2.3.4".parse().unwrap()) && !all.contains("::1".parse().unwrap()));

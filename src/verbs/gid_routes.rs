@@ -21,7 +21,8 @@ pub(crate) fn rank_gids(port: &PortAttr, peer: Option<Gid>) -> Vec<RankedGid> {
     let of_interfaces = port.gids.iter().any(|entry| entry.interface.is_some());
     let asks = port.link_layer == LinkLayer::Ethernet && (of_interfaces || port.gids.len() > 1);
     let interfaces = if asks { interfaces_of(&port.gids) } else { Vec::new() };
-    let peer = peer.map(|gid| Peer { gid, from: if asks { source_to(gid.to_ip()).ok() } else { None } });
+    let peer =
+        peer.map(|gid| Peer { gid, from: if asks { source_to(gid.to_ip()).ok() } else { None } });
     rank(&port.gids, &interfaces, peer)
 }
 
@@ -31,7 +32,8 @@ pub(super) fn best_path(
     rank: impl Fn(&PortAttr) -> Vec<RankedGid>,
 ) -> Option<(PortAttr, RankedGid)> {
     let active = ports.into_iter().filter(|port| port.state == PortState::Active);
-    let firsts = active.filter_map(|port| rank(&port).into_iter().next().map(|first| (port, first)));
+    let firsts =
+        active.filter_map(|port| rank(&port).into_iter().next().map(|first| (port, first)));
     firsts.min_by_key(|(port, first)| (first.merit(), port.port.0))
 }
 
@@ -44,7 +46,9 @@ pub(super) fn is_at(root: &Path, device: &str, port: &PortAttr, address: IpAddr)
     match port.link_layer {
         _ if address.is_unspecified() => true,
         LinkLayer::Ethernet => port.gids.iter().any(|entry| entry.gid == Gid::from(address)),
-        LinkLayer::InfiniBand => interface_at(address).is_some_and(|name| is_ip_over(root, &name, device)),
+        LinkLayer::InfiniBand => {
+            interface_at(address).is_some_and(|name| is_ip_over(root, &name, device))
+        }
         LinkLayer::Other(_) => false,
     }
 }
@@ -53,27 +57,35 @@ pub(super) fn is_at(root: &Path, device: &str, port: &PortAttr, address: IpAddr)
 fn is_ip_over(root: &Path, interface: &str, device: &str) -> bool {
     let interface = root.join("sys/class/net").join(interface);
     let kind = fs::read_to_string(interface.join("type"));
-    kind.is_ok_and(|kind| kind.trim() == "32") && interface.join("device/infiniband").join(device).exists()
+    kind.is_ok_and(|kind| kind.trim() == "32")
+        && interface.join("device/infiniband").join(device).exists()
 }
 
 /// Interfaces that these entries belong to. Where every entry names its own, only those are looked at, for a host of
 /// containers has hundreds, and each queue pair asks.
 fn interfaces_of(gids: &[GidEntry]) -> Vec<NetInterface> {
     let (root, addresses) = (Path::new("/"), addresses());
-    let name_of = |index: u32| addresses.iter().find(|(_, of)| of.index == Some(index)).map(|(name, _)| name);
+    let name_of =
+        |index: u32| addresses.iter().find(|(_, of)| of.index == Some(index)).map(|(name, _)| name);
     let wanted: BTreeSet<Option<u32>> = gids.iter().map(|entry| entry.interface).collect();
     let names: Option<Vec<&String>> = wanted.into_iter().map(|index| name_of(index?)).collect();
     match names {
-        Some(names) => names.into_iter().filter_map(|name| interface(root, name, &addresses)).collect(),
+        Some(names) => {
+            names.into_iter().filter_map(|name| interface(root, name, &addresses)).collect()
+        }
         None => interfaces(root, &addresses),
     }
 }
 
 /// Our address from which the kernel would send to `peer`. Nothing is sent.
 pub(super) fn source_to(peer: IpAddr) -> Result<IpAddr, UdpError> {
-    let system = |verb, error: io::Error| VerbError::new(verb, error.raw_os_error().unwrap_or(VerbError::EIO));
-    let any: IpAddr = if peer.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
-    let refused = |verb| move |error| UdpError::System { address: peer, error: system(verb, error) };
+    let system = |verb, error: io::Error| {
+        VerbError::new(verb, error.raw_os_error().unwrap_or(VerbError::EIO))
+    };
+    let any: IpAddr =
+        if peer.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
+    let refused =
+        |verb| move |error| UdpError::System { address: peer, error: system(verb, error) };
     let socket = UdpSocket::bind(SocketAddr::new(any, 0)).map_err(refused("bind"))?;
     let no_route = |error| UdpError::NoRoute { peer, error: system("connect", error) };
     socket.connect(SocketAddr::new(peer, ROCE)).map_err(no_route)?;
@@ -87,9 +99,11 @@ pub(super) fn sources_to(peer: IpAddr, by_route: IpAddr, here: bool) -> Vec<IpAd
     match (here, peer) {
         (false, _) => vec![by_route],
         // 127.0.0.1 is for whoever says so.
-        (true, IpAddr::V4(_)) => {
-            (2..=254).rev().map(|host| IpAddr::from([127, 0, 0, host])).filter(|&address| address != peer).collect()
-        }
+        (true, IpAddr::V4(_)) => (2..=254)
+            .rev()
+            .map(|host| IpAddr::from([127, 0, 0, host]))
+            .filter(|&address| address != peer)
+            .collect(),
         // There is no other.
         (true, IpAddr::V6(_)) => vec![Ipv6Addr::LOCALHOST.into()],
     }
@@ -113,7 +127,10 @@ mod tests {
             sources.iter().map(ToString::to_string).collect()
         };
         let loopback = sources("127.0.0.1", "127.0.0.1", true);
-        assert_eq!((loopback.len(), &*loopback[0], &*loopback[252]), (253, "127.0.0.254", "127.0.0.2"));
+        assert_eq!(
+            (loopback.len(), &*loopback[0], &*loopback[252]),
+            (253, "127.0.0.254", "127.0.0.2")
+        );
         let beside = sources("127.0.0.254", "127.0.0.1", true);
         assert_eq!((beside.len(), &*beside[0]), (252, "127.0.0.253"), "not the peer's own");
         // The kernel would send from the address itself, or from another one of the interface that somebody else may have.
@@ -144,8 +161,14 @@ mod tests {
     fn ports_are_at_the_addresses_of_their_gids() {
         let port = PortAttr::ethernet(PortNum(1), vec![entry(0, "fe80::1"), entry(1, "10.1.0.1")]);
         let root = std::env::temp_dir().join(format!("tokio-rdma-net-{}", std::process::id()));
-        let at = |port: &PortAttr, address: &str| is_at(&root, "mlx5_0", port, address.parse().unwrap());
-        assert!(at(&port, "10.1.0.1") && at(&port, "fe80::1") && at(&port, "0.0.0.0") && at(&port, "::"));
+        let at =
+            |port: &PortAttr, address: &str| is_at(&root, "mlx5_0", port, address.parse().unwrap());
+        assert!(
+            at(&port, "10.1.0.1")
+                && at(&port, "fe80::1")
+                && at(&port, "0.0.0.0")
+                && at(&port, "::")
+        );
         assert!(!at(&port, "10.1.0.2") && !at(&port, "127.0.0.1") && !at(&port, "::1"));
         let mut down = port.clone();
         down.state = PortState::Down;
@@ -153,7 +176,11 @@ mod tests {
         assert!(!at(&PortAttr::ethernet(PortNum(1), Vec::new()), "0.0.0.0"));
         let mut infiniband = port;
         infiniband.link_layer = LinkLayer::InfiniBand;
-        assert!(at(&infiniband, "0.0.0.0") && !at(&infiniband, "10.1.0.1") && !at(&infiniband, "127.0.0.1"));
+        assert!(
+            at(&infiniband, "0.0.0.0")
+                && !at(&infiniband, "10.1.0.1")
+                && !at(&infiniband, "127.0.0.1")
+        );
         // As if loopback were IP over InfiniBand.
         let lo = root.join("sys/class/net/lo");
         fs::create_dir_all(lo.join("device/infiniband/mlx5_0")).unwrap();
@@ -168,7 +195,11 @@ mod tests {
     #[test]
     fn best_path_is_that_of_the_better_active_port() {
         let port = |number, addresses: &[&str]| {
-            let gids = addresses.iter().enumerate().map(|(index, address)| entry(index as u8, address)).collect();
+            let gids = addresses
+                .iter()
+                .enumerate()
+                .map(|(index, address)| entry(index as u8, address))
+                .collect();
             PortAttr::ethernet(PortNum(number), gids)
         };
         let down = |mut port: PortAttr| {
@@ -189,15 +220,29 @@ mod tests {
         };
         let interfaces = [interface(1, ours[0]), interface(2, ours[1])];
         let best = |ports: Vec<PortAttr>, peer: Option<&str>| {
-            let peer = peer.map(|text| Peer { gid: text.parse::<IpAddr>().unwrap().into(), from: None });
+            let peer =
+                peer.map(|text| Peer { gid: text.parse::<IpAddr>().unwrap().into(), from: None });
             best_path(ports, |port| rank(&port.gids, &interfaces, peer))
                 .map(|(port, gid)| (port.port.0, gid.entry.index))
         };
-        let (one, two) = (|| port(1, &["fe80::1", "10.1.0.1"]), || port(2, &["fe80::2", "10.2.0.1"]));
+        let (one, two) =
+            (|| port(1, &["fe80::1", "10.1.0.1"]), || port(2, &["fe80::2", "10.2.0.1"]));
         assert_eq!(best(vec![one(), two()], None), Some((1, 1)), "of equals the lower port");
-        assert_eq!(best(vec![one(), two()], Some("10.2.0.9")), Some((2, 1)), "the one in the peer's subnet");
-        assert_eq!(best(vec![down(one()), two()], Some("10.1.0.9")), Some((2, 1)), "the active one");
-        assert_eq!(best(vec![port(1, &["fe80::1"]), two()], None), Some((2, 1)), "the one with an address");
+        assert_eq!(
+            best(vec![one(), two()], Some("10.2.0.9")),
+            Some((2, 1)),
+            "the one in the peer's subnet"
+        );
+        assert_eq!(
+            best(vec![down(one()), two()], Some("10.1.0.9")),
+            Some((2, 1)),
+            "the active one"
+        );
+        assert_eq!(
+            best(vec![port(1, &["fe80::1"]), two()], None),
+            Some((2, 1)),
+            "the one with an address"
+        );
         assert_eq!(best(vec![port(1, &[]), down(two())], None), None);
     }
 }

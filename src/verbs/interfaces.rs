@@ -34,20 +34,27 @@ pub(crate) fn addresses() -> HashMap<String, Addresses> {
 pub(crate) fn interfaces(root: &Path, addresses: &HashMap<String, Addresses>) -> Vec<NetInterface> {
     // What is mounted at /sys may be that of another namespace; /proc/net is always our own.
     let own = fs::read_to_string(root.join("proc/net/dev")).ok();
-    let own: Option<BTreeSet<&str>> =
-        own.as_deref().map(|text| text.lines().filter_map(|line| Some(line.split_once(':')?.0.trim())).collect());
+    let own: Option<BTreeSet<&str>> = own
+        .as_deref()
+        .map(|text| text.lines().filter_map(|line| Some(line.split_once(':')?.0.trim())).collect());
     let names = fs::read_dir(root.join("sys/class/net")).into_iter().flatten().flatten();
     let names = names.map(|entry| entry.file_name().to_string_lossy().into_owned());
     let names = names.filter(|name| own.as_ref().is_none_or(|own| own.contains(name.as_str())));
-    let mut found: Vec<NetInterface> = names.filter_map(|name| interface(root, &name, addresses)).collect();
+    let mut found: Vec<NetInterface> =
+        names.filter_map(|name| interface(root, &name, addresses)).collect();
     found.sort_by_key(|interface| interface.index);
     found
 }
 
 /// The same of one of them.
-pub(crate) fn interface(root: &Path, name: &str, addresses: &HashMap<String, Addresses>) -> Option<NetInterface> {
+pub(crate) fn interface(
+    root: &Path,
+    name: &str,
+    addresses: &HashMap<String, Addresses>,
+) -> Option<NetInterface> {
     let directory = root.join("sys/class/net").join(name);
-    let read = |file| fs::read_to_string(directory.join(file)).unwrap_or_default().trim().to_owned();
+    let read =
+        |file| fs::read_to_string(directory.join(file)).unwrap_or_default().trim().to_owned();
     Some(NetInterface {
         index: read("ifindex").parse().ok()?,
         name: name.to_owned(),

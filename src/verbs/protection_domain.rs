@@ -62,6 +62,8 @@ pub(crate) struct PdId(usize);
 
 impl fmt::Debug for ProtectionDomain {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ProtectionDomain").field("device", &self.device().name()).finish_non_exhaustive()
+        f.debug_struct("ProtectionDomain")
+            .field("device", &self.device().name())
+            .finish_non_exhaustive()
     }
 }

@@ -14,7 +14,9 @@ use super::{Cq, ProtectionDomain, Srq};
 use crate::dispatch;
 use crate::dispatch::{ReceiveCounters, SendCounters};
 use crate::error::{LimitError, SetupError, VerbError};
-use crate::types::{QpAttr, QpCaps, QpState, Qpn, RecvWr, SendWr, TransitionError, Transport, check_transition};
+use crate::types::{
+    QpAttr, QpCaps, QpState, Qpn, RecvWr, SendWr, TransitionError, Transport, check_transition,
+};
 use rdma_provider::contract::{Context as _, Pd as _, PostError, Qp as _, QpInit};
 
 /// What a queue pair is made of.
@@ -104,12 +106,16 @@ impl Qp {
         LimitError::check("max_inline", caps.max_inline.into(), attr.max_inline.into())?;
         if options.transport == Transport::Dci {
             if attr.dc.is_none() {
-                return Err(SetupError::Unsupported { what: "dynamically connected transport (DC)" });
+                return Err(SetupError::Unsupported {
+                    what: "dynamically connected transport (DC)",
+                });
             }
             // It receives nothing.
             LimitError::check("max_recv_wr", caps.max_recv_wr.into(), 0)?;
             if srq.is_some() {
-                return Err(SetupError::Unsupported { what: "DC initiator with a shared receive queue" });
+                return Err(SetupError::Unsupported {
+                    what: "DC initiator with a shared receive queue",
+                });
             }
         }
         for cq in [send_cq, recv_cq] {
@@ -320,6 +326,9 @@ impl Drop for Qp {
 
 impl fmt::Debug for Qp {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Qp").field("qpn", &self.qpn()).field("transport", &self.transport).finish_non_exhaustive()
+        f.debug_struct("Qp")
+            .field("qpn", &self.qpn())
+            .field("transport", &self.transport)
+            .finish_non_exhaustive()
     }
 }

@@ -126,6 +126,9 @@ impl Srq {
 
 impl fmt::Debug for Srq {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Srq").field("id", &self.id()).field("caps", &self.caps()).finish_non_exhaustive()
+        f.debug_struct("Srq")
+            .field("id", &self.id())
+            .field("caps", &self.caps())
+            .finish_non_exhaustive()
     }
 }

@@ -31,7 +31,8 @@ pub(crate) fn run(wire: &str, names: &[&str], count: usize) {
         return;
     }
     let mut command = Command::new(std::env::current_exe().unwrap());
-    let output = command.args(names).args(["--skip", "by_wire::"]).env(SETTING, wire).output().unwrap();
+    let output =
+        command.args(names).args(["--skip", "by_wire::"]).env(SETTING, wire).output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
     // "test result: ok. 469 passed; 0 failed; ..."
     let passed = text.split("test result: ok. ").nth(1).and_then(|rest| rest.split(' ').next());

@@ -160,7 +160,8 @@ pub(crate) fn network() -> Network {
 
 /// Those of `transports` that bring everything across the network there is.
 pub(crate) fn transports(transports: &[Transport]) -> impl Iterator<Item = Transport> + use<> {
-    let dependable = |&transport: &Transport| transport == Transport::Rc || crate::wire() != Wire::Faults;
+    let dependable =
+        |&transport: &Transport| transport == Transport::Rc || crate::wire() != Wire::Faults;
     transports.iter().copied().filter(dependable).collect::<Vec<_>>().into_iter()
 }
 
@@ -302,7 +303,9 @@ impl Memory {
 
 /// Bytes that tell their place and `seed`: a shifted, swapped or stale copy differs.
 pub(crate) fn pattern(len: usize, seed: u8) -> Vec<u8> {
-    (0..len).map(|at| (at as u32).wrapping_mul(0x9e37_79b1).wrapping_add(at as u32 >> 8) as u8 ^ seed).collect()
+    (0..len)
+        .map(|at| (at as u32).wrapping_mul(0x9e37_79b1).wrapping_add(at as u32 >> 8) as u8 ^ seed)
+        .collect()
 }
 
 /// The asynchronous events that are there.

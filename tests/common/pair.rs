@@ -7,7 +7,8 @@ use tokio_rdma::op::{ConnectOptions, QueuePairBuilder};
 use tokio_rdma::types::{AckTimeout, AddressVector, Mtu, PortNum, Qkey, QpState, Transport};
 use tokio_rdma::verbs::AddressHandle;
 use tokio_rdma::{
-    BufMut, CompletionMode, CompletionQueue, ExposedRegion, Pool, ProtectionDomain, QueuePair, RemoteRegion,
+    BufMut, CompletionMode, CompletionQueue, ExposedRegion, Pool, ProtectionDomain, QueuePair,
+    RemoteRegion,
 };
 
 use super::{Setup, Wire, rxe};
@@ -30,7 +31,12 @@ impl Side {
         let builder = QueuePair::builder(&pd, &queue).transport(shape.transport);
         let builder = if shape.transport == Transport::Ud { builder.qkey(QKEY) } else { builder };
         let qp = (shape.build)(builder).build().unwrap();
-        let pool = Pool::builder(&pd).buffer_size(shape.buffer_size).buffers(16).growing(true).build().unwrap();
+        let pool = Pool::builder(&pd)
+            .buffer_size(shape.buffer_size)
+            .buffers(16)
+            .growing(true)
+            .build()
+            .unwrap();
         Self { qp, queue, pool, pd }
     }
 
@@ -63,7 +69,10 @@ impl Side {
     pub(crate) fn route_to(&self, peer: &Self) -> AddressHandle {
         let index = self.pd.device().default_path().unwrap().1.index;
         let endpoint = peer.qp.endpoint();
-        let address = AddressVector { dlid: endpoint.lid, ..AddressVector::new(PortNum(1), index, endpoint.gid) };
+        let address = AddressVector {
+            dlid: endpoint.lid,
+            ..AddressVector::new(PortNum(1), index, endpoint.gid)
+        };
         self.pd.address_handle(&address).unwrap()
     }
 }
@@ -87,7 +96,9 @@ impl Shape<'_> {
             buffer_size: 16384,
             options: match crate::wire() {
                 // Short, because it is waited for often.
-                Wire::Faults => ConnectOptions { timeout: AckTimeout::from_code(14), ..Default::default() },
+                Wire::Faults => {
+                    ConnectOptions { timeout: AckTimeout::from_code(14), ..Default::default() }
+                }
                 _ => ConnectOptions::default(),
             },
             build: &|builder| builder,
@@ -115,7 +126,11 @@ impl Pair {
 }
 
 /// Awaits work of `side` that is fenced, or has something fenced in it.
-pub(crate) async fn fenced<T>(side: &Side, remote: RemoteRegion, work: impl Future<Output = T>) -> T {
+pub(crate) async fn fenced<T>(
+    side: &Side,
+    remote: RemoteRegion,
+    work: impl Future<Output = T>,
+) -> T {
     let mut work = std::pin::pin!(work);
     if !rxe::known(side.pd.device(), &rxe::FENCE_FORGOTTEN) {
         return work.await;

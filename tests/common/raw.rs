@@ -5,8 +5,9 @@
 use std::cell::RefCell;
 
 use tokio_rdma::types::{
-    Access, AckTimeout, AddressVector, AsyncEvent, Data, Mtu, PortNum, Psn, Qkey, QpAttr, QpCaps, QpState, Qpn, RecvWr,
-    RnrTimer, SendFlags, SendOp, SendWr, Sge, Transport, UdTarget, WcStatus, WorkCompletion, WrId,
+    Access, AckTimeout, AddressVector, AsyncEvent, Data, Mtu, PortNum, Psn, Qkey, QpAttr, QpCaps,
+    QpState, Qpn, RecvWr, RnrTimer, SendFlags, SendOp, SendWr, Sge, Transport, UdTarget, WcStatus,
+    WorkCompletion, WrId,
 };
 use tokio_rdma::verbs::AddressHandle;
 use tokio_rdma::verbs::{Channel, Cq, PostError, Qp, QpOptions, Srq};
@@ -44,7 +45,13 @@ impl Default for Options {
             rd_atomic: 4,
             dest_rd_atomic: 4,
             access: Access::REMOTE_ALL,
-            caps: QpCaps { max_send_wr: 32, max_recv_wr: 32, max_send_sge: 4, max_recv_sge: 4, max_inline: 64 },
+            caps: QpCaps {
+                max_send_wr: 32,
+                max_recv_wr: 32,
+                max_send_sge: 4,
+                max_recv_sge: 4,
+                max_inline: 64,
+            },
             send_cqe: 128,
             recv_cqe: 128,
         }
@@ -80,13 +87,24 @@ impl End {
     }
 
     /// In RESET, with a channel for its receive completions or a shared receive queue, in whose domain it is then.
-    pub(crate) fn with(device: &Device, options: &Options, channel: Option<&Channel>, srq: Option<&Srq>) -> Self {
+    pub(crate) fn with(
+        device: &Device,
+        options: &Options,
+        channel: Option<&Channel>,
+        srq: Option<&Srq>,
+    ) -> Self {
         let send_cq = Cq::new(device, options.send_cqe, None, 1).unwrap();
         let recv_cq = Cq::new(device, options.recv_cqe, channel, 2).unwrap();
         Self::on(device, options, send_cq, recv_cq, srq)
     }
 
-    pub(crate) fn on(device: &Device, options: &Options, send_cq: Cq, recv_cq: Cq, srq: Option<&Srq>) -> Self {
+    pub(crate) fn on(
+        device: &Device,
+        options: &Options,
+        send_cq: Cq,
+        recv_cq: Cq,
+        srq: Option<&Srq>,
+    ) -> Self {
         let pd = match srq {
             Some(srq) => srq.protection_domain().clone(),
             None => device.protection_domain().unwrap(),
@@ -94,14 +112,30 @@ impl End {
         Self::within(&pd, options, send_cq, recv_cq, srq)
     }
 
-    fn within(pd: &ProtectionDomain, options: &Options, send_cq: Cq, recv_cq: Cq, srq: Option<&Srq>) -> Self {
+    fn within(
+        pd: &ProtectionDomain,
+        options: &Options,
+        send_cq: Cq,
+        recv_cq: Cq,
+        srq: Option<&Srq>,
+    ) -> Self {
         let mut caps = options.caps;
         if srq.is_some() {
             caps.max_recv_wr = 0;
         }
-        let qp = Qp::new(pd, &send_cq, &recv_cq, srq, &QpOptions { transport: options.transport, caps }).unwrap();
+        let qp =
+            Qp::new(pd, &send_cq, &recv_cq, srq, &QpOptions { transport: options.transport, caps })
+                .unwrap();
         let scratch = Memory::new(pd, 64);
-        Self { qp, send_cq, recv_cq, scratch, routes: RefCell::default(), pd: pd.clone(), device: pd.device().clone() }
+        Self {
+            qp,
+            send_cq,
+            recv_cq,
+            scratch,
+            routes: RefCell::default(),
+            pd: pd.clone(),
+            device: pd.device().clone(),
+        }
     }
 
     /// In RESET, in the protection domain of another.
@@ -148,12 +182,25 @@ impl End {
         self.send_with(wr_id, op, SendFlags::SIGNALED, Data::Sges(sges))
     }
 
-    pub(crate) fn send_with(&self, wr_id: u64, op: SendOp, flags: SendFlags, data: Data<'_>) -> Result<(), PostError> {
+    pub(crate) fn send_with(
+        &self,
+        wr_id: u64,
+        op: SendOp,
+        flags: SendFlags,
+        data: Data<'_>,
+    ) -> Result<(), PostError> {
         self.post(&[SendWr { wr_id: WrId(wr_id), op, flags, data, target: None }])
     }
 
     /// Posts a signalled datagram.
-    pub(crate) fn send_to(&self, wr_id: u64, to: &Self, qpn: Qpn, qkey: Qkey, sges: &[Sge]) -> Result<(), PostError> {
+    pub(crate) fn send_to(
+        &self,
+        wr_id: u64,
+        to: &Self,
+        qpn: Qpn,
+        qkey: Qkey,
+        sges: &[Sge],
+    ) -> Result<(), PostError> {
         self.send_at(wr_id, &to.address(), qpn, qkey, sges)
     }
 
@@ -195,9 +242,13 @@ impl End {
 
     /// Waits until its send queue has drained, where it must be waited for.
     pub(crate) fn drained(&self) {
-        if rxe::known(&self.device, &rxe::WAITS_FOR_DRAINED) && rxe::known(&self.device, &rxe::DRAINED_UNASKED) {
+        if rxe::known(&self.device, &rxe::WAITS_FOR_DRAINED)
+            && rxe::known(&self.device, &rxe::DRAINED_UNASKED)
+        {
             let drained = AsyncEvent::SendQueueDrained(self.qp.qpn());
-            eventually("the drained event", || events(&self.device).contains(&drained).then_some(()));
+            eventually("the drained event", || {
+                events(&self.device).contains(&drained).then_some(())
+            });
         }
     }
 

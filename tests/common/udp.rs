@@ -10,7 +10,8 @@ use tokio_rdma::software::{Network, UdpConfig, UdpError};
 /// A loopback address that is hardly in use: from 127.64.0.0 up, from a random place on.
 pub(crate) fn address() -> IpAddr {
     static NEXT: OnceLock<AtomicU32> = OnceLock::new();
-    let next = NEXT.get_or_init(|| AtomicU32::new(RandomState::new().build_hasher().finish() as u32));
+    let next =
+        NEXT.get_or_init(|| AtomicU32::new(RandomState::new().build_hasher().finish() as u32));
     let number = next.fetch_add(1, Ordering::Relaxed) % 0x0080_0000;
     Ipv4Addr::from(u32::from_be_bytes([127, 64, 0, 0]) + number).into()
 }
@@ -24,7 +25,9 @@ pub(crate) fn network(names: &[&str]) -> Network {
 pub(crate) fn configured(names: &[&str], more: impl Fn(UdpConfig) -> UdpConfig) -> Network {
     let mut port = UdpConfig::PORT;
     for _ in 0..100 {
-        let config = names.iter().fold(UdpConfig::new().port(port), |config, name| config.device(name, address()));
+        let config = names
+            .iter()
+            .fold(UdpConfig::new().port(port), |config, name| config.device(name, address()));
         match Network::udp(&more(config)) {
             Ok(network) => return network,
             Err(UdpError::PortTaken { soft_roce: true, .. }) => port = UdpConfig::PORT + 1,

@@ -46,7 +46,12 @@ async fn every_way_to_signal_gives_the_same_results(mode: &str) {
             let result = within("batch", a.qp.post_batch(batch)).await;
             assert_eq!(result.results(), [Ok(()); 32]);
             assert_eq!(
-                result.into_buffers().unwrap().iter().flat_map(|buffer| buffer.to_vec()).collect::<Vec<_>>(),
+                result
+                    .into_buffers()
+                    .unwrap()
+                    .iter()
+                    .flat_map(|buffer| buffer.to_vec())
+                    .collect::<Vec<_>>(),
                 bytes
             );
             let completions = match every {
@@ -54,7 +59,11 @@ async fn every_way_to_signal_gives_the_same_results(mode: &str) {
                 5 => 7,
                 _ => 32,
             };
-            assert_eq!(a.queue.counters().completions - before, completions, "signalled every {every}");
+            assert_eq!(
+                a.queue.counters().completions - before,
+                completions,
+                "signalled every {every}"
+            );
             message(&a, &b).await;
             let mut there = vec![0; 32 * 500];
             region.read(0, &mut there).unwrap();
@@ -79,14 +88,21 @@ async fn kinds_of_work_mix_in_a_batch(mode: &str) {
         .write(a.buffer(b"overwrit"), region.grant().slice(8..16).unwrap());
     let posted = a.qp.post_batch(batch);
     let buffers = within("batch", fenced(&a, region.grant(), posted)).await.into_buffers().unwrap();
-    assert_eq!(&buffers[4][..], b"written.\0\0\0\0\0\0\0\0noticed!", "read before what is fenced behind it");
+    assert_eq!(
+        &buffers[4][..],
+        b"written.\0\0\0\0\0\0\0\0noticed!",
+        "read before what is fenced behind it"
+    );
     let mut received = Vec::new();
     for receive in receives {
         let received_one = receive.await.unwrap();
         received.push((received_one.buffer.to_vec(), received_one.imm, received_one.written));
     }
-    let expected =
-        [(b"sent".to_vec(), None, false), (b"with".to_vec(), Some(Imm(1)), false), (vec![], Some(Imm(2)), true)];
+    let expected = [
+        (b"sent".to_vec(), None, false),
+        (b"with".to_vec(), Some(Imm(1)), false),
+        (vec![], Some(Imm(2)), true),
+    ];
     assert_eq!(received, expected);
     let mut there = [0; 8];
     region.read(8, &mut there).unwrap();
@@ -106,13 +122,18 @@ async fn failure_splits_the_results(mode: &str) {
             batch.write(a.buffer(&[at; 8]), if at == 5 { bad } else { region.grant() });
         }
         let result = within("batch", a.qp.post_batch(batch)).await;
-        let statuses: Vec<_> = result.results().iter().map(|result| result.map_err(|kind| kind.status())).collect();
+        let statuses: Vec<_> =
+            result.results().iter().map(|result| result.map_err(|kind| kind.status())).collect();
         // The refusal can be lost on the way, and so can acknowledgements before it: the peer, in the error state by then,
         // repeats neither. The oldest work request that is not acknowledged fails.
         let failed = statuses.iter().position(Result::is_err).unwrap();
-        let lost = crate::wire() == Wire::Faults && statuses[failed] == Err(Some(WcStatus::RETRY_EXC_ERR));
-        let (failed, reason) =
-            if lost { (failed.min(5), WcStatus::RETRY_EXC_ERR) } else { (5, WcStatus::REM_ACCESS_ERR) };
+        let lost =
+            crate::wire() == Wire::Faults && statuses[failed] == Err(Some(WcStatus::RETRY_EXC_ERR));
+        let (failed, reason) = if lost {
+            (failed.min(5), WcStatus::RETRY_EXC_ERR)
+        } else {
+            (5, WcStatus::REM_ACCESS_ERR)
+        };
         let mut expected = [Err(Some(WcStatus::WR_FLUSH_ERR)); 8];
         expected[..failed].fill(Ok(()));
         expected[failed] = Err(Some(reason));
@@ -180,8 +201,11 @@ async fn full_queue_gives_the_batch_back_or_lets_it_wait(mode: &str) {
     assert_eq!(received, [0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2]);
 
     let result = within("too many", a.qp.post_batch(fill(9))).await;
-    let limit =
-        OpErrorKind::Limit(LimitError { field: "work requests of a batch (max_send_wr)", asked: 9, allowed: 8 });
+    let limit = OpErrorKind::Limit(LimitError {
+        field: "work requests of a batch (max_send_wr)",
+        asked: 9,
+        allowed: 8,
+    });
     assert_eq!(result.results(), [Err(limit); 9]);
     assert_eq!(result.buffers().len(), 9);
 }

@@ -12,8 +12,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::torture::{
-    self, Flavour, LONG, Mode, Seed, bounded, connect, device, eventually, hardware, impatient, scaled, slow_network,
-    soon, yields,
+    self, Flavour, LONG, Mode, Seed, bounded, connect, device, eventually, hardware, impatient,
+    scaled, slow_network, soon, yields,
 };
 use fastrand::Rng;
 use tokio_rdma::completion::WorkQueueCounters;
@@ -21,8 +21,8 @@ use tokio_rdma::dc::{DcInitiator, DcPeer, DcSender, DcTarget};
 use tokio_rdma::op::{Atomic, BatchOp, Read, Send as Sending, Write};
 use tokio_rdma::software::Network;
 use tokio_rdma::{
-    Access, Batch, Buf, BufMut, CompletionQueue, Device, ExposedRegion, Imm, Pool, QueuePair, RemoteRegion,
-    SharedReceiveQueue,
+    Access, Batch, Buf, BufMut, CompletionQueue, Device, ExposedRegion, Imm, Pool, QueuePair,
+    RemoteRegion, SharedReceiveQueue,
 };
 
 /// Operations of each storm; there are 96 of them, and 32 on a real device, or 48 if it has DC. Release builds run all of
@@ -242,7 +242,8 @@ impl Poster {
                 let mut buffer = self.buffer()?;
                 let (len, from) = (buffer.len() as u64, self.rng.usize(..SIZE));
                 buffer.fill(0xee);
-                let source = storm.remote.slice(PATTERN + from as u64..PATTERN + from as u64 + len).unwrap();
+                let source =
+                    storm.remote.slice(PATTERN + from as u64..PATTERN + from as u64 + len).unwrap();
                 let read = qp.read(buffer, source);
                 Box::pin(async move {
                     for (at, &byte) in read.await.unwrap().iter().enumerate() {
@@ -267,7 +268,10 @@ impl Poster {
                 let word = storm.remote.slice(COUNTER..COUNTER + 8).unwrap();
                 storm.added.fetch_add(1, Ordering::Relaxed);
                 let add = qp.fetch_add(word, 1);
-                return Some((Box::pin(async move { assert!(add.await.unwrap() < operations()) }), 0));
+                return Some((
+                    Box::pin(async move { assert!(add.await.unwrap() < operations()) }),
+                    0,
+                ));
             }
             12 => {
                 // Of this task alone, and in order: it holds what the one before put there.
@@ -306,7 +310,9 @@ impl Poster {
             for (buffer, read) in result.buffers().iter().zip(reads) {
                 match read {
                     None => assert_stamped("written in a batch", buffer),
-                    Some(from) => assert!(buffer.iter().enumerate().all(|(at, &byte)| byte == pattern(from + at))),
+                    Some(from) => assert!(
+                        buffer.iter().enumerate().all(|(at, &byte)| byte == pattern(from + at))
+                    ),
                 }
             }
         });
@@ -322,12 +328,17 @@ impl Poster {
             }
             4..=6 => {
                 // Polled once, so that a waker is there; then dropped.
-                let first = std::future::poll_fn(|context| std::task::Poll::Ready(work.as_mut().poll(context))).await;
+                let first = std::future::poll_fn(|context| {
+                    std::task::Poll::Ready(work.as_mut().poll(context))
+                })
+                .await;
                 yields(self.rng.u32(..3)).await;
                 drop(work);
                 first.is_pending()
             }
-            7..=9 => tokio::time::timeout(Duration::from_nanos(self.rng.u64(..60_000)), work).await.is_err(),
+            7..=9 => tokio::time::timeout(Duration::from_nanos(self.rng.u64(..60_000)), work)
+                .await
+                .is_err(),
             10..=12 => {
                 let turns = self.rng.u32(..6);
                 tokio::select! {
@@ -363,7 +374,8 @@ impl Poster {
             }
             17 if self.storm.leaked.load(Ordering::Relaxed) < 24 => {
                 // Keeps its buffers for ever, waker registered or not.
-                if self.rng.bool() && tokio::time::timeout(Duration::ZERO, &mut work).await.is_ok() {
+                if self.rng.bool() && tokio::time::timeout(Duration::ZERO, &mut work).await.is_ok()
+                {
                     return false;
                 }
                 self.storm.leaked.fetch_add(buffers, Ordering::Relaxed);
@@ -397,7 +409,10 @@ impl Poster {
     fn release_canaries(&mut self, keep: usize) {
         while self.canaries.len() > keep {
             if let Some((canary, copy)) = self.canaries.pop_front() {
-                assert!(canary[..] == copy[..], "an abandoned operation wrote into a buffer that somebody else owns");
+                assert!(
+                    canary[..] == copy[..],
+                    "an abandoned operation wrote into a buffer that somebody else owns"
+                );
             }
         }
     }
@@ -426,7 +441,10 @@ async fn receive(receiver: Receiver, pool: Pool, mut rng: Rng, stop: Arc<AtomicB
             let mut work: Work = Box::pin(async move {
                 // Flushed at the end.
                 if let Ok(received) = recv.await {
-                    assert_eq!(received.written, received.buffer.is_empty() && received.imm.is_some());
+                    assert_eq!(
+                        received.written,
+                        received.buffer.is_empty() && received.imm.is_some()
+                    );
                     assert_stamped("received", &received.buffer);
                 }
             });
@@ -436,7 +454,8 @@ async fn receive(receiver: Receiver, pool: Pool, mut rng: Rng, stop: Arc<AtomicB
                     drop(work);
                 }
                 1 => {
-                    let wait = tokio::time::timeout(Duration::from_nanos(rng.u64(..30_000)), &mut work);
+                    let wait =
+                        tokio::time::timeout(Duration::from_nanos(rng.u64(..30_000)), &mut work);
                     abandoned += u64::from(wait.await.is_err());
                 }
                 _ => posted.push(work),
@@ -450,7 +469,10 @@ async fn receive(receiver: Receiver, pool: Pool, mut rng: Rng, stop: Arc<AtomicB
         if canaries.len() > 6
             && let Some((canary, copy)) = canaries.pop_front()
         {
-            assert!(canary[..] == copy[..], "a message arrived in a buffer that somebody else owns");
+            assert!(
+                canary[..] == copy[..],
+                "a message arrived in a buffer that somebody else owns"
+            );
         }
         // Wait a moment for the oldest; all of them if no buffer is left.
         if posted.len() > 8 || pool.available() < 8 {
@@ -483,17 +505,26 @@ async fn storm(setting: Setting, seed: u64) -> u64 {
     let (client, server) = match &srq {
         Some(srq) if setting.ends == Ends::Dynamic => {
             targets.extend((0..3).map(|_| DcTarget::new(&pd, srq).unwrap()));
-            let initiator = DcInitiator::builder(&pd, &queue).max_send_wr(setting.depth).options(impatient()).build();
+            let initiator = DcInitiator::builder(&pd, &queue)
+                .max_send_wr(setting.depth)
+                .options(impatient())
+                .build();
             let initiator = initiator.unwrap();
-            let peers = targets.iter().map(|target| initiator.peer(&target.address()).unwrap()).collect();
+            let peers =
+                targets.iter().map(|target| initiator.peer(&target.address()).unwrap()).collect();
             (Client::Dynamic { initiator, peers }, None)
         }
         srq => {
-            let client = QueuePair::builder(&pd, &queue).max_send_wr(setting.depth).build().unwrap();
+            let client =
+                QueuePair::builder(&pd, &queue).max_send_wr(setting.depth).build().unwrap();
             let server = QueuePair::builder(&pd, &queue);
             let server = match srq {
                 Some(srq) => server.shared_receive_queue(srq).build().unwrap(),
-                None => server.max_recv_wr(setting.depth).receive_completions(&elsewhere).build().unwrap(),
+                None => server
+                    .max_recv_wr(setting.depth)
+                    .receive_completions(&elsewhere)
+                    .build()
+                    .unwrap(),
             };
             connect(&client, &server);
             (Client::Pair(client), Some(server))
@@ -543,7 +574,9 @@ async fn storm(setting: Setting, seed: u64) -> u64 {
     }
     // The last of all: when it is done, everything before it is.
     let word = storm.remote.slice(COUNTER..COUNTER + 8).unwrap();
-    let added = soon("the last operation", client.way(rng.usize(..), false).fetch_add(word, 0)).await.unwrap();
+    let added = soon("the last operation", client.way(rng.usize(..), false).fetch_add(word, 0))
+        .await
+        .unwrap();
     stop.store(true, Ordering::Relaxed);
     let abandoned = soon("the receiver", receiver).await.unwrap();
 
@@ -586,8 +619,9 @@ fn storms(mode: Mode) {
                     let setting = Setting { mode, flavour, depth, slow, ends };
                     println!("{setting:?}");
                     let seed = rng.u64(..);
-                    abandoned +=
-                        bounded("storm", 3 * LONG, move || setting.flavour.runtime().block_on(storm(setting, seed)));
+                    abandoned += bounded("storm", 3 * LONG, move || {
+                        setting.flavour.runtime().block_on(storm(setting, seed))
+                    });
                 }
             }
         }
@@ -631,7 +665,9 @@ fn slow_pair(mode: Mode, depth: u32) -> (QueuePair, QueuePair, ExposedRegion, Co
 
 #[test]
 fn an_abandoned_buffer_comes_back_though_nobody_waits_for_any_operation() {
-    for (mode, flavour) in Mode::ALL.into_iter().flat_map(|mode| Flavour::ALL.map(|flavour| (mode, flavour))) {
+    for (mode, flavour) in
+        Mode::ALL.into_iter().flat_map(|mode| Flavour::ALL.map(|flavour| (mode, flavour)))
+    {
         bounded("an abandoned buffer", 2 * LONG, move || {
             flavour.runtime().block_on(async {
                 let (a, _b, region, queue) = slow_pair(mode, 16);
@@ -648,7 +684,9 @@ fn an_abandoned_buffer_comes_back_though_nobody_waits_for_any_operation() {
 
 #[test]
 fn abandoned_work_that_waits_for_room_is_done_though_nobody_waits_for_it() {
-    for (mode, flavour) in Mode::ALL.into_iter().flat_map(|mode| Flavour::ALL.map(|flavour| (mode, flavour))) {
+    for (mode, flavour) in
+        Mode::ALL.into_iter().flat_map(|mode| Flavour::ALL.map(|flavour| (mode, flavour)))
+    {
         bounded("abandoned work", 2 * LONG, move || {
             flavour.runtime().block_on(async {
                 let (a, _b, region, _queue) = slow_pair(mode, 2);
@@ -670,7 +708,8 @@ fn completions_that_one_operation_took_for_others_are_theirs_when_they_are_dropp
                 let device = Device::software().unwrap();
                 let pd = device.protection_domain().unwrap();
                 let queue = CompletionQueue::new(&device, mode.make()).unwrap();
-                let (a, b) = (QueuePair::new(&pd, &queue).unwrap(), QueuePair::new(&pd, &queue).unwrap());
+                let (a, b) =
+                    (QueuePair::new(&pd, &queue).unwrap(), QueuePair::new(&pd, &queue).unwrap());
                 connect(&a, &b);
                 let region = ExposedRegion::new(&pd, vec![0; 64], Access::REMOTE_ALL).unwrap();
                 let pool = Pool::new(&pd, 64, 3).unwrap();
@@ -706,7 +745,8 @@ fn room_of_completions_that_one_operation_took_for_others_is_there_for_who_tries
                 let pool = Pool::new(&pd, 64, 4).unwrap();
                 let new = || pool.try_alloc(64).unwrap();
                 for _ in 0..10 {
-                    let (first, second) = (a.write(new(), region.grant()), a.write(new(), region.grant()));
+                    let (first, second) =
+                        (a.write(new(), region.grant()), a.write(new(), region.grant()));
                     first.await.unwrap();
                     let third = a.try_write(new(), region.grant()).expect("room of the first");
                     let fourth = a.try_write(new(), region.grant()).expect("room of the second");

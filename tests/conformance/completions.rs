@@ -31,7 +31,8 @@ fn send_slots_are_free_when_a_completion_at_or_behind_them_is_polled() {
     let depth = rxe::depth(&setup.a, a.qp.caps().max_send_wr);
     let to = b.memory(8);
     let post = |id, flags| {
-        a.send_with(id, SendOp::Write(to.remote(0)), flags, Data::Inline(&[1; 8])).map_err(|error| error.error.errno)
+        a.send_with(id, SendOp::Write(to.remote(0)), flags, Data::Inline(&[1; 8]))
+            .map_err(|error| error.error.errno)
     };
     // Two unsignalled, one signalled, the rest unsignalled.
     for id in 0..u64::from(depth) {
@@ -70,9 +71,19 @@ fn list_that_fills_the_send_queue_is_posted_as_far_as_it_goes() {
     let depth = rxe::depth(&setup.a, a.qp.caps().max_send_wr) as usize;
     let to = b.memory(8);
     // What finds no receive is not executed, and so holds its slot anywhere.
-    let op = if setup.known(&rxe::SLOTS_FREED_EARLY) { SendOp::Send } else { SendOp::Write(to.remote(0)) };
+    let op = if setup.known(&rxe::SLOTS_FREED_EARLY) {
+        SendOp::Send
+    } else {
+        SendOp::Write(to.remote(0))
+    };
     let list: Vec<_> = (0..depth as u64 + 3)
-        .map(|id| SendWr { wr_id: WrId(id), op, flags: SIGNALED, data: Data::Inline(&[1; 8]), target: None })
+        .map(|id| SendWr {
+            wr_id: WrId(id),
+            op,
+            flags: SIGNALED,
+            data: Data::Inline(&[1; 8]),
+            target: None,
+        })
         .collect();
     let refused = a.post(&list).unwrap_err();
     if !setup.is_software() && refused.error.verb == "ibv_wr_complete" {
@@ -80,10 +91,16 @@ fn list_that_fills_the_send_queue_is_posted_as_far_as_it_goes() {
         assert_eq!(refused.posted, 0);
         return assert_eq!(outcome(&a.sent(0)), []);
     }
-    assert_eq!((refused.posted, refused.error.verb, refused.error.errno), (depth, "ibv_post_send", ENOMEM));
+    assert_eq!(
+        (refused.posted, refused.error.verb, refused.error.errno),
+        (depth, "ibv_post_send", ENOMEM)
+    );
     (0..depth as u64).for_each(|id| b.recv(id, &[to.sge(0, 8)]).unwrap());
     let done = a.sent(depth);
-    assert_eq!(done.iter().map(|wc| wc.wr_id.0).collect::<Vec<_>>(), (0..depth as u64).collect::<Vec<_>>());
+    assert_eq!(
+        done.iter().map(|wc| wc.wr_id.0).collect::<Vec<_>>(),
+        (0..depth as u64).collect::<Vec<_>>()
+    );
 }
 
 #[test]
@@ -121,19 +138,27 @@ fn completions_come_in_the_order_of_posting_and_say_what_they_are_of() {
         (SendOp::Send, vec![from.sge(0, 3000)], WcOpcode::SEND),
         (SendOp::CompareSwap { remote, compare: 0, swap: 0 }, vec![word], WcOpcode::COMP_SWAP),
         (SendOp::SendWithImm(tokio_rdma::Imm(5)), vec![], WcOpcode::SEND),
-        (SendOp::WriteWithImm(remote, tokio_rdma::Imm(6)), vec![from.sge(0, 100)], WcOpcode::RDMA_WRITE),
+        (
+            SendOp::WriteWithImm(remote, tokio_rdma::Imm(6)),
+            vec![from.sge(0, 100)],
+            WcOpcode::RDMA_WRITE,
+        ),
     ];
     for (id, (op, sges, _)) in ops.iter().enumerate() {
         a.send(id as u64, *op, sges).unwrap();
     }
     for (id, (wc, (op, sges, opcode))) in a.sent(ops.len()).iter().zip(&ops).enumerate() {
-        assert_eq!((wc.wr_id.0, wc.status, wc.opcode, wc.qpn), (id as u64, WcStatus::SUCCESS, *opcode, a.qp.qpn()));
+        assert_eq!(
+            (wc.wr_id.0, wc.status, wc.opcode, wc.qpn),
+            (id as u64, WcStatus::SUCCESS, *opcode, a.qp.qpn())
+        );
         if op.reads_back() {
             assert_eq!(wc.byte_len, sges[0].length, "{op:?}");
         }
     }
     let received = b.received(3);
-    let seen: Vec<_> = received.iter().map(|wc| (wc.wr_id.0, wc.opcode, wc.byte_len, wc.imm())).collect();
+    let seen: Vec<_> =
+        received.iter().map(|wc| (wc.wr_id.0, wc.opcode, wc.byte_len, wc.imm())).collect();
     let expected = [
         (0, WcOpcode::RECV, 3000, None),
         (1, WcOpcode::RECV, 0, Some(tokio_rdma::Imm(5))),
@@ -162,10 +187,16 @@ fn one_completion_stands_for_all_unsignalled_work_before_it() {
 
 #[test]
 fn reads_beyond_what_may_be_outstanding_wait_and_do_not_fail() {
-    let (a, b, _setup) = connected(&Options { rd_atomic: 1, dest_rd_atomic: 1, ..Options::default() });
+    let (a, b, _setup) =
+        connected(&Options { rd_atomic: 1, dest_rd_atomic: 1, ..Options::default() });
     let (to, from) = (a.memory(20 * 3000), Memory::patterned(&b.pd, 20 * 3000, 4));
     for at in 0..20 {
-        a.send(at, SendOp::Read(from.remote(at as usize * 3000)), &[to.sge(at as usize * 3000, 3000)]).unwrap();
+        a.send(
+            at,
+            SendOp::Read(from.remote(at as usize * 3000)),
+            &[to.sge(at as usize * 3000, 3000)],
+        )
+        .unwrap();
     }
     assert_eq!(outcome(&a.sent(20)), (0..20).map(|id| (id, WcStatus::SUCCESS)).collect::<Vec<_>>());
     assert_eq!(to.all(), from.all());
@@ -197,7 +228,13 @@ fn overrun_by_sends_ends_the_queue_for_ever_and_its_queue_pairs() {
     }
     let to = b.memory(8);
     // Another queue pair on the same queue.
-    let other = End::on(&setup.a, &options, a.send_cq.clone(), Cq::new(&setup.a, 8, None, 0).unwrap(), None);
+    let other = End::on(
+        &setup.a,
+        &options,
+        a.send_cq.clone(),
+        Cq::new(&setup.a, 8, None, 0).unwrap(),
+        None,
+    );
     let third = End::new(&setup.b, &options);
     connect(&other, &third, &options);
     other.recv(50, &[]).unwrap();
@@ -217,13 +254,18 @@ fn overrun_by_sends_ends_the_queue_for_ever_and_its_queue_pairs() {
         let error = a.send_cq.poll(&mut [WorkCompletion::default(); 4]).unwrap_err();
         assert_eq!((error.verb, error.errno), ("ibv_poll_cq", 5));
     }
-    eventually("ERR", || (a.state() == QpState::Err && other.state() == QpState::Err).then_some(()));
+    eventually("ERR", || {
+        (a.state() == QpState::Err && other.state() == QpState::Err).then_some(())
+    });
     assert_eq!(outcome(&other.received(1)), [(50, WcStatus::WR_FLUSH_ERR)]);
     assert_eq!((b.state(), third.state()), (QpState::Rts, QpState::Rts));
     let mut qps = [a.qp.qpn(), other.qp.qpn()];
     qps.sort_unstable();
-    let expected =
-        [AsyncEvent::CqError { cq: a.send_cq.id() }, AsyncEvent::QpFatal(qps[0]), AsyncEvent::QpFatal(qps[1])];
+    let expected = [
+        AsyncEvent::CqError { cq: a.send_cq.id() },
+        AsyncEvent::QpFatal(qps[0]),
+        AsyncEvent::QpFatal(qps[1]),
+    ];
     let mut seen = Vec::new();
     eventually("three events", || {
         seen.extend(events(&setup.a));
@@ -274,7 +316,9 @@ fn overrun_by_receives_ends_the_queue_for_ever_and_its_queue_pair() {
     // Its peer finds nobody.
     let (sent, last) = (a.sent(messages as usize), messages);
     a.send(last, SendOp::Send, &[]).unwrap();
-    assert!(sent.iter().all(|wc| [WcStatus::SUCCESS, WcStatus::RETRY_EXC_ERR].contains(&wc.status)));
+    assert!(
+        sent.iter().all(|wc| [WcStatus::SUCCESS, WcStatus::RETRY_EXC_ERR].contains(&wc.status))
+    );
     let after = a.sent(1)[0].status;
     assert!([WcStatus::RETRY_EXC_ERR, WcStatus::WR_FLUSH_ERR].contains(&after), "{after:?}");
 }
@@ -284,7 +328,8 @@ fn watched() -> (End, End, Channel, Setup) {
     let setup = Setup::new();
     let options = Options::default();
     let channel = Channel::new(&setup.b).unwrap();
-    let (a, b) = (End::new(&setup.a, &options), End::with(&setup.b, &options, Some(&channel), None));
+    let (a, b) =
+        (End::new(&setup.a, &options), End::with(&setup.b, &options, Some(&channel), None));
     connect(&a, &b, &options);
     for id in 0..16 {
         b.recv(id, &[]).unwrap();
@@ -367,7 +412,8 @@ fn arm_for_solicited_fires_for_those_and_for_errors_only() {
     b.recv_cq.arm(true).unwrap();
     // A solicited WRITE consumes no receive, so there is nothing to tell.
     let remote = tokio_rdma::types::RemoteAddr::default();
-    a.send_with(3, SendOp::Write(remote), SIGNALED | SendFlags::SOLICITED, Data::Sges(&[])).unwrap();
+    a.send_with(3, SendOp::Write(remote), SIGNALED | SendFlags::SOLICITED, Data::Sges(&[]))
+        .unwrap();
     a.sent(1);
     assert_eq!(channel.next_event().unwrap(), None);
     b.to(QpState::Err);
@@ -378,7 +424,10 @@ fn arm_for_solicited_fires_for_those_and_for_errors_only() {
 
 #[test]
 fn arm_for_the_next_is_not_weakened_and_one_for_solicited_is_strengthened() {
-    if is_made_up("arm_for_the_next_is_not_weakened_and_one_for_solicited_is_strengthened", "the last request counts") {
+    if is_made_up(
+        "arm_for_the_next_is_not_weakened_and_one_for_solicited_is_strengthened",
+        "the last request counts",
+    ) {
         return;
     }
     let (a, b, channel, _setup) = watched();
@@ -408,7 +457,8 @@ fn channel_descriptor_is_readable_while_it_has_events() {
         // Nothing to read: whoever believes it is ready finds nothing, and the descriptor does not block.
         b.received(1);
         b.recv_cq.arm(false).unwrap();
-        let (waited, ()) = tokio::join!(within("second readiness", fd.readable()), async { send(&a, false) });
+        let (waited, ()) =
+            tokio::join!(within("second readiness", fd.readable()), async { send(&a, false) });
         waited.unwrap().clear_ready();
         assert_eq!(event(&channel), COOKIE);
         b.recv_cq.acknowledge(2);
@@ -452,7 +502,10 @@ fn poll_takes_no_more_than_fits_and_the_oldest_first() {
     let mut two = [WorkCompletion::default(); 2];
     assert_eq!(b.recv_cq.poll(&mut two).unwrap(), 2);
     assert_eq!(outcome(&two), [(0, WcStatus::SUCCESS), (1, WcStatus::SUCCESS)]);
-    assert_eq!(outcome(&take(&b.recv_cq, 3)), [(2, WcStatus::SUCCESS), (3, WcStatus::SUCCESS), (4, WcStatus::SUCCESS)]);
+    assert_eq!(
+        outcome(&take(&b.recv_cq, 3)),
+        [(2, WcStatus::SUCCESS), (3, WcStatus::SUCCESS), (4, WcStatus::SUCCESS)]
+    );
     assert_eq!(poll(&b.recv_cq), []);
 }
 
@@ -476,7 +529,11 @@ fn poll_that_gives_fewer_than_fit_has_emptied_the_queue() {
         // The last send is done when all receives are.
         a.sent(many as usize);
         let expected: Vec<_> = (0..many).map(|id| (id, WcStatus::SUCCESS)).collect();
-        assert_eq!(b.recv_cq.poll(&mut all[..room]).unwrap(), many as usize, "of {many} with room for {room}");
+        assert_eq!(
+            b.recv_cq.poll(&mut all[..room]).unwrap(),
+            many as usize,
+            "of {many} with room for {room}"
+        );
         assert_eq!(outcome(&all[..many as usize]), expected);
     }
 }
@@ -554,13 +611,17 @@ impl Held {
         receiver.connect(&sender.endpoint()).unwrap();
         sender.connect(&receiver.endpoint()).unwrap();
         let test = thread::current().id();
-        let gate = Arc::new(Gate { test, entered: AtomicBool::new(false), open: AtomicBool::new(false) });
+        let gate =
+            Arc::new(Gate { test, entered: AtomicBool::new(false), open: AtomicBool::new(false) });
         let waker = Waker::from(gate.clone());
         let mut receive = receiver.recv(());
         assert!(Pin::new(&mut receive).poll(&mut Context::from_waker(&waker)).is_pending());
         let mut send = sender.send(());
         eventually("a SEND", || {
-            Pin::new(&mut send).poll(&mut Context::from_waker(Waker::noop())).is_ready().then_some(())
+            Pin::new(&mut send)
+                .poll(&mut Context::from_waker(Waker::noop()))
+                .is_ready()
+                .then_some(())
         });
         eventually("the thread that polls", || gate.entered.load(Ordering::SeqCst).then_some(()));
         Self { gate, _receiver: receiver }
@@ -580,7 +641,11 @@ fn dead_completion_queue_ends_every_operation_on_it() {
         run(1, mode, async {
             let setup = Setup::new();
             let completion_mode = crate::common::mode(mode);
-            let queue = CompletionQueue::builder(&setup.a).capacity(4).mode(completion_mode.clone()).build().unwrap();
+            let queue = CompletionQueue::builder(&setup.a)
+                .capacity(4)
+                .mode(completion_mode.clone())
+                .build()
+                .unwrap();
             if queue.capacity() > 8 {
                 return skip("dead_completion_queue", "the completion queue was rounded up");
             }
@@ -588,12 +653,19 @@ fn dead_completion_queue_ends_every_operation_on_it() {
                 return skip("dead_completion_queue", "no completion queue ever ends");
             }
             let pd = setup.a.protection_domain().unwrap();
-            let build = || tokio_rdma::QueuePair::builder(&pd, &queue).max_send_wr(1).max_recv_wr(1).build().unwrap();
+            let build = || {
+                tokio_rdma::QueuePair::builder(&pd, &queue)
+                    .max_send_wr(1)
+                    .max_recv_wr(1)
+                    .build()
+                    .unwrap()
+            };
             let (first, second) = (build(), build());
             first.connect(&second.endpoint()).unwrap();
             second.connect(&first.endpoint()).unwrap();
             let pool = tokio_rdma::Pool::new(&pd, 64, 4).unwrap();
-            let receives = [first.recv(pool.try_alloc(8).unwrap()), second.recv(pool.try_alloc(8).unwrap())];
+            let receives =
+                [first.recv(pool.try_alloc(8).unwrap()), second.recv(pool.try_alloc(8).unwrap())];
             let options = Options::default();
             let recv_cq = Cq::new(&setup.a, 8, None, 0).unwrap();
             // SAFETY: the numbers posted below are of no operation.
@@ -628,7 +700,10 @@ fn dead_completion_queue_ends_every_operation_on_it() {
                 assert_eq!(error.into_buffer().len(), 8);
             }
             let late = within("a late send", first.send(())).await.unwrap_err();
-            assert!(matches!(late.kind(), OpErrorKind::Closed | OpErrorKind::CompletionQueue(_)), "{mode}: {late}");
+            assert!(
+                matches!(late.kind(), OpErrorKind::Closed | OpErrorKind::CompletionQueue(_)),
+                "{mode}: {late}"
+            );
             drop((first, second));
             assert_eq!(pool.available(), 4, "{mode}: no buffer is lost");
         });

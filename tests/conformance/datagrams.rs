@@ -1,6 +1,8 @@
 //! What is lost, cut or refused on unreliable datagrams.
 
-use tokio_rdma::types::{Data, Qkey, QpState, Qpn, SendFlags, SendOp, SendWr, Transport, WcFlags, WcStatus, WrId};
+use tokio_rdma::types::{
+    Data, Qkey, QpState, Qpn, SendFlags, SendOp, SendWr, Transport, WcFlags, WcStatus, WrId,
+};
 
 use crate::common::raw::{End, Options, QKEY, connected, outcome, settle};
 use crate::common::{Memory, events, rxe};
@@ -25,7 +27,9 @@ fn wrong_key_or_number_is_sent_and_lost() {
     let (from, to) = (a.memory(8), b.memory(64));
     b.recv(1, &[to.sge(0, 64)]).unwrap();
     let qpn = b.qp.qpn();
-    for (qpn, qkey) in [(qpn, Qkey(QKEY.0 + 1)), (qpn, Qkey(0)), (Qpn(qpn.0 ^ 1), QKEY), (a.qp.qpn(), Qkey(9))] {
+    for (qpn, qkey) in
+        [(qpn, Qkey(QKEY.0 + 1)), (qpn, Qkey(0)), (Qpn(qpn.0 ^ 1), QKEY), (a.qp.qpn(), Qkey(9))]
+    {
         a.send_to(5, &b, qpn, qkey, &[from.sge(0, 8)]).unwrap();
         assert_eq!(outcome(&a.sent(1)), [(5, WcStatus::SUCCESS)]);
         settle(&a.device, &b.device);
@@ -110,7 +114,13 @@ fn posts_that_a_datagram_queue_pair_cannot_do_are_refused() {
     let sges = [from.sge(0, 8)];
     let remote = to.remote(0);
     let target = Some(route.target(b.qp.qpn(), QKEY).into());
-    let wr = |op, target| SendWr { wr_id: WrId(1), op, flags: SendFlags::SIGNALED, data: Data::Sges(&sges), target };
+    let wr = |op, target| SendWr {
+        wr_id: WrId(1),
+        op,
+        flags: SendFlags::SIGNALED,
+        data: Data::Sges(&sges),
+        target,
+    };
     for (op, target) in [
         (SendOp::Send, None),
         (SendOp::Write(remote), target),
@@ -155,8 +165,11 @@ fn route_that_the_device_does_not_have_is_refused() {
         if index != 0 && good.dlid != 0 {
             continue;
         }
-        let bad =
-            tokio_rdma::types::AddressVector { port: tokio_rdma::types::PortNum(port), sgid_index: index, ..good };
+        let bad = tokio_rdma::types::AddressVector {
+            port: tokio_rdma::types::PortNum(port),
+            sgid_index: index,
+            ..good
+        };
         assert_eq!(a.pd.address_handle(&bad).unwrap_err().errno, errno, "port {port}, GID {index}");
     }
 }

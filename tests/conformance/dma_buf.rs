@@ -17,7 +17,9 @@ const LEN: usize = 3 * 4096;
 
 /// `LEN` bytes that follow a pattern, in memory that only the descriptor names.
 fn memory(seed: u8, seal: bool) -> File {
-    let mut file = File::from(memfd_create("tokio-rdma", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap());
+    let mut file = File::from(
+        memfd_create("tokio-rdma", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap(),
+    );
     file.write_all(&pattern(LEN, seed)).unwrap();
     if seal {
         fcntl_add_seals(&file, SealFlags::SHRINK).unwrap();
@@ -39,13 +41,18 @@ fn contents(file: &File, offset: u64, len: usize) -> Vec<u8> {
 fn possible(test: &str, setup: &Setup, pd: &ProtectionDomain) -> bool {
     let takes = setup.a.attr().dma_buf;
     if !takes {
-        let refused = DmaBufRegion::new(pd, fd(&memory(0, true)), 0..4096, Access::REMOTE_ALL).unwrap_err();
-        assert!(matches!(refused, SetupError::Unsupported { what } if what.contains("dma-buf")), "{refused:?}");
+        let refused =
+            DmaBufRegion::new(pd, fd(&memory(0, true)), 0..4096, Access::REMOTE_ALL).unwrap_err();
+        assert!(
+            matches!(refused, SetupError::Unsupported { what } if what.contains("dma-buf")),
+            "{refused:?}"
+        );
         assert_eq!(std::io::Error::from(refused).kind(), std::io::ErrorKind::Unsupported);
         skip(test, "the device takes no dma-bufs");
     } else if !setup.is_software() {
         // The kernel looks behind the descriptor: that of ordinary memory is none of a dma-buf.
-        let refused = DmaBufRegion::new(pd, fd(&memory(0, true)), 0..4096, Access::REMOTE_ALL).unwrap_err();
+        let refused =
+            DmaBufRegion::new(pd, fd(&memory(0, true)), 0..4096, Access::REMOTE_ALL).unwrap_err();
         assert!(matches!(refused, SetupError::Verb(_)), "{refused:?}");
         skip(test, "no driver that exports a dma-buf is asked for one");
     }
@@ -61,7 +68,8 @@ fn memory_of_a_descriptor_is_written_and_read_by_both_ends() {
         }
         let (near, far) = (memory(1, true), memory(2, true));
         // Not whole pages, and under a name of its own.
-        let theirs = DmaBufRegion::at(&b.pd, fd(&far), 100..8292, 0x7000_0064, Access::REMOTE_ALL).unwrap();
+        let theirs =
+            DmaBufRegion::at(&b.pd, fd(&far), 100..8292, 0x7000_0064, Access::REMOTE_ALL).unwrap();
         assert_eq!((theirs.len(), theirs.grant().addr()), (8192, 0x7000_0064));
         let ours = DmaBufRegion::new(&a.pd, fd(&near), 0..LEN as u64, Access::empty()).unwrap();
         let (before, sent) = (pattern(LEN, 2), pattern(LEN, 1));
@@ -76,9 +84,12 @@ fn memory_of_a_descriptor_is_written_and_read_by_both_ends() {
         // And back; what the processor writes meanwhile is seen.
         far.write_all_at(b"later", 200).unwrap();
         drop(
-            within("read", a.qp.read(ours.slice(0..5).unwrap(), theirs.grant().slice(100..105).unwrap()))
-                .await
-                .unwrap(),
+            within(
+                "read",
+                a.qp.read(ours.slice(0..5).unwrap(), theirs.grant().slice(100..105).unwrap()),
+            )
+            .await
+            .unwrap(),
         );
         assert_eq!(contents(&near, 0, 5), b"later");
         assert_eq!(contents(&near, 5, 100), sent[5..105]);
@@ -99,7 +110,9 @@ fn memory_of_a_descriptor_is_written_and_read_by_both_ends() {
         drop(held);
         let grant = theirs.grant();
         drop(File::from(theirs.into_fd().expect("nobody uses it")));
-        let late = within("late write", a.qp.write(ours.slice(0..8).unwrap(), grant.slice(..8).unwrap())).await;
+        let late =
+            within("late write", a.qp.write(ours.slice(0..8).unwrap(), grant.slice(..8).unwrap()))
+                .await;
         assert_eq!(late.unwrap_err().status(), Some(WcStatus::REM_ACCESS_ERR));
     });
 }
@@ -121,7 +134,13 @@ fn descriptor_that_names_no_memory_is_refused() {
     let new = |file: &File, range| DmaBufRegion::new(&pd, fd(file), range, Access::REMOTE_READ);
     assert_eq!(verb(new(&shrinks, whole.clone())), refused, "it may shrink under the device");
     assert_eq!(verb(new(&File::open("/dev/zero").unwrap(), 0..4096)), refused);
-    assert_eq!(verb(new(&File::open(env!("CARGO_MANIFEST_DIR").to_owned() + "/Cargo.toml").unwrap(), 0..16)), refused);
+    assert_eq!(
+        verb(new(
+            &File::open(env!("CARGO_MANIFEST_DIR").to_owned() + "/Cargo.toml").unwrap(),
+            0..16
+        )),
+        refused
+    );
     assert_eq!(verb(new(&sealed, 1..LEN as u64 + 1)), refused, "beyond its end");
     assert_eq!(verb(new(&sealed, u64::MAX - 8..u64::MAX)), refused);
     assert_eq!(verb(new(&sealed, 0..0)), refused);

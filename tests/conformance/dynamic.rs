@@ -8,13 +8,14 @@ use tokio_rdma::dc::{DcAddress, DcInitiator, DcPeer, DcTarget};
 use tokio_rdma::memory::HostMemory;
 use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::types::{
-    AckTimeout, DcKey, LinkLayer, Mtu, PortNum, QpAttr, QpState, Qpn, RnrTimer, TransitionError, Transport, WcStatus,
+    AckTimeout, DcKey, LinkLayer, Mtu, PortNum, QpAttr, QpState, Qpn, RnrTimer, TransitionError,
+    Transport, WcStatus,
 };
 use tokio_rdma::verbs::AddressHandle;
 use tokio_rdma::verbs::{Cq, Dct, Srq};
 use tokio_rdma::{
-    Access, Batch, BufMut, CompletionQueue, Device, ExposedRegion, Imm, OpErrorKind, Pool, ProtectionDomain, QueuePair,
-    RemoteRegion, SetupError, SharedReceiveQueue,
+    Access, Batch, BufMut, CompletionQueue, Device, ExposedRegion, Imm, OpErrorKind, Pool,
+    ProtectionDomain, QueuePair, RemoteRegion, SetupError, SharedReceiveQueue,
 };
 
 use crate::common::{Setup, in_every_mode, mode, pattern, run, within};
@@ -53,7 +54,9 @@ impl Node {
     fn within(pd: &ProtectionDomain, queue: &CompletionQueue) -> Self {
         let srq = SharedReceiveQueue::new(pd, queue, 64, 1).unwrap();
         let target = DcTarget::new(pd, &srq).unwrap();
-        let region = ExposedRegion::new(pd, HostMemory::zeroed(REGION).unwrap(), Access::REMOTE_ALL).unwrap();
+        let region =
+            ExposedRegion::new(pd, HostMemory::zeroed(REGION).unwrap(), Access::REMOTE_ALL)
+                .unwrap();
         let pool = Pool::builder(pd).buffer_size(8192).buffers(64).build().unwrap();
         Self { target, srq, region, pool, queue: queue.clone(), pd: pd.clone() }
     }
@@ -102,7 +105,9 @@ fn state(initiator: &DcInitiator) -> QpState {
 /// Writes and looks whether it arrived: what a working initiator can do.
 async fn works(from: &Node, initiator: &DcInitiator, peer: &DcPeer, to: &Node, seed: u8) {
     let bytes = pattern(100, seed);
-    within("write", initiator.to(peer).write(from.buffer(&bytes), to.remote(0, 100))).await.unwrap();
+    within("write", initiator.to(peer).write(from.buffer(&bytes), to.remote(0, 100)))
+        .await
+        .unwrap();
     assert_eq!(to.bytes(0, 100), bytes);
 }
 
@@ -118,7 +123,8 @@ async fn each_operation(mode: &str) {
     // Of every size, through several packets.
     for (turn, len) in [1, 7, 255, 256, 4096, 8192].into_iter().enumerate() {
         let bytes = pattern(len, turn as u8);
-        let buffer = within("write", to.write(here.buffer(&bytes), there.remote(8, len))).await.unwrap();
+        let buffer =
+            within("write", to.write(here.buffer(&bytes), there.remote(8, len))).await.unwrap();
         assert_eq!(there.bytes(8, len), bytes);
         let mut buffer = buffer;
         buffer.fill(0xee);
@@ -130,7 +136,8 @@ async fn each_operation(mode: &str) {
     within("try", to.try_write(here.buffer(b"tried"), there.remote(64, 5)).unwrap()).await.unwrap();
     let mut room = here.pool.try_alloc(5).unwrap();
     room.fill(0);
-    let read = within("try", to.fenced().try_read(room, there.remote(64, 5)).unwrap()).await.unwrap();
+    let read =
+        within("try", to.fenced().try_read(room, there.remote(64, 5)).unwrap()).await.unwrap();
     assert_eq!(&read[..], b"tried");
 
     // Messages, with all that they can carry.
@@ -154,21 +161,35 @@ async fn each_operation(mode: &str) {
     within("send", sends.1).await.unwrap();
     within("send", sends.2).await.unwrap();
     within("send", sends.3).await.unwrap();
-    let expected: [(&[u8], _); 4] =
-        [(b"one", Some(Imm(0x0102_0304))), (b"two", None), (b"three", Some(Imm(7))), (b"four", None)];
+    let expected: [(&[u8], _); 4] = [
+        (b"one", Some(Imm(0x0102_0304))),
+        (b"two", None),
+        (b"three", Some(Imm(7))),
+        (b"four", None),
+    ];
     for (receive, expected) in received.into_iter().zip(expected) {
         let received = within("receive", receive).await.unwrap();
         assert_eq!((&received.buffer[..], received.imm), expected);
     }
     let received = receive();
-    within("write", to.write_with_imm(here.buffer(b"news"), there.remote(96, 4), Imm(9))).await.unwrap();
+    within("write", to.write_with_imm(here.buffer(b"news"), there.remote(96, 4), Imm(9)))
+        .await
+        .unwrap();
     let received = within("receive", received).await.unwrap();
-    assert_eq!((received.written, received.len, received.imm, received.qpn), (true, 4, Some(Imm(9)), number));
+    assert_eq!(
+        (received.written, received.len, received.imm, received.qpn),
+        (true, 4, Some(Imm(9)), number)
+    );
     assert_eq!(there.bytes(96, 4), b"news");
     let received = receive();
-    within("write", to.write_inline_with_imm(b"brief", there.remote(96, 5), Imm(10))).await.unwrap();
+    within("write", to.write_inline_with_imm(b"brief", there.remote(96, 5), Imm(10)))
+        .await
+        .unwrap();
     let received = within("receive", received).await.unwrap();
-    assert_eq!((received.written, received.len, received.imm, received.qpn), (true, 5, Some(Imm(10)), number));
+    assert_eq!(
+        (received.written, received.len, received.imm, received.qpn),
+        (true, 5, Some(Imm(10)), number)
+    );
     assert_eq!(there.bytes(96, 5), b"brief");
 
     // Atomics.
@@ -192,8 +213,10 @@ async fn targets_alternate(mode: &str) {
     let pd = setup.b.protection_domain().unwrap();
     let queue = CompletionQueue::new(&setup.b, crate::common::mode(mode)).unwrap();
     let nodes: Vec<_> = (0..TARGETS).map(|_| Node::within(&pd, &queue)).collect();
-    let peers: Vec<_> = nodes.iter().map(|node| initiator.peer(&node.target.address()).unwrap()).collect();
-    let receives: Vec<_> = nodes.iter().map(|node| node.srq.recv(node.pool.try_alloc(64).unwrap())).collect();
+    let peers: Vec<_> =
+        nodes.iter().map(|node| initiator.peer(&node.target.address()).unwrap()).collect();
+    let receives: Vec<_> =
+        nodes.iter().map(|node| node.srq.recv(node.pool.try_alloc(64).unwrap())).collect();
     let (mut adds, mut writes) = (Vec::new(), Vec::new());
     for round in 0..ROUNDS {
         for (at, node) in nodes.iter().enumerate() {
@@ -204,11 +227,18 @@ async fn targets_alternate(mode: &str) {
             writes.push(initiator.to(&peer).write_inline(&tag, node.remote(64 + 4 * round, 4)));
         }
     }
-    let sends: Vec<_> =
-        peers.iter().enumerate().map(|(at, peer)| initiator.to(peer).send_inline(&[at as u8; 3])).collect();
+    let sends: Vec<_> = peers
+        .iter()
+        .enumerate()
+        .map(|(at, peer)| initiator.to(peer).send_inline(&[at as u8; 3]))
+        .collect();
     drop(peers);
     // Unless a thread that polls has made room as fast.
-    assert!(mode == "busy_poll" || initiator.counters().waited > 0, "all of it had room: {:?}", initiator.counters());
+    assert!(
+        mode == "busy_poll" || initiator.counters().waited > 0,
+        "all of it had room: {:?}",
+        initiator.counters()
+    );
     for (turn, add) in adds.into_iter().enumerate() {
         let (round, at) = (turn / TARGETS, turn % TARGETS);
         let before = within("add", add).await.unwrap();
@@ -222,16 +252,23 @@ async fn targets_alternate(mode: &str) {
     }
     for (at, (node, receive)) in nodes.iter().zip(receives).enumerate() {
         let received = within("receive", receive).await.unwrap();
-        assert_eq!((&received.buffer[..], received.qpn), (&[at as u8; 3][..], node.target.number()));
+        assert_eq!(
+            (&received.buffer[..], received.qpn),
+            (&[at as u8; 3][..], node.target.number())
+        );
         for round in 0..ROUNDS {
-            assert_eq!(node.bytes(64 + 4 * round, 4), [round as u8, at as u8, 0x5a, !(round as u8)]);
+            assert_eq!(
+                node.bytes(64 + 4 * round, 4),
+                [round as u8, at as u8, 0x5a, !(round as u8)]
+            );
         }
     }
 }
 
 async fn batch_goes_to_one_peer(mode: &str) {
     let Some(setup) = setup("batch_goes_to_one_peer") else { return };
-    let (here, there, other) = (Node::new(&setup.a, mode), Node::new(&setup.b, mode), Node::new(&setup.b, mode));
+    let (here, there, other) =
+        (Node::new(&setup.a, mode), Node::new(&setup.b, mode), Node::new(&setup.b, mode));
     let initiator = DcInitiator::builder(&here.pd, &here.queue).max_send_wr(8).build().unwrap();
     let peers = [&there, &other].map(|node| initiator.peer(&node.target.address()).unwrap());
     // The second finds no room and joins the line.
@@ -248,7 +285,8 @@ async fn batch_goes_to_one_peer(mode: &str) {
         })
         .collect();
     let mut full = Batch::new();
-    full.write(here.buffer(b"x"), there.remote(1024, 1)).write(here.buffer(b"y"), there.remote(1024, 1));
+    full.write(here.buffer(b"x"), there.remote(1024, 1))
+        .write(here.buffer(b"y"), there.remote(1024, 1));
     // Unless somebody who polls has found the first ones done.
     if let Ok(full) = initiator.to(&peers[0]).try_post_batch(full) {
         assert!(within("batch with room", full).await.is_ok());
@@ -258,7 +296,11 @@ async fn batch_goes_to_one_peer(mode: &str) {
         let result = within("batch", batch).await;
         assert!(result.is_ok(), "{:?}", result.results());
         for block in 0..6 {
-            assert_eq!(node.bytes(64 * block, 64), pattern(64, seed ^ (block as u8) << 4), "block {block} of {seed}");
+            assert_eq!(
+                node.bytes(64 * block, 64),
+                pattern(64, seed ^ (block as u8) << 4),
+                "block {block} of {seed}"
+            );
         }
         assert_eq!(&result.buffers()[6][..], pattern(64, seed ^ 5 << 4));
     }
@@ -279,9 +321,13 @@ fn number_of_a_target_is_there_from_rtr_on() {
     is(QpState::Reset, false);
     let early = dct.modify(&QpAttr::to_state(QpState::Rtr)).unwrap_err();
     assert!(matches!(early, SetupError::Transition(TransitionError::Illegal { .. })), "{early}");
-    let init = QpAttr { pkey_index: Some(0), port: Some(port.port), ..QpAttr::to_state(QpState::Init) };
+    let init =
+        QpAttr { pkey_index: Some(0), port: Some(port.port), ..QpAttr::to_state(QpState::Init) };
     let incomplete = dct.modify(&init).unwrap_err();
-    assert!(matches!(incomplete, SetupError::Transition(TransitionError::Attributes { .. })), "{incomplete}");
+    assert!(
+        matches!(incomplete, SetupError::Transition(TransitionError::Attributes { .. })),
+        "{incomplete}"
+    );
     is(QpState::Reset, false);
     dct.modify(&QpAttr { access: Some(Access::REMOTE_WRITE), ..init }).unwrap();
     is(QpState::Init, false);
@@ -318,9 +364,10 @@ fn addresses_that_do_not_fit_are_refused() {
         LinkLayer::Ethernet => LinkLayer::InfiniBand,
         _ => LinkLayer::Ethernet,
     };
-    for (bad, named) in
-        [(DcAddress { link_layer: other, ..good }, "link layer"), (DcAddress { mtu: Mtu::Mtu256, ..good }, "path MTU")]
-    {
+    for (bad, named) in [
+        (DcAddress { link_layer: other, ..good }, "link layer"),
+        (DcAddress { mtu: Mtu::Mtu256, ..good }, "path MTU"),
+    ] {
         match initiator.peer(&bad) {
             Err(SetupError::Mismatch { what, .. }) => assert!(what.starts_with(named), "{what}"),
             refused => panic!("{named}: {refused:?}"),
@@ -340,19 +387,34 @@ fn addresses_that_do_not_fit_are_refused() {
 #[test]
 fn peer_of_another_domain_is_refused_and_nothing_sent() {
     run(1, "foreign", async {
-        let Some(setup) = setup("peer_of_another_domain_is_refused_and_nothing_sent") else { return };
-        let (here, there, other) =
-            (Node::new(&setup.a, "event"), Node::new(&setup.b, "event"), Node::new(&setup.a, "event"));
-        let initiators = [&here, &other].map(|node| DcInitiator::new(&node.pd, &node.queue).unwrap());
+        let Some(setup) = setup("peer_of_another_domain_is_refused_and_nothing_sent") else {
+            return;
+        };
+        let (here, there, other) = (
+            Node::new(&setup.a, "event"),
+            Node::new(&setup.b, "event"),
+            Node::new(&setup.a, "event"),
+        );
+        let initiators =
+            [&here, &other].map(|node| DcInitiator::new(&node.pd, &node.queue).unwrap());
         let peer = initiators[1].peer(&there.target.address()).unwrap();
         let to = initiators[0].to(&peer);
         let foreign = |kind| matches!(kind, OpErrorKind::Foreign { .. });
-        let error = within("write", to.write(here.buffer(b"x"), there.remote(0, 1))).await.unwrap_err();
+        let error =
+            within("write", to.write(here.buffer(b"x"), there.remote(0, 1))).await.unwrap_err();
         assert!(foreign(error.kind()) && error.into_buffer()[..] == *b"x");
-        assert!(foreign(within("add", to.fetch_add(there.remote(0, 8), 1)).await.unwrap_err().kind()));
+        assert!(foreign(
+            within("add", to.fetch_add(there.remote(0, 8), 1)).await.unwrap_err().kind()
+        ));
         let mut batch = Batch::new();
         batch.send(here.buffer(b"x"));
-        assert!(within("batch", to.post_batch(batch)).await.results().iter().all(|part| foreign(part.unwrap_err())));
+        assert!(
+            within("batch", to.post_batch(batch))
+                .await
+                .results()
+                .iter()
+                .all(|part| foreign(part.unwrap_err()))
+        );
         assert_eq!((initiators[0].counters().posted, state(&initiators[0])), (0, QpState::Rts));
         // In its own domain it is good for all.
         let second = DcInitiator::new(&other.pd, &other.queue).unwrap();
@@ -363,7 +425,11 @@ fn peer_of_another_domain_is_refused_and_nothing_sent() {
 }
 
 /// What is wrong about the peer that `wrong` makes of a good address fails, with all behind it; a repair brings the rest back.
-async fn fails_and_is_repaired(test: &str, statuses: &[WcStatus], wrong: impl FnOnce(&Node) -> DcAddress) {
+async fn fails_and_is_repaired(
+    test: &str,
+    statuses: &[WcStatus],
+    wrong: impl FnOnce(&Node) -> DcAddress,
+) {
     let Some(setup) = setup(test) else { return };
     let (here, there) = (Node::new(&setup.a, "event"), Node::new(&setup.b, "event"));
     let (initiator, bystander) = (impatient(&here), impatient(&here));
@@ -371,7 +437,8 @@ async fn fails_and_is_repaired(test: &str, statuses: &[WcStatus], wrong: impl Fn
     let bad = initiator.peer(&wrong(&there)).unwrap();
     works(&here, &initiator, &good, &there, 1).await;
 
-    let before = within("before", initiator.to(&good).write(here.buffer(b"before"), there.remote(200, 6)));
+    let before =
+        within("before", initiator.to(&good).write(here.buffer(b"before"), there.remote(200, 6)));
     let failing = initiator.to(&bad).write(here.buffer(b"failing"), there.remote(300, 7));
     let behind = initiator.to(&good).write(here.buffer(b"behind"), there.remote(400, 6));
     before.await.unwrap();
@@ -384,7 +451,9 @@ async fn fails_and_is_repaired(test: &str, statuses: &[WcStatus], wrong: impl Fn
 
     // In the error state all fails, and nobody else notices.
     assert_eq!(state(&initiator), QpState::Err);
-    let late = within("late", initiator.to(&good).write(here.buffer(b"late"), there.remote(0, 4))).await.unwrap_err();
+    let late = within("late", initiator.to(&good).write(here.buffer(b"late"), there.remote(0, 4)))
+        .await
+        .unwrap_err();
     assert_eq!(late.status(), Some(WcStatus::WR_FLUSH_ERR));
     works(&here, &bystander, &good, &there, 2).await;
     assert!(!bystander.repair().unwrap());
@@ -395,7 +464,9 @@ async fn fails_and_is_repaired(test: &str, statuses: &[WcStatus], wrong: impl Fn
     works(&here, &initiator, &good, &there, 4).await;
     // As often as it takes.
     for seed in 5..8 {
-        within("failing", initiator.to(&bad).write(here.buffer(b"x"), there.remote(0, 1))).await.unwrap_err();
+        within("failing", initiator.to(&bad).write(here.buffer(b"x"), there.remote(0, 1)))
+            .await
+            .unwrap_err();
         assert!(initiator.repair().unwrap());
         works(&here, &initiator, &good, &there, seed).await;
     }
@@ -403,16 +474,24 @@ async fn fails_and_is_repaired(test: &str, statuses: &[WcStatus], wrong: impl Fn
 }
 
 /// What devices make of a target that does not answer, or not to this key.
-const NO_ANSWER: [WcStatus; 4] =
-    [WcStatus::RETRY_EXC_ERR, WcStatus::REM_INV_REQ_ERR, WcStatus::REM_ACCESS_ERR, WcStatus::REM_OP_ERR];
+const NO_ANSWER: [WcStatus; 4] = [
+    WcStatus::RETRY_EXC_ERR,
+    WcStatus::REM_INV_REQ_ERR,
+    WcStatus::REM_ACCESS_ERR,
+    WcStatus::REM_OP_ERR,
+];
 
 #[test]
 fn wrong_key_fails_and_the_initiator_is_repaired() {
     run(1, "wrong key", async {
-        fails_and_is_repaired("wrong_key_fails_and_the_initiator_is_repaired", &NO_ANSWER, |there| {
-            let address = there.target.address();
-            DcAddress { key: DcKey(!address.key.0), ..address }
-        })
+        fails_and_is_repaired(
+            "wrong_key_fails_and_the_initiator_is_repaired",
+            &NO_ANSWER,
+            |there| {
+                let address = there.target.address();
+                DcAddress { key: DcKey(!address.key.0), ..address }
+            },
+        )
         .await;
     });
 }
@@ -420,11 +499,15 @@ fn wrong_key_fails_and_the_initiator_is_repaired() {
 #[test]
 fn unknown_target_fails_and_the_initiator_is_repaired() {
     run(1, "unknown target", async {
-        fails_and_is_repaired("unknown_target_fails_and_the_initiator_is_repaired", &NO_ANSWER, |there| {
-            // The number of one that was there.
-            let gone = DcTarget::new(&there.pd, &there.srq).unwrap();
-            gone.address()
-        })
+        fails_and_is_repaired(
+            "unknown_target_fails_and_the_initiator_is_repaired",
+            &NO_ANSWER,
+            |there| {
+                // The number of one that was there.
+                let gone = DcTarget::new(&there.pd, &there.srq).unwrap();
+                gone.address()
+            },
+        )
         .await;
     });
 }
@@ -434,7 +517,10 @@ fn target_refuses_what_it_does_not_allow() {
     run(1, "access", async {
         let refused = [WcStatus::REM_ACCESS_ERR, WcStatus::REM_INV_REQ_ERR];
         fails_and_is_repaired("target_refuses_what_it_does_not_allow", &refused, |there| {
-            let reads = DcTarget::builder(&there.pd, &there.srq).access(Access::REMOTE_READ).build().unwrap();
+            let reads = DcTarget::builder(&there.pd, &there.srq)
+                .access(Access::REMOTE_READ)
+                .build()
+                .unwrap();
             let address = reads.address();
             // Alive as long as the test.
             std::mem::forget(reads);
@@ -447,14 +533,20 @@ fn target_refuses_what_it_does_not_allow() {
 #[test]
 fn memory_that_is_not_granted_is_the_initiators_error() {
     run(1, "key of memory", async {
-        let Some(setup) = setup("memory_that_is_not_granted_is_the_initiators_error") else { return };
+        let Some(setup) = setup("memory_that_is_not_granted_is_the_initiators_error") else {
+            return;
+        };
         let (here, there) = (Node::new(&setup.a, "event"), Node::new(&setup.b, "event"));
         let initiator = impatient(&here);
         let peer = initiator.peer(&there.target.address()).unwrap();
-        let gone = ExposedRegion::new(&there.pd, HostMemory::zeroed(64).unwrap(), Access::REMOTE_ALL).unwrap();
+        let gone =
+            ExposedRegion::new(&there.pd, HostMemory::zeroed(64).unwrap(), Access::REMOTE_ALL)
+                .unwrap();
         let remote = gone.grant();
         drop(gone);
-        let error = within("write", initiator.to(&peer).write(here.buffer(b"x"), remote)).await.unwrap_err();
+        let error = within("write", initiator.to(&peer).write(here.buffer(b"x"), remote))
+            .await
+            .unwrap_err();
         assert_eq!(error.status(), Some(WcStatus::REM_ACCESS_ERR));
         assert!(initiator.repair().unwrap());
         works(&here, &initiator, &peer, &there, 1).await;
@@ -521,7 +613,9 @@ fn target_is_destroyed_under_load() {
 #[test]
 fn message_without_a_receive_waits_or_fails_as_asked() {
     run(1, "no receive", async {
-        let Some(setup) = setup("message_without_a_receive_waits_or_fails_as_asked") else { return };
+        let Some(setup) = setup("message_without_a_receive_waits_or_fails_as_asked") else {
+            return;
+        };
         let (here, there) = (Node::new(&setup.a, "event"), Node::new(&setup.b, "event"));
         let hasty = impatient(&here);
         let peer = hasty.peer(&there.target.address()).unwrap();
@@ -554,7 +648,9 @@ fn reset_ends_what_is_in_flight_and_in_line() {
         for round in 0..4_u8 {
             // There is no receive, and never will be.
             let mut work = vec![initiator.to(&peer).send(here.buffer(b"stuck"))];
-            work.extend((0..20).map(|_| initiator.to(&peer).write(here.buffer(&[0xbb; 8]), there.remote(8192, 8))));
+            work.extend((0..20).map(|_| {
+                initiator.to(&peer).write(here.buffer(&[0xbb; 8]), there.remote(8192, 8))
+            }));
             // Some of them nobody waits for.
             let abandoned = work.split_off(11);
             assert!(poll(&mut work[0]).is_pending());
@@ -565,8 +661,8 @@ fn reset_ends_what_is_in_flight_and_in_line() {
             assert_eq!(here.pool.available(), 64 - work.len(), "abandoned buffers are back");
             for operation in work {
                 let error = within("stuck", operation).await.unwrap_err();
-                let ended =
-                    matches!(error.kind(), OpErrorKind::Closed) || error.status() == Some(WcStatus::WR_FLUSH_ERR);
+                let ended = matches!(error.kind(), OpErrorKind::Closed)
+                    || error.status() == Some(WcStatus::WR_FLUSH_ERR);
                 assert!(ended, "{error}");
             }
             assert_eq!((here.pool.available(), there.bytes(8192, 8)), (64, vec![0; 8]));
@@ -609,7 +705,9 @@ fn initiators_and_targets_go_in_any_order() {
                         Ok(received) => assert_eq!(&received.buffer[..], b"stuck"),
                         Err(error) => assert_eq!(error.kind(), OpErrorKind::Closed, "{error}"),
                     }
-                    let error = within("second receive", second).await.expect_err("the message arrives once");
+                    let error = within("second receive", second)
+                        .await
+                        .expect_err("the message arrives once");
                     assert_eq!(error.kind(), OpErrorKind::Closed, "{error}");
                 }
                 3 => {
@@ -630,7 +728,10 @@ fn initiators_and_targets_go_in_any_order() {
             // Done, or ended with its initiator.
             match within("stuck", stuck).await {
                 Ok(_) => assert_eq!(order, 4),
-                Err(error) => assert!(error.status().is_some() || error.kind() == OpErrorKind::Closed, "{error}"),
+                Err(error) => assert!(
+                    error.status().is_some() || error.kind() == OpErrorKind::Closed,
+                    "{error}"
+                ),
             }
             assert_eq!(here.pool.available(), 64);
             drop(region);
@@ -646,11 +747,17 @@ fn ten_thousand_addresses_through_eight_initiators() {
     run(3, "10,000 addresses", async {
         let Some(setup) = setup("ten_thousand_addresses_through_eight_initiators") else { return };
         let here = Node::new(&setup.a, "event");
-        let initiators: Vec<_> =
-            (0..8).map(|_| DcInitiator::builder(&here.pd, &here.queue).max_send_wr(16).build().unwrap()).collect();
+        let initiators: Vec<_> = (0..8)
+            .map(|_| DcInitiator::builder(&here.pd, &here.queue).max_send_wr(16).build().unwrap())
+            .collect();
         let there = Node::new(&setup.b, "event");
-        let targets: Vec<_> = (0..TARGETS).map(|_| DcTarget::new(&there.pd, &there.srq).unwrap()).collect();
-        let words = ExposedRegion::new(&there.pd, HostMemory::zeroed(8 * ADDRESSES).unwrap(), Access::REMOTE_ALL);
+        let targets: Vec<_> =
+            (0..TARGETS).map(|_| DcTarget::new(&there.pd, &there.srq).unwrap()).collect();
+        let words = ExposedRegion::new(
+            &there.pd,
+            HostMemory::zeroed(8 * ADDRESSES).unwrap(),
+            Access::REMOTE_ALL,
+        );
         let words = words.unwrap();
         let peers: Vec<_> = (0..ADDRESSES)
             .map(|at| {
@@ -660,8 +767,10 @@ fn ten_thousand_addresses_through_eight_initiators() {
             .collect();
         let word = |at: usize| words.grant().slice(8 * at as u64..8 * at as u64 + 8).unwrap();
         for chunk in (0..ADDRESSES).collect::<Vec<_>>().chunks(1000) {
-            let adds: Vec<_> =
-                chunk.iter().map(|&at| initiators[at % 8].to(&peers[at]).fetch_add(word(at), at as u64)).collect();
+            let adds: Vec<_> = chunk
+                .iter()
+                .map(|&at| initiators[at % 8].to(&peers[at]).fetch_add(word(at), at as u64))
+                .collect();
             for add in adds {
                 let mut add = pin!(add);
                 assert_eq!(within("add", &mut add).await.unwrap(), 0);

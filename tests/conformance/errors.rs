@@ -2,8 +2,8 @@
 
 use tokio_rdma::Access;
 use tokio_rdma::types::{
-    AsyncEvent, Data, Imm, Lkey, QpCaps, QpState, Qpn, RemoteAddr, Rkey, SendFlags, SendOp, SendWr, Sge, Transport,
-    WcStatus, WrId,
+    AsyncEvent, Data, Imm, Lkey, QpCaps, QpState, Qpn, RemoteAddr, Rkey, SendFlags, SendOp, SendWr,
+    Sge, Transport, WcStatus, WrId,
 };
 
 use tokio_rdma::verbs::PostError;
@@ -84,7 +84,8 @@ fn fails_at_both_ends(
         }
         Responder::Event(event) => {
             assert_eq!(outcome(&b.received(2)), flushed);
-            let expected = if setup.known(&rxe::FEW_EVENTS) { vec![] } else { vec![event(b.qp.qpn())] };
+            let expected =
+                if setup.known(&rxe::FEW_EVENTS) { vec![] } else { vec![event(b.qp.qpn())] };
             assert_eq!(events(&b.device), expected);
         }
     }
@@ -97,10 +98,15 @@ fn send_longer_than_the_receive_is_a_length_error_there_and_an_invalid_request_h
     // One packet, the first of many, the last of many.
     for (room, len) in [(16, 17), (0, 1), (16, 5000), (4999, 5000), (1024, 1025)] {
         for op in [SendOp::Send, SendOp::SendWithImm(Imm(1))] {
-            fails_at_both_ends(&Options::default(), rxe::TOO_LONG_HERE, responder(), |a, b, kept| {
-                b.recv(100, &[kept.sge(b, room)]).unwrap();
-                a.send(1, op, &[kept.sge(a, len)]).unwrap();
-            });
+            fails_at_both_ends(
+                &Options::default(),
+                rxe::TOO_LONG_HERE,
+                responder(),
+                |a, b, kept| {
+                    b.recv(100, &[kept.sge(b, room)]).unwrap();
+                    a.send(1, op, &[kept.sge(a, len)]).unwrap();
+                },
+            );
         }
     }
 }
@@ -150,8 +156,14 @@ const FORBIDDEN: [fn(&End, &mut Kept, Access) -> RemoteAddr; 10] = [
     // Past the end, across it, before the start, wrapping around, at zero.
     |b, kept, _| kept.memory(b, 64, Access::REMOTE_ALL).remote(64),
     |b, kept, _| kept.memory(b, 60, Access::REMOTE_ALL).remote(56),
-    |b, kept, _| RemoteAddr { addr: kept.memory(b, 64, Access::REMOTE_ALL).remote(0).addr - 8, ..kept.0[0].remote(0) },
-    |b, kept, _| RemoteAddr { addr: u64::MAX - 7, ..kept.memory(b, 64, Access::REMOTE_ALL).remote(0) },
+    |b, kept, _| RemoteAddr {
+        addr: kept.memory(b, 64, Access::REMOTE_ALL).remote(0).addr - 8,
+        ..kept.0[0].remote(0)
+    },
+    |b, kept, _| RemoteAddr {
+        addr: u64::MAX - 7,
+        ..kept.memory(b, 64, Access::REMOTE_ALL).remote(0)
+    },
     |b, kept, _| RemoteAddr { addr: 0, ..kept.memory(b, 64, Access::REMOTE_ALL).remote(0) },
     // Everything allowed but this.
     |b, kept, needed| kept.memory(b, 64, Access::REMOTE_ALL.difference(needed)).remote(0),
@@ -163,10 +175,15 @@ const FORBIDDEN: [fn(&End, &mut Kept, Access) -> RemoteAddr; 10] = [
 fn write_to_memory_that_does_not_allow_it_is_a_remote_access_error_here_and_an_event_there() {
     for forbidden in FORBIDDEN {
         let responder = Responder::Event(AsyncEvent::QpAccessError);
-        fails_at_both_ends(&Options::default(), WcStatus::REM_ACCESS_ERR, responder, |a, b, kept| {
-            let remote = forbidden(b, kept, Access::REMOTE_WRITE);
-            a.send(1, SendOp::Write(remote), &[kept.sge(a, 8)]).unwrap();
-        });
+        fails_at_both_ends(
+            &Options::default(),
+            WcStatus::REM_ACCESS_ERR,
+            responder,
+            |a, b, kept| {
+                let remote = forbidden(b, kept, Access::REMOTE_WRITE);
+                a.send(1, SendOp::Write(remote), &[kept.sge(a, 8)]).unwrap();
+            },
+        );
     }
 }
 
@@ -174,25 +191,37 @@ fn write_to_memory_that_does_not_allow_it_is_a_remote_access_error_here_and_an_e
 fn read_of_memory_that_does_not_allow_it_is_a_remote_access_error_here_and_an_event_there() {
     for forbidden in FORBIDDEN {
         let responder = Responder::Event(AsyncEvent::QpAccessError);
-        fails_at_both_ends(&Options::default(), WcStatus::REM_ACCESS_ERR, responder, |a, b, kept| {
-            let remote = forbidden(b, kept, Access::REMOTE_READ);
-            a.send(1, SendOp::Read(remote), &[kept.sge(a, 8)]).unwrap();
-        });
+        fails_at_both_ends(
+            &Options::default(),
+            WcStatus::REM_ACCESS_ERR,
+            responder,
+            |a, b, kept| {
+                let remote = forbidden(b, kept, Access::REMOTE_READ);
+                a.send(1, SendOp::Read(remote), &[kept.sge(a, 8)]).unwrap();
+            },
+        );
     }
 }
 
 #[test]
 fn atomic_on_memory_that_does_not_allow_it_is_a_remote_access_error_here_and_an_event_there() {
-    let ops: [fn(RemoteAddr) -> SendOp; 2] =
-        [|remote| SendOp::FetchAdd { remote, add: 1 }, |remote| SendOp::CompareSwap { remote, compare: 0, swap: 1 }];
+    let ops: [fn(RemoteAddr) -> SendOp; 2] = [
+        |remote| SendOp::FetchAdd { remote, add: 1 },
+        |remote| SendOp::CompareSwap { remote, compare: 0, swap: 1 },
+    ];
     for forbidden in FORBIDDEN {
         for op in ops {
             let responder = Responder::Event(AsyncEvent::QpAccessError);
-            fails_at_both_ends(&Options::default(), WcStatus::REM_ACCESS_ERR, responder, |a, b, kept| {
-                let mut remote = forbidden(b, kept, Access::REMOTE_ATOMIC);
-                remote.addr &= !7;
-                a.send(1, op(remote), &[kept.sge(a, 8)]).unwrap();
-            });
+            fails_at_both_ends(
+                &Options::default(),
+                WcStatus::REM_ACCESS_ERR,
+                responder,
+                |a, b, kept| {
+                    let mut remote = forbidden(b, kept, Access::REMOTE_ATOMIC);
+                    remote.addr &= !7;
+                    a.send(1, op(remote), &[kept.sge(a, 8)]).unwrap();
+                },
+            );
         }
     }
 }
@@ -201,11 +230,16 @@ fn atomic_on_memory_that_does_not_allow_it_is_a_remote_access_error_here_and_an_
 fn write_with_imm_to_forbidden_memory_fails_the_receive_it_took() {
     for forbidden in FORBIDDEN {
         let responder = Responder::Receive(rxe::RECEIVE_OF_FORBIDDEN_WRITE);
-        fails_at_both_ends(&Options::default(), WcStatus::REM_ACCESS_ERR, responder, |a, b, kept| {
-            b.recv(100, &[]).unwrap();
-            let remote = forbidden(b, kept, Access::REMOTE_WRITE);
-            a.send(1, SendOp::WriteWithImm(remote, Imm(3)), &[kept.sge(a, 8)]).unwrap();
-        });
+        fails_at_both_ends(
+            &Options::default(),
+            WcStatus::REM_ACCESS_ERR,
+            responder,
+            |a, b, kept| {
+                b.recv(100, &[]).unwrap();
+                let remote = forbidden(b, kept, Access::REMOTE_WRITE);
+                a.send(1, SendOp::WriteWithImm(remote, Imm(3)), &[kept.sge(a, 8)]).unwrap();
+            },
+        );
     }
 }
 
@@ -232,7 +266,8 @@ fn queue_pair_without_the_right_makes_the_request_invalid() {
         (Access::REMOTE_ATOMIC, |remote| SendOp::CompareSwap { remote, compare: 0, swap: 0 }),
     ];
     for (lacking, op) in ops {
-        let options = Options { access: Access::REMOTE_ALL.difference(lacking), ..Options::default() };
+        let options =
+            Options { access: Access::REMOTE_ALL.difference(lacking), ..Options::default() };
         let responder = Responder::Event(AsyncEvent::QpRequestError);
         fails_at_both_ends(&options, WcStatus::REM_INV_REQ_ERR, responder, |a, b, kept| {
             let remote = kept.memory(b, 64, Access::REMOTE_ALL).remote(0);
@@ -257,9 +292,10 @@ fn refused_at_once(case: impl Fn(&End, &End, &mut Kept) -> Result<(), PostError>
 #[test]
 fn atomic_off_its_boundary_is_an_invalid_request() {
     for offset in [1, 4, 7] {
-        for atomic in
-            [|remote| SendOp::FetchAdd { remote, add: 1 }, |remote| SendOp::CompareSwap { remote, compare: 0, swap: 1 }]
-        {
+        for atomic in [
+            |remote| SendOp::FetchAdd { remote, add: 1 },
+            |remote| SendOp::CompareSwap { remote, compare: 0, swap: 1 },
+        ] {
             let post = |a: &End, b: &End, kept: &mut Kept| {
                 let remote = kept.memory(b, 64, Access::REMOTE_ALL).remote(offset);
                 a.send(1, atomic(remote), &[kept.sge(a, 8)])
@@ -268,9 +304,14 @@ fn atomic_off_its_boundary_is_an_invalid_request() {
                 continue;
             }
             let responder = Responder::Event(AsyncEvent::QpRequestError);
-            fails_at_both_ends(&Options::default(), WcStatus::REM_INV_REQ_ERR, responder, |a, b, kept| {
-                post(a, b, kept).unwrap();
-            });
+            fails_at_both_ends(
+                &Options::default(),
+                WcStatus::REM_INV_REQ_ERR,
+                responder,
+                |a, b, kept| {
+                    post(a, b, kept).unwrap();
+                },
+            );
         }
     }
 }
@@ -282,14 +323,19 @@ fn read_at_a_responder_that_serves_none_is_an_invalid_request() {
         let responder = Responder::Event(AsyncEvent::QpRequestError);
         fails_at_both_ends(&options, WcStatus::REM_INV_REQ_ERR, responder, |a, b, kept| {
             let remote = kept.memory(b, 64, Access::REMOTE_ALL).remote(0);
-            let op = if atomic { SendOp::FetchAdd { remote, add: 1 } } else { SendOp::Read(remote) };
+            let op =
+                if atomic { SendOp::FetchAdd { remote, add: 1 } } else { SendOp::Read(remote) };
             a.send(1, op, &[kept.sge(a, 8)]).unwrap();
         });
     }
 }
 
 /// Runs a case that fails before anything of it is sent: the far end does not notice.
-fn fails_here(options: &Options, status: impl Into<rxe::Status>, case: impl Fn(&End, &End, &mut Kept)) {
+fn fails_here(
+    options: &Options,
+    status: impl Into<rxe::Status>,
+    case: impl Fn(&End, &End, &mut Kept),
+) {
     let (a, b, _setup) = connected(options);
     let mut kept = Kept::default();
     let good = kept.sge(&a, 8);
@@ -325,7 +371,10 @@ fn local_memory_that_is_not_covered_is_a_protection_error_here() {
         |a, kept| kept.memory(a, 16, Access::empty()).sge(12, 16),
     ];
     let protection = rxe::Status::from(WcStatus::LOC_PROT_ERR);
-    let bad = no_key.map(|bad| (bad, rxe::SEND_WITHOUT_KEY)).into_iter().chain(beyond.map(|bad| (bad, protection)));
+    let bad = no_key
+        .map(|bad| (bad, rxe::SEND_WITHOUT_KEY))
+        .into_iter()
+        .chain(beyond.map(|bad| (bad, protection)));
     for (bad, sending) in bad {
         let ops: [fn(RemoteAddr) -> SendOp; 7] = [
             |_| SendOp::Send,
@@ -338,19 +387,29 @@ fn local_memory_that_is_not_covered_is_a_protection_error_here() {
         ];
         for op in ops {
             let reads_back = op(RemoteAddr::default()).reads_back();
-            fails_here(&Options::default(), if reads_back { protection } else { sending }, |a, b, kept| {
-                let op = op(kept.memory(b, 16, Access::REMOTE_ALL).remote(0));
-                let mut sge = bad(a, kept);
-                if matches!(op, SendOp::FetchAdd { .. } | SendOp::CompareSwap { .. }) {
-                    sge.length = 8;
-                }
-                a.send(1, op, &[sge]).unwrap();
-                if reads_back && rxe::known(&a.device, &rxe::ATOMIC_FIRST) {
-                    return;
-                }
-                // An atomic that failed here was not done there.
-                assert_eq!(kept.0.iter().filter(|memory| memory.all().iter().any(|&byte| byte != 0)).count(), 0);
-            });
+            fails_here(
+                &Options::default(),
+                if reads_back { protection } else { sending },
+                |a, b, kept| {
+                    let op = op(kept.memory(b, 16, Access::REMOTE_ALL).remote(0));
+                    let mut sge = bad(a, kept);
+                    if matches!(op, SendOp::FetchAdd { .. } | SendOp::CompareSwap { .. }) {
+                        sge.length = 8;
+                    }
+                    a.send(1, op, &[sge]).unwrap();
+                    if reads_back && rxe::known(&a.device, &rxe::ATOMIC_FIRST) {
+                        return;
+                    }
+                    // An atomic that failed here was not done there.
+                    assert_eq!(
+                        kept.0
+                            .iter()
+                            .filter(|memory| memory.all().iter().any(|&byte| byte != 0))
+                            .count(),
+                        0
+                    );
+                },
+            );
         }
     }
 }
@@ -363,14 +422,19 @@ fn atomic_result_of_less_than_a_word_is_a_length_error_here() {
             a.send(1, SendOp::FetchAdd { remote, add: 1 }, &[Sge { length: len, ..kept.sge(a, 8) }])
         };
         if !refused_at_once(post) {
-            fails_here(&Options::default(), rxe::NO_ROOM_FOR_RESULT, |a, b, kept| post(a, b, kept).unwrap());
+            fails_here(&Options::default(), rxe::NO_ROOM_FOR_RESULT, |a, b, kept| {
+                post(a, b, kept).unwrap()
+            });
         }
     }
 }
 
 #[test]
 fn message_beyond_the_largest_is_a_length_error_here() {
-    if is_made_up("message_beyond_the_largest_is_a_length_error_here", "an element of 2^31 bytes is none to libmlx5") {
+    if is_made_up(
+        "message_beyond_the_largest_is_a_length_error_here",
+        "an element of 2^31 bytes is none to libmlx5",
+    ) {
         return;
     }
     fails_here(&Options::default(), rxe::BEYOND_LARGEST, |a, _, kept| {
@@ -406,10 +470,14 @@ fn no_receive_for_too_long_is_an_error_here_and_nothing_there() {
             let (a, b, setup) = connected(&Options { rnr_retry, ..Options::default() });
             let (from, to) = (a.memory(8), b.memory(8));
             from.0.store(0, u64::MAX).unwrap();
-            let op = if with_imm { SendOp::WriteWithImm(to.remote(0), Imm(1)) } else { SendOp::Send };
+            let op =
+                if with_imm { SendOp::WriteWithImm(to.remote(0), Imm(1)) } else { SendOp::Send };
             a.send(1, op, &[from.sge(0, 8)]).unwrap();
             a.send(2, op, &[from.sge(0, 8)]).unwrap();
-            assert_eq!(outcome(&a.sent(2)), [(1, WcStatus::RNR_RETRY_EXC_ERR), (2, WcStatus::WR_FLUSH_ERR)]);
+            assert_eq!(
+                outcome(&a.sent(2)),
+                [(1, WcStatus::RNR_RETRY_EXC_ERR), (2, WcStatus::WR_FLUSH_ERR)]
+            );
             assert_eq!((a.state(), b.state()), (QpState::Err, QpState::Rts));
             assert_eq!(to.all(), [0; 8], "nothing is written before the receive is there");
             // The responder goes on as if nothing had happened.
@@ -436,15 +504,22 @@ fn late_receive_is_waited_for_for_ever_with_seven_retries() {
     assert_eq!(outcome(&a.sent(2)), [(1, WcStatus::SUCCESS), (2, WcStatus::SUCCESS)]);
     let received = b.received(2);
     assert_eq!(outcome(&received), [(8, WcStatus::SUCCESS), (9, WcStatus::SUCCESS)]);
-    assert_eq!((received[0].byte_len, received[1].byte_len, received[1].imm()), (5000, 8, Some(Imm(7))));
+    assert_eq!(
+        (received[0].byte_len, received[1].byte_len, received[1].imm()),
+        (5000, 8, Some(Imm(7)))
+    );
     assert_eq!(to.all(), from.all());
 }
 
 #[test]
 fn peer_that_is_gone_exceeds_the_retries() {
     let options = Options { retry_count: 2, timeout: 4, ..Options::default() };
-    let ops: [fn(RemoteAddr) -> SendOp; 4] =
-        [|_| SendOp::Send, SendOp::Write, SendOp::Read, |remote| SendOp::FetchAdd { remote, add: 1 }];
+    let ops: [fn(RemoteAddr) -> SendOp; 4] = [
+        |_| SendOp::Send,
+        SendOp::Write,
+        SendOp::Read,
+        |remote| SendOp::FetchAdd { remote, add: 1 },
+    ];
     for op in ops {
         let (a, b, _setup) = connected(&options);
         let (from, to) = (a.memory(8), b.memory(8));
@@ -453,7 +528,10 @@ fn peer_that_is_gone_exceeds_the_retries() {
         a.recv(9, &[]).unwrap();
         a.send(1, op(remote), &[from.sge(0, 8)]).unwrap();
         a.send(2, SendOp::Send, &[]).unwrap();
-        assert_eq!(outcome(&a.sent(2)), [(1, WcStatus::RETRY_EXC_ERR), (2, WcStatus::WR_FLUSH_ERR)]);
+        assert_eq!(
+            outcome(&a.sent(2)),
+            [(1, WcStatus::RETRY_EXC_ERR), (2, WcStatus::WR_FLUSH_ERR)]
+        );
         assert_eq!(outcome(&a.received(1)), [(9, WcStatus::WR_FLUSH_ERR)]);
         assert_eq!(a.state(), QpState::Err);
     }
@@ -479,7 +557,10 @@ fn invalidation_of_a_key_that_cannot_be_fails_the_receive() {
     b.recv(6, &[to.sge(0, 8)]).unwrap();
     // An ordinary registration is not the peer's to invalidate.
     a.send(1, SendOp::SendWithInvalidate(to.remote(0).rkey), &[]).unwrap();
-    assert_eq!(outcome(&b.received(2)), [(5, WcStatus::REM_INV_REQ_ERR), (6, WcStatus::WR_FLUSH_ERR)]);
+    assert_eq!(
+        outcome(&b.received(2)),
+        [(5, WcStatus::REM_INV_REQ_ERR), (6, WcStatus::WR_FLUSH_ERR)]
+    );
     assert_eq!(b.state(), QpState::Err);
     // Class J: there is no negative acknowledgement.
     assert_eq!(outcome(&a.sent(1)), [(1, rxe::INVALIDATION_HERE.on(&a.device))]);
@@ -490,7 +571,13 @@ fn unsignalled_work_is_silent_before_a_failure_and_reported_in_it_and_behind_it(
     let (a, b, _setup) = connected(&Options::default());
     let (from, to) = (a.memory(8), b.memory(8));
     let sges = [from.sge(0, 8)];
-    let wr = |wr_id, op, flags| SendWr { wr_id: WrId(wr_id), op, flags, data: Data::Sges(&sges), target: None };
+    let wr = |wr_id, op, flags| SendWr {
+        wr_id: WrId(wr_id),
+        op,
+        flags,
+        data: Data::Sges(&sges),
+        target: None,
+    };
     let good = SendOp::Write(to.remote(0));
     let bad = SendOp::Write(RemoteAddr { addr: to.remote(0).addr, rkey: Rkey(0) });
     let none = SendFlags::empty();
@@ -521,7 +608,13 @@ fn malformed_posts_are_refused_where_they_stand() {
     let elements = vec![from.sge(0, 1); caps.max_send_sge as usize + 1];
     let long = vec![1; caps.max_inline as usize + 1];
     let good = [from.sge(0, 8)];
-    let wr = |wr_id, op, data| SendWr { wr_id: WrId(wr_id), op, flags: SendFlags::SIGNALED, data, target: None };
+    let wr = |wr_id, op, data| SendWr {
+        wr_id: WrId(wr_id),
+        op,
+        flags: SendFlags::SIGNALED,
+        data,
+        target: None,
+    };
     let write = SendOp::Write(to.remote(0));
     let bad = [
         wr(2, SendOp::Send, Data::Sges(&elements)),
@@ -531,19 +624,26 @@ fn malformed_posts_are_refused_where_they_stand() {
         wr(2, SendOp::Read(to.remote(0)), Data::Inline(&[1])),
     ];
     for (at, bad) in bad.into_iter().enumerate() {
-        let refused = a.post(&[wr(1, write, Data::Sges(&good)), bad, wr(3, write, Data::Sges(&good))]).unwrap_err();
+        let refused = a
+            .post(&[wr(1, write, Data::Sges(&good)), bad, wr(3, write, Data::Sges(&good))])
+            .unwrap_err();
         // `ibv_wr_complete(3)` of a device that posts that way takes all or nothing, and has an errno of its own.
         let all_or_nothing = !setup.is_software() && refused.error.verb == "ibv_wr_complete";
         let posted = usize::from(!all_or_nothing);
         if !all_or_nothing {
-            assert_eq!((refused.error.verb, refused.error.errno), ("ibv_post_send", 22), "case {at}");
+            assert_eq!(
+                (refused.error.verb, refused.error.errno),
+                ("ibv_post_send", 22),
+                "case {at}"
+            );
         }
         assert_eq!(refused.posted, posted, "case {at}");
         // What stood before it was posted, what stood behind it was not; the queue pair works on.
         assert_eq!(outcome(&a.sent(posted)), vec![(1, WcStatus::SUCCESS); posted]);
         assert_eq!(a.state(), QpState::Rts);
     }
-    let refused = b.recv(1, &vec![to.sge(0, 1); b.qp.caps().max_recv_sge as usize + 1]).unwrap_err();
+    let refused =
+        b.recv(1, &vec![to.sge(0, 1); b.qp.caps().max_recv_sge as usize + 1]).unwrap_err();
     assert_eq!((refused.posted, refused.error.verb, refused.error.errno), (0, "ibv_post_recv", 22));
     // The most that is allowed is taken.
     b.recv(2, &vec![to.sge(0, 8); b.qp.caps().max_recv_sge as usize]).unwrap();
@@ -565,7 +665,12 @@ fn unreliable_connection_drops_in_silence_what_it_cannot_serve() {
     a.send(2, SendOp::Write(bad), &[from.sge(0, 8)]).unwrap();
     a.send(3, SendOp::Write(bad), &[from.sge(0, 5000)]).unwrap();
     a.send(4, SendOp::WriteWithImm(to.remote(0), Imm(1)), &[from.sge(0, 8)]).unwrap();
-    let sent = [(1, WcStatus::SUCCESS), (2, WcStatus::SUCCESS), (3, WcStatus::SUCCESS), (4, WcStatus::SUCCESS)];
+    let sent = [
+        (1, WcStatus::SUCCESS),
+        (2, WcStatus::SUCCESS),
+        (3, WcStatus::SUCCESS),
+        (4, WcStatus::SUCCESS),
+    ];
     assert_eq!(outcome(&a.sent(4)), sent);
     settle(&a.device, &b.device);
     assert_eq!(to.all(), vec![0; 5000]);
@@ -590,7 +695,8 @@ fn unreliable_connection_drops_in_silence_what_it_cannot_serve() {
 
 #[test]
 fn queue_pairs_that_hold_nothing_refuse_everything() {
-    let caps = QpCaps { max_send_wr: 0, max_recv_wr: 0, max_send_sge: 0, max_recv_sge: 0, max_inline: 0 };
+    let caps =
+        QpCaps { max_send_wr: 0, max_recv_wr: 0, max_send_sge: 0, max_recv_sge: 0, max_inline: 0 };
     let (a, _b, setup) = connected(&Options { caps, ..Options::default() });
     if setup.is_software() {
         assert_eq!(a.qp.caps(), caps);

@@ -1,7 +1,9 @@
 //! A device that fails, ports that go down and come up.
 
 use futures::StreamExt;
-use tokio_rdma::types::{AckTimeout, AsyncEvent, PortNum, PortState, QpState, SendOp, Transport, WcStatus};
+use tokio_rdma::types::{
+    AckTimeout, AsyncEvent, PortNum, PortState, QpState, SendOp, Transport, WcStatus,
+};
 use tokio_rdma::{CompletionQueue, Device, OpErrorKind, QueuePair, SharedReceiveQueue};
 
 use crate::common::pair::{Pair, Shape};
@@ -40,7 +42,10 @@ async fn device_that_is_lost_ends_every_operation(mode: &str) {
     for kind in within("operations on a lost device", waiting).await.unwrap() {
         // Its timers may run out between the end of its link and that of its queue pairs.
         let known = matches!(kind.status(), Some(WcStatus::WR_FLUSH_ERR | WcStatus::RETRY_EXC_ERR))
-            || matches!(kind, OpErrorKind::Closed | OpErrorKind::Post(_) | OpErrorKind::CompletionQueue(_));
+            || matches!(
+                kind,
+                OpErrorKind::Closed | OpErrorKind::Post(_) | OpErrorKind::CompletionQueue(_)
+            );
         assert!(known, "{kind}");
     }
     assert_eq!(setup.a.next_event().unwrap(), Some(AsyncEvent::DeviceFatal));
@@ -61,10 +66,15 @@ in_every_mode! { device_that_says_that_it_is_lost_and_no_more_ends_every_operati
 
 /// As an adapter that is pulled out: no completion, no error of a poll, an event and nothing else.
 async fn device_that_says_that_it_is_lost_and_no_more_ends_every_operation(mode: &str) {
-    let Some((setup, control, _other)) = Setup::controlled("device_that_says_that_it_is_lost") else { return };
+    let Some((setup, control, _other)) = Setup::controlled("device_that_says_that_it_is_lost")
+    else {
+        return;
+    };
     // It never gives up by itself.
-    let forever = tokio_rdma::op::ConnectOptions { timeout: AckTimeout::from_code(0), ..Default::default() };
-    let Pair { a, b, setup } = Pair::shaped(setup, &Shape { options: forever, ..Shape::new(Transport::Rc, mode) });
+    let forever =
+        tokio_rdma::op::ConnectOptions { timeout: AckTimeout::from_code(0), ..Default::default() };
+    let Pair { a, b, setup } =
+        Pair::shaped(setup, &Shape { options: forever, ..Shape::new(Transport::Rc, mode) });
     let srq = SharedReceiveQueue::new(&a.pd, &a.queue, 4, 1).unwrap();
     control.set_port(false);
     let sends: Vec<_> = (0..3).map(|_| tokio::spawn(a.qp.send(a.room(8)))).collect();
@@ -91,7 +101,11 @@ async fn device_that_says_that_it_is_lost_and_no_more_ends_every_operation(mode:
         assert!(known, "{mode}: {kind:?}");
     }
     crate::common::eventually("buffers", || (a.pool.available() == a.pool.total()).then_some(()));
-    assert_eq!(within("the event", stream.next()).await, Some(Ok(AsyncEvent::DeviceFatal)), "it is the user's too");
+    assert_eq!(
+        within("the event", stream.next()).await,
+        Some(Ok(AsyncEvent::DeviceFatal)),
+        "it is the user's too"
+    );
     assert!(within("a late send", a.qp.send(a.room(8))).await.is_err());
     assert!(a.queue.failure().is_some());
     drop(b);
@@ -100,7 +114,9 @@ async fn device_that_says_that_it_is_lost_and_no_more_ends_every_operation(mode:
 in_every_mode! { queue_that_an_event_calls_dead_ends_its_operations_and_no_others }
 
 async fn queue_that_an_event_calls_dead_ends_its_operations_and_no_others(mode: &str) {
-    let Some((setup, control, _other)) = Setup::controlled("queue_that_an_event_calls_dead") else { return };
+    let Some((setup, control, _other)) = Setup::controlled("queue_that_an_event_calls_dead") else {
+        return;
+    };
     let Pair { a, b, setup } = Pair::shaped(setup, &Shape::new(Transport::Rc, mode));
     let bystander = CompletionQueue::new(&setup.a, crate::common::mode(mode)).unwrap();
     let qp = QueuePair::builder(&a.pd, &bystander).build().unwrap();
@@ -135,15 +151,23 @@ fn stream_hears_of_events_that_somebody_else_has_read() {
         // The end of the queue pair reads this one, and what came before it.
         control.set_port(false);
         within("close", qp.close()).await;
-        assert_eq!(within("first", waits).await.unwrap(), Some(Ok(AsyncEvent::PortError(PortNum(1)))));
-        assert_eq!(within("second", second.next()).await, Some(Ok(AsyncEvent::LastWqeReached(qpn))));
+        assert_eq!(
+            within("first", waits).await.unwrap(),
+            Some(Ok(AsyncEvent::PortError(PortNum(1))))
+        );
+        assert_eq!(
+            within("second", second.next()).await,
+            Some(Ok(AsyncEvent::LastWqeReached(qpn)))
+        );
         assert_eq!(events(&setup.a), [], "each is given once");
     });
 }
 
 #[test]
 fn events_that_nobody_takes_do_not_fill_the_memory() {
-    let Some((setup, control, _other)) = Setup::controlled("events_that_nobody_takes") else { return };
+    let Some((setup, control, _other)) = Setup::controlled("events_that_nobody_takes") else {
+        return;
+    };
     for up in [false, true].into_iter().cycle().take(5000) {
         control.set_port(up);
     }
@@ -159,7 +183,10 @@ fn event_stream_gives_each_event_once_and_ends_with_the_device() {
         let mut stream = setup.a.events().unwrap();
         control.set_port(false);
         control.set_port(false);
-        assert_eq!(within("down", stream.next()).await, Some(Ok(AsyncEvent::PortError(PortNum(1)))));
+        assert_eq!(
+            within("down", stream.next()).await,
+            Some(Ok(AsyncEvent::PortError(PortNum(1))))
+        );
         assert_eq!(setup.a.port(PortNum(1)).unwrap().state, PortState::Down);
         let (up, ()) = tokio::join!(within("up", stream.next()), async { control.set_port(true) });
         assert_eq!(up, Some(Ok(AsyncEvent::PortActive(PortNum(1)))));
@@ -184,14 +211,19 @@ fn port_that_is_down_for_a_while_delays_reliable_work() {
     assert_eq!(outcome(&a.sent(0)), []);
     other.set_port(true);
     assert_eq!(outcome(&a.sent(1)), [(1, WcStatus::SUCCESS)]);
-    assert_eq!(events(&setup.b), [AsyncEvent::PortError(PortNum(1)), AsyncEvent::PortActive(PortNum(1))]);
+    assert_eq!(
+        events(&setup.b),
+        [AsyncEvent::PortError(PortNum(1)), AsyncEvent::PortActive(PortNum(1))]
+    );
     assert_eq!(events(&setup.a), []);
 }
 
 #[test]
 fn port_that_stays_down_exceeds_the_retries() {
     for end in ["own", "peer's"] {
-        let Some((setup, control, other)) = Setup::controlled("port_that_stays_down") else { return };
+        let Some((setup, control, other)) = Setup::controlled("port_that_stays_down") else {
+            return;
+        };
         let options = Options { timeout: 4, retry_count: 1, ..Options::default() };
         let (a, b) = (End::new(&setup.a, &options), End::new(&setup.b, &options));
         connect(&a, &b, &options);
@@ -226,11 +258,16 @@ fn every_opening_of_a_device_hears_of_its_port_and_its_end() {
 
 #[test]
 fn shared_receives_end_with_their_device() {
-    for (mode, draws) in crate::common::MODES.into_iter().flat_map(|mode| [(mode, false), (mode, true)]) {
+    for (mode, draws) in
+        crate::common::MODES.into_iter().flat_map(|mode| [(mode, false), (mode, true)])
+    {
         run(1, mode, async {
-            let Some((setup, control, _other)) = Setup::controlled("shared_receives_end") else { return };
+            let Some((setup, control, _other)) = Setup::controlled("shared_receives_end") else {
+                return;
+            };
             let pd = setup.a.protection_domain().unwrap();
-            let queue = tokio_rdma::CompletionQueue::new(&setup.a, crate::common::mode(mode)).unwrap();
+            let queue =
+                tokio_rdma::CompletionQueue::new(&setup.a, crate::common::mode(mode)).unwrap();
             let srq = tokio_rdma::SharedReceiveQueue::new(&pd, &queue, 4, 1).unwrap();
             let builder = || tokio_rdma::QueuePair::builder(&pd, &queue).shared_receive_queue(&srq);
             let qp = draws.then(|| builder().build().unwrap());
@@ -252,7 +289,10 @@ fn shared_receives_end_with_their_device() {
             }
             for result in ended {
                 let kind = result.unwrap_err().kind();
-                assert!(matches!(kind, OpErrorKind::CompletionQueue(error) if error.errno == 5), "{mode}: {kind:?}");
+                assert!(
+                    matches!(kind, OpErrorKind::CompletionQueue(error) if error.errno == 5),
+                    "{mode}: {kind:?}"
+                );
             }
             // Those of abandoned receives too, which the thread of a poller may still have in hand.
             crate::common::eventually("buffers", || (pool.available() == 12).then_some(()));

@@ -39,12 +39,16 @@ fn bytes(region: &ExposedRegion) -> Vec<u8> {
 
 /// What whoever comes too late is told; if that is lost on the way, nobody is there any more who says it again.
 fn is_refusal(status: Option<WcStatus>) -> bool {
-    status == Some(WcStatus::REM_ACCESS_ERR) || wire() == Wire::Faults && status == Some(WcStatus::RETRY_EXC_ERR)
+    status == Some(WcStatus::REM_ACCESS_ERR)
+        || wire() == Wire::Faults && status == Some(WcStatus::RETRY_EXC_ERR)
 }
 
 async fn is_shut_out(pair: &Pair, grant: RemoteRegion) {
-    let refused =
-        within("a refused write", pair.a.qp.write(pair.a.buffer(b"too late"), grant.slice(..8).unwrap())).await;
+    let refused = within(
+        "a refused write",
+        pair.a.qp.write(pair.a.buffer(b"too late"), grant.slice(..8).unwrap()),
+    )
+    .await;
     let status = refused.unwrap_err().status();
     assert!(is_refusal(status), "{status:?}");
 }
@@ -73,7 +77,10 @@ async fn lease_lets_the_peer_in_until_it_is_invalidated(mode: &str) {
         let receive = a.qp.recv(a.room(RemoteRegion::ENCODED_LEN));
         let lease = b.qp.lease(&region, 1024..2048, Access::REMOTE_ALL).await.unwrap();
         let grant = lease.grant();
-        assert_eq!((grant.len(), grant.rkey(), lease.access()), (1024, lease.rkey(), Access::REMOTE_ALL));
+        assert_eq!(
+            (grant.len(), grant.rkey(), lease.access()),
+            (1024, lease.rkey(), Access::REMOTE_ALL)
+        );
         // One window serves all.
         assert_eq!(*family.get_or_insert(grant.rkey().0 >> 8), grant.rkey().0 >> 8);
         b.qp.send(b.buffer(&grant.to_bytes())).await.unwrap();
@@ -84,7 +91,10 @@ async fn lease_lets_the_peer_in_until_it_is_invalidated(mode: &str) {
         let word = u64::from_ne_bytes([round + 1; 8]);
         assert_eq!(a.qp.fetch_add(told.slice(8..16).unwrap(), 1).await.unwrap(), word);
         let read = a.qp.read(a.room(16), told.slice(..16).unwrap()).await.unwrap();
-        assert_eq!((read[..8].to_vec(), region.load(1032).unwrap()), (vec![round + 1; 8], word + 1));
+        assert_eq!(
+            (read[..8].to_vec(), region.load(1032).unwrap()),
+            (vec![round + 1; 8], word + 1)
+        );
         lease.invalidate().await.unwrap();
         last = Some(told);
     }
@@ -120,7 +130,8 @@ async fn peer_invalidates_and_the_connection_goes_on(mode: &str) {
     let region = closed(b, 64);
     for round in 0..10_u8 {
         let receive = b.qp.recv(b.room(64));
-        let lease = b.qp.lease(&region, 0..64, Access::REMOTE_WRITE | Access::REMOTE_READ).await.unwrap();
+        let lease =
+            b.qp.lease(&region, 0..64, Access::REMOTE_WRITE | Access::REMOTE_READ).await.unwrap();
         let grant = lease.grant();
         let written = a.qp.write(a.buffer(&[round; 64]), grant);
         let read = a.qp.read(a.room(64), grant);
@@ -166,7 +177,9 @@ async fn lease_that_cannot_be_is_refused_and_the_connection_goes_on(mode: &str) 
     let lease = b.qp.lease(&region, 0..64, Access::REMOTE_WRITE).await.unwrap();
     a.qp.write(a.buffer(&[1; 64]), lease.grant()).await.unwrap();
 
-    let Some(datagrams) = shaped("lease_that_cannot_be", &Shape::new(Transport::Ud, mode)) else { return };
+    let Some(datagrams) = shaped("lease_that_cannot_be", &Shape::new(Transport::Ud, mode)) else {
+        return;
+    };
     let region = closed(&datagrams.b, 64);
     let kind = refused(datagrams.b.qp.lease(&region, 0..64, Access::REMOTE_READ).await);
     assert!(matches!(kind, OpErrorKind::Unsupported { .. }), "{kind:?}");
@@ -176,7 +189,9 @@ async fn lease_that_cannot_be_is_refused_and_the_connection_goes_on(mode: &str) 
 
 async fn leases_in_line_are_served_in_order_and_dropped_ones_let_go(mode: &str) {
     let build = |builder: tokio_rdma::op::QueuePairBuilder| builder.max_send_wr(2);
-    let Some(pair) = shaped("leases_in_line", &Shape { build: &build, ..Shape::new(Transport::Rc, mode) }) else {
+    let Some(pair) =
+        shaped("leases_in_line", &Shape { build: &build, ..Shape::new(Transport::Rc, mode) })
+    else {
         return;
     };
     let Pair { a, b, .. } = &pair;
@@ -186,8 +201,9 @@ async fn leases_in_line_are_served_in_order_and_dropped_ones_let_go(mode: &str) 
     let region = closed(b, 640);
     // Finds no receive: what is behind it stays in flight, or in line.
     let blocked = b.qp.send(b.buffer(b"blocked"));
-    let mut leasing: Vec<_> =
-        (0..10).map(|at| Some(b.qp.lease(&region, at * 64..at * 64 + 64, Access::REMOTE_WRITE))).collect();
+    let mut leasing: Vec<_> = (0..10)
+        .map(|at| Some(b.qp.lease(&region, at * 64..at * 64 + 64, Access::REMOTE_WRITE)))
+        .collect();
     for at in [0, 3, 9] {
         leasing[at] = None;
     }
@@ -229,10 +245,16 @@ async fn lease_ends_with_its_queue_pair(mode: &str) {
             late.modify(&tokio_rdma::types::QpAttr::to_state(QpState::Err)).unwrap();
         }
         if closes {
-            assert_eq!(late.lease(&region, 0..8, Access::REMOTE_READ).await.unwrap_err().kind(), OpErrorKind::Closed);
+            assert_eq!(
+                late.lease(&region, 0..8, Access::REMOTE_READ).await.unwrap_err().kind(),
+                OpErrorKind::Closed
+            );
             assert_eq!(lease.invalidate().await.unwrap_err().kind(), OpErrorKind::Closed);
         } else {
-            assert_eq!(lease.invalidate().await.unwrap_err().status(), Some(WcStatus::WR_FLUSH_ERR));
+            assert_eq!(
+                lease.invalidate().await.unwrap_err().status(),
+                Some(WcStatus::WR_FLUSH_ERR)
+            );
         }
         drop((waiting, late, b.qp));
         drop(is_free(region).await);
@@ -258,7 +280,8 @@ async fn memory_is_left_alone_once_a_lease_is_over(mode: &str) {
             let under_way = under_way.clone();
             async move {
                 loop {
-                    let writes: Vec<_> = (0..8).map(|_| a.qp.write(a.buffer(&[0xaa; LEN]), grant)).collect();
+                    let writes: Vec<_> =
+                        (0..8).map(|_| a.qp.write(a.buffer(&[0xaa; LEN]), grant)).collect();
                     for write in writes {
                         match write.await {
                             Ok(_) => under_way.store(true, Ordering::Release),

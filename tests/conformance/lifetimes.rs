@@ -15,7 +15,8 @@ type Things = Vec<Box<dyn Any + Send>>;
 /// Two ends with work in flight of every kind, as a heap of things.
 fn everything(setup: Setup, mode: &str, transport: Transport) -> Things {
     let build = |builder: tokio_rdma::op::QueuePairBuilder| builder.max_send_wr(8).max_recv_wr(4);
-    let Pair { a, b, setup } = Pair::shaped(setup, &Shape { build: &build, ..Shape::new(transport, mode) });
+    let Pair { a, b, setup } =
+        Pair::shaped(setup, &Shape { build: &build, ..Shape::new(transport, mode) });
     let mut things: Things = Vec::new();
     let region = b.region(4096);
     let grant = region.grant();
@@ -45,7 +46,11 @@ fn everything(setup: Setup, mode: &str, transport: Transport) -> Things {
     for _ in 0..6 {
         things.push(Box::new(srq.recv(b.room(8))));
     }
-    let sharing = QueuePair::builder(&b.pd, &b.queue).max_send_wr(4).shared_receive_queue(&srq).build().unwrap();
+    let sharing = QueuePair::builder(&b.pd, &b.queue)
+        .max_send_wr(4)
+        .shared_receive_queue(&srq)
+        .build()
+        .unwrap();
     let buffer = b.buffer(b"shared").freeze();
     things.push(Box::new(buffer.clone()));
     things.push(Box::new(bytes::Bytes::from(buffer)));
@@ -122,7 +127,8 @@ fn any_order_on_many_threads_leaves_nothing_behind() {
             for (at, thing) in things.into_iter().enumerate() {
                 hands[at % 4].push(thing);
             }
-            let threads: Vec<_> = hands.into_iter().map(|hand| thread::spawn(move || drop(hand))).collect();
+            let threads: Vec<_> =
+                hands.into_iter().map(|hand| thread::spawn(move || drop(hand))).collect();
             threads.into_iter().for_each(|thread| thread.join().unwrap());
             assert_nothing_left(&network, &what);
         }
@@ -152,7 +158,11 @@ fn device_killed_under_everything_lets_go_of_everything() {
 fn queue_that_outlives_its_queue_pairs_has_its_room_back() {
     let setup = Setup::new();
     let pd = setup.a.protection_domain().unwrap();
-    let queue = CompletionQueue::builder(&setup.a).capacity(64).mode(mode_of("cooperative")).build().unwrap();
+    let queue = CompletionQueue::builder(&setup.a)
+        .capacity(64)
+        .mode(mode_of("cooperative"))
+        .build()
+        .unwrap();
     for round in 0..50 {
         let qp = QueuePair::builder(&pd, &queue).max_send_wr(16).max_recv_wr(16).build();
         let qp = qp.unwrap_or_else(|error| panic!("round {round}: {error}"));

@@ -8,8 +8,8 @@ use tokio_rdma::op::{ConnectOptions, QueuePairBuilder};
 use tokio_rdma::types::{AckTimeout, Mtu, PortNum, QpAttr, QpState, Rkey, Transport, WcStatus};
 use tokio_rdma::verbs::{Cq, Qp, QpOptions};
 use tokio_rdma::{
-    Access, CompletionQueue, ExposedRegion, OpErrorKind, Pool, QueuePair, QueuePairEndpoint, RemoteRegion, SetupError,
-    SharedReceiveQueue,
+    Access, CompletionQueue, ExposedRegion, OpErrorKind, Pool, QueuePair, QueuePairEndpoint,
+    RemoteRegion, SetupError, SharedReceiveQueue,
 };
 
 use crate::common::pair::{Pair, QKEY, Shape, connect};
@@ -36,7 +36,11 @@ async fn more_work_than_the_queue_holds_waits_in_line(mode: &str) {
     let Pair { a, b, .. } = with_depth(mode, 4, ConnectOptions::default());
     let sends: Vec<_> = (0..20_u8).map(|at| a.qp.send(a.buffer(&[at]))).collect();
     let counters = a.qp.send_counters();
-    assert_eq!((counters.in_flight, counters.waiting), (4, 16), "no receive is posted, so none is done");
+    assert_eq!(
+        (counters.in_flight, counters.waiting),
+        (4, 16),
+        "no receive is posted, so none is done"
+    );
     match a.qp.try_send(a.buffer(b"mine")) {
         Err(TryError::Full(buffer)) => assert_eq!(&buffer[..], b"mine"),
         other => panic!("{other:?}"),
@@ -64,7 +68,10 @@ async fn more_work_than_the_queue_holds_waits_in_line(mode: &str) {
     }
     within("all sends", sends).await.unwrap();
     let counters = a.qp.send_counters();
-    assert_eq!((counters.posted, counters.waiting, counters.waited, counters.failed), (20, 0, 16, 0));
+    assert_eq!(
+        (counters.posted, counters.waiting, counters.waited, counters.failed),
+        (20, 0, 16, 0)
+    );
     // There is room again.
     let receive = b.qp.try_recv(b.room(1)).unwrap();
     a.qp.try_send(a.buffer(b"x")).unwrap().await.unwrap();
@@ -129,12 +136,18 @@ async fn failures_bring_the_buffers_home(mode: &str) {
     assert_eq!(&error.into_buffer()[..], b"sent");
     for (receive, len) in receives.into_iter().zip([3, 4]) {
         let error = within("receive", receive).await.unwrap_err();
-        assert_eq!((error.status(), error.into_buffer().len()), (Some(WcStatus::WR_FLUSH_ERR), len));
+        assert_eq!(
+            (error.status(), error.into_buffer().len()),
+            (Some(WcStatus::WR_FLUSH_ERR), len)
+        );
     }
     // What is posted now is flushed at once.
     let late = within("late", a.qp.read(a.room(8), bad)).await.unwrap_err();
     assert_eq!(late.status(), Some(WcStatus::WR_FLUSH_ERR));
-    assert_eq!(within("late", a.qp.fetch_add(bad.slice(..8).unwrap(), 1)).await.unwrap_err().status(), late.status());
+    assert_eq!(
+        within("late", a.qp.fetch_add(bad.slice(..8).unwrap(), 1)).await.unwrap_err().status(),
+        late.status()
+    );
     assert_eq!(a.state(), QpState::Err);
     let counters = a.qp.send_counters();
     assert_eq!((counters.failed, counters.flushed, counters.in_flight), (4, 3, 0));
@@ -254,7 +267,10 @@ async fn state_that_takes_no_sends_refuses_them(mode: &str) {
     // RESET.
     qp.modify(&QpAttr::to_state(QpState::Reset)).unwrap();
     assert_eq!(within("receive", receive).await.unwrap_err().kind(), OpErrorKind::Closed);
-    refused_in(QpState::Reset, within("receive", qp.recv(pool.try_alloc(8).unwrap())).await.unwrap_err().kind());
+    refused_in(
+        QpState::Reset,
+        within("receive", qp.recv(pool.try_alloc(8).unwrap())).await.unwrap_err().kind(),
+    );
     let refusal = qp.try_recv(pool.try_alloc(8).unwrap()).unwrap_err();
     assert!(!refusal.is_full());
     assert_eq!(refusal.into_buffer().len(), 8);
@@ -272,7 +288,10 @@ async fn short_receive_and_no_receive_have_their_statuses(mode: &str) {
     if setup.is_software() {
         let OpErrorKind::Completion(completion) = error.kind() else { panic!("{error}") };
         assert_eq!(completion.lengths, Some(ReceiveLengths { capacity: 4, arrived: 5 }));
-        assert!(error.to_string().contains("5 bytes of the message had arrived, the receive holds 4"), "{error}");
+        assert!(
+            error.to_string().contains("5 bytes of the message had arrived, the receive holds 4"),
+            "{error}"
+        );
     }
     assert_eq!((error.status(), error.into_buffer().len()), (Some(status), 4));
     // A message of several packets is refused at the packet that does not fit.
@@ -280,7 +299,9 @@ async fn short_receive_and_no_receive_have_their_statuses(mode: &str) {
     if setup.is_software() {
         let receive = b.qp.recv(b.room(4097));
         let send = a.qp.send(a.room(3 * 4096));
-        let OpErrorKind::Completion(completion) = within("receive", receive).await.unwrap_err().kind() else {
+        let OpErrorKind::Completion(completion) =
+            within("receive", receive).await.unwrap_err().kind()
+        else {
             panic!()
         };
         let ReceiveLengths { capacity, arrived } = completion.lengths.unwrap();
@@ -288,12 +309,14 @@ async fn short_receive_and_no_receive_have_their_statuses(mode: &str) {
         within("send", send).await.unwrap_err();
     }
 
-    let Pair { a, b, .. } = with_depth(mode, 4, ConnectOptions { rnr_retry: 1, ..Default::default() });
+    let Pair { a, b, .. } =
+        with_depth(mode, 4, ConnectOptions { rnr_retry: 1, ..Default::default() });
     let error = within("send", a.qp.send(())).await.unwrap_err();
     assert_eq!(error.status(), Some(WcStatus::RNR_RETRY_EXC_ERR));
     assert_eq!(b.state(), QpState::Rts);
 
-    let options = ConnectOptions { timeout: AckTimeout::from_code(4), retry_count: 1, ..Default::default() };
+    let options =
+        ConnectOptions { timeout: AckTimeout::from_code(4), retry_count: 1, ..Default::default() };
     let Pair { a, b, .. } = with_depth(mode, 4, options);
     drop(b);
     let error = within("send", a.qp.send(())).await.unwrap_err();
@@ -325,25 +348,42 @@ fn lengths_beyond_a_limit_name_field_asked_and_allowed() {
     run(1, "limits", async {
         let Pair { a, b, setup } = Pair::new(Transport::Rc, "event");
         let region = b.region(8);
-        let limit = |field, asked, allowed| OpErrorKind::Limit(LimitError { field, asked, allowed });
+        let limit =
+            |field, asked, allowed| OpErrorKind::Limit(LimitError { field, asked, allowed });
         let max_inline = a.qp.caps().max_inline as usize;
         let error = a.qp.send_inline(&vec![0; max_inline + 1]).await.unwrap_err();
-        assert_eq!(error.kind(), limit("inline bytes (max_inline)", max_inline as u64 + 1, max_inline as u64));
+        assert_eq!(
+            error.kind(),
+            limit("inline bytes (max_inline)", max_inline as u64 + 1, max_inline as u64)
+        );
         let room = "bytes for the remote region";
         let error = a.qp.write(a.room(9), region.grant()).await.unwrap_err();
         assert_eq!(error.kind(), limit(room, 9, 8));
         assert_eq!(error.into_buffer().len(), 9);
         assert_eq!(
-            a.qp.write_with_imm(a.room(9), region.grant(), tokio_rdma::Imm(0)).await.unwrap_err().kind(),
+            a.qp.write_with_imm(a.room(9), region.grant(), tokio_rdma::Imm(0))
+                .await
+                .unwrap_err()
+                .kind(),
             limit(room, 9, 8)
         );
-        assert_eq!(a.qp.write_inline(&[0; 9], region.grant()).await.unwrap_err().kind(), limit(room, 9, 8));
-        assert_eq!(a.qp.read(a.room(9), region.grant()).await.unwrap_err().kind(), limit(room, 9, 8));
+        assert_eq!(
+            a.qp.write_inline(&[0; 9], region.grant()).await.unwrap_err().kind(),
+            limit(room, 9, 8)
+        );
+        assert_eq!(
+            a.qp.read(a.room(9), region.grant()).await.unwrap_err().kind(),
+            limit(room, 9, 8)
+        );
         match a.qp.try_write(a.room(9), region.grant()) {
             Err(TryError::Refused(error)) => assert_eq!(error.kind(), limit(room, 9, 8)),
             other => panic!("{other:?}"),
         }
-        let pool = LimitError { field: "buffer bytes (PoolBuilder::buffer_size)", asked: 16385, allowed: 16384 };
+        let pool = LimitError {
+            field: "buffer bytes (PoolBuilder::buffer_size)",
+            asked: 16385,
+            allowed: 16384,
+        };
         match a.pool.try_alloc(16385) {
             Err(PoolError::TooLong(error)) => assert_eq!(error, pool),
             other => panic!("{other:?}"),
@@ -370,7 +410,11 @@ fn lengths_beyond_a_limit_name_field_asked_and_allowed() {
         assert_eq!(none.err(), small("completion queue entries (capacity)"));
         assert_eq!(SharedReceiveQueue::new(&a.pd, &a.queue, 0, 1).err(), small("srq max_wr"));
         let (reserved, capacity) = (a.queue.counters().reserved, a.queue.counters().capacity);
-        let error = QueuePair::builder(&a.pd, &a.queue).max_send_wr(capacity).max_recv_wr(1).build().unwrap_err();
+        let error = QueuePair::builder(&a.pd, &a.queue)
+            .max_send_wr(capacity)
+            .max_recv_wr(1)
+            .build()
+            .unwrap_err();
         let SetupError::CompletionQueueFull { asked, free } = error else { panic!("{error:?}") };
         assert!(asked > free && free == capacity - reserved, "{error}");
         assert_eq!(a.queue.counters().reserved, reserved, "nothing stays set aside");
@@ -402,14 +446,24 @@ fn strangers_are_named() {
         let region = b.region(8);
         assert_eq!(a.qp.send(buffer()).await.unwrap_err().kind(), foreign("buffer"));
         assert_eq!(a.qp.recv(buffer()).await.unwrap_err().kind(), foreign("buffer"));
-        assert_eq!(a.qp.write(buffer(), region.grant()).await.unwrap_err().kind(), foreign("buffer"));
-        assert_eq!(a.qp.read(buffer(), region.grant()).await.unwrap_err().kind(), foreign("buffer"));
+        assert_eq!(
+            a.qp.write(buffer(), region.grant()).await.unwrap_err().kind(),
+            foreign("buffer")
+        );
+        assert_eq!(
+            a.qp.read(buffer(), region.grant()).await.unwrap_err().kind(),
+            foreign("buffer")
+        );
         // One among friends.
         let mixed = vec![a.room(8), buffer(), a.room(8)];
         let error = a.qp.send(mixed).await.unwrap_err();
         assert_eq!((error.kind(), error.into_buffer().len()), (foreign("buffer"), 3));
-        let exposed = ExposedRegion::new(&other, HostMemory::zeroed(8).unwrap(), Access::REMOTE_ALL).unwrap();
-        assert_eq!(a.qp.send(exposed.slice(0..8).unwrap()).await.unwrap_err().kind(), foreign("buffer"));
+        let exposed =
+            ExposedRegion::new(&other, HostMemory::zeroed(8).unwrap(), Access::REMOTE_ALL).unwrap();
+        assert_eq!(
+            a.qp.send(exposed.slice(0..8).unwrap()).await.unwrap_err().kind(),
+            foreign("buffer")
+        );
         assert_eq!(a.qp.send_counters().posted, 0);
 
         let Pair { a, b, setup } = Pair::new(Transport::Ud, "event");
@@ -424,12 +478,16 @@ fn strangers_are_named() {
         assert_eq!(QueuePair::new(&a.pd, &far).unwrap_err(), stranger("completion queue"));
         let mixed = QueuePair::builder(&a.pd, &a.queue).receive_completions(&far).build();
         assert_eq!(mixed.unwrap_err(), stranger("completion queue"));
-        assert_eq!(SharedReceiveQueue::new(&a.pd, &far, 4, 1).unwrap_err(), stranger("completion queue"));
+        assert_eq!(
+            SharedReceiveQueue::new(&a.pd, &far, 4, 1).unwrap_err(),
+            stranger("completion queue")
+        );
         let srq = SharedReceiveQueue::new(&other, &a.queue, 4, 1).unwrap();
         let mixed = QueuePair::builder(&a.pd, &a.queue).shared_receive_queue(&srq).build();
         assert_eq!(mixed.unwrap_err(), stranger("shared receive queue"));
         let options = QpOptions { transport: Transport::Rc, caps: Options::default().caps };
-        let [own, far] = [a.queue.device(), far.device()].map(|device| Cq::new(device, 8, None, 0).unwrap());
+        let [own, far] =
+            [a.queue.device(), far.device()].map(|device| Cq::new(device, 8, None, 0).unwrap());
         let bare = Qp::new(&a.pd, &own, &far, None, &options);
         assert_eq!(bare.unwrap_err(), stranger("completion queue"));
     });
@@ -440,14 +498,24 @@ fn connections_that_cannot_be_are_refused_with_the_reason() {
     let setup = Setup::new();
     let pd = setup.a.protection_domain().unwrap();
     let queue = CompletionQueue::new(&setup.a, mode_of("cooperative")).unwrap();
-    let make =
-        |transport| QueuePair::builder(&pd, &queue).max_send_wr(4).max_recv_wr(4).transport(transport).build().unwrap();
+    let make = |transport| {
+        QueuePair::builder(&pd, &queue)
+            .max_send_wr(4)
+            .max_recv_wr(4)
+            .transport(transport)
+            .build()
+            .unwrap()
+    };
     let (rc, uc, ud) = (make(Transport::Rc), make(Transport::Uc), make(Transport::Ud));
     let error = rc.connect(&uc.endpoint()).unwrap_err();
-    let expected = SetupError::Mismatch { what: "transport", ours: "Rc".to_owned(), theirs: "Uc".to_owned() };
+    let expected =
+        SetupError::Mismatch { what: "transport", ours: "Rc".to_owned(), theirs: "Uc".to_owned() };
     assert_eq!(error, expected);
     assert!(matches!(rc.activate().unwrap_err(), SetupError::Transition(_)), "it needs a peer");
-    assert!(matches!(ud.connect(&ud.endpoint()).unwrap_err(), SetupError::Transition(_)), "it has none");
+    assert!(
+        matches!(ud.connect(&ud.endpoint()).unwrap_err(), SetupError::Transition(_)),
+        "it has none"
+    );
     for (field, options) in [
         ("retry_count", ConnectOptions { retry_count: 8, ..Default::default() }),
         ("rnr_retry", ConnectOptions { rnr_retry: 8, ..Default::default() }),
@@ -460,7 +528,10 @@ fn connections_that_cannot_be_are_refused_with_the_reason() {
     }
     let peer = make(Transport::Rc);
     rc.connect(&peer.endpoint()).unwrap();
-    assert!(matches!(rc.connect(&peer.endpoint()).unwrap_err(), SetupError::Transition(_)), "twice");
+    assert!(
+        matches!(rc.connect(&peer.endpoint()).unwrap_err(), SetupError::Transition(_)),
+        "twice"
+    );
     assert_eq!(rc.query().unwrap().0, QpState::Rts);
     ud.activate().unwrap();
     assert!(matches!(ud.activate().unwrap_err(), SetupError::Transition(_)), "twice");
@@ -486,8 +557,10 @@ fn gid_is_chosen_by_number_or_by_peer_and_must_fit() {
     assert_eq!((ranked[0].entry, ranked.len()), (ours, port.gids.len()));
 
     if entry.is_roce_v2() {
-        let other: IpAddr = if entry.gid.to_ip().is_ipv4() { [0xfd; 16].into() } else { [10, 9, 9, 9].into() };
-        let error = qp.connect(&QueuePairEndpoint { gid: other.into(), ..qp.endpoint() }).unwrap_err();
+        let other: IpAddr =
+            if entry.gid.to_ip().is_ipv4() { [0xfd; 16].into() } else { [10, 9, 9, 9].into() };
+        let error =
+            qp.connect(&QueuePairEndpoint { gid: other.into(), ..qp.endpoint() }).unwrap_err();
         assert!(matches!(error, SetupError::Mismatch { .. }), "{error}");
         assert_eq!(qp.query().unwrap().0, QpState::Init, "nothing has changed");
     }
@@ -505,14 +578,21 @@ fn queue_pair_can_be_connected_to_itself() {
         let receive = qp.recv(pool.try_alloc(8192).unwrap());
         within("send", qp.send(pool.copy_from(&pattern(8192, 3)).unwrap())).await.unwrap();
         assert_eq!(&within("receive", receive).await.unwrap().buffer[..], pattern(8192, 3));
-        let region = ExposedRegion::new(&pd, HostMemory::zeroed(64).unwrap(), Access::REMOTE_ALL).unwrap();
-        assert_eq!(within("atomic", qp.fetch_add(region.grant().slice(..8).unwrap(), 5)).await.unwrap(), 0);
+        let region =
+            ExposedRegion::new(&pd, HostMemory::zeroed(64).unwrap(), Access::REMOTE_ALL).unwrap();
+        assert_eq!(
+            within("atomic", qp.fetch_add(region.grant().slice(..8).unwrap(), 5)).await.unwrap(),
+            0
+        );
         assert_eq!(region.load(0).unwrap(), 5);
         // Its end is that of both halves.
         let receive = qp.recv(pool.try_alloc(8).unwrap());
         qp.modify(&QpAttr::to_state(QpState::Err)).unwrap();
         let error = within("a send", qp.send(pool.try_alloc(8).unwrap())).await.unwrap_err();
         assert_eq!(error.status(), Some(WcStatus::WR_FLUSH_ERR));
-        assert_eq!(within("flush", receive).await.unwrap_err().status(), Some(WcStatus::WR_FLUSH_ERR));
+        assert_eq!(
+            within("flush", receive).await.unwrap_err().status(),
+            Some(WcStatus::WR_FLUSH_ERR)
+        );
     });
 }

@@ -3,7 +3,9 @@
 use tokio_rdma::error::LimitError;
 use tokio_rdma::memory::HostMemory;
 use tokio_rdma::types::{Mtu, QpState, Qpn, Transport, WcFlags};
-use tokio_rdma::{Access, Buf, BufMut, ExposedRegion, Imm, OpErrorKind, Pool, SetupError, SharedReceiveQueue};
+use tokio_rdma::{
+    Access, Buf, BufMut, ExposedRegion, Imm, OpErrorKind, Pool, SetupError, SharedReceiveQueue,
+};
 
 use crate::common::pair::{Pair, QKEY, Shape, Side, connect, fenced};
 use crate::common::{Setup, in_every_mode, pattern, run, rxe, transports, within};
@@ -45,7 +47,10 @@ async fn send_fills_the_next_receive(mode: &str) {
             let received = receive.await.unwrap();
             assert_eq!(&received.buffer[..], bytes);
             assert_eq!((received.len, received.imm, received.written), (len, None, false));
-            assert_eq!((received.qpn, flags(&setup, received.flags)), (b.qp.qpn(), WcFlags::empty()));
+            assert_eq!(
+                (received.qpn, flags(&setup, received.flags)),
+                (b.qp.qpn(), WcFlags::empty())
+            );
         }
         // And the other way.
         let receive = a.qp.recv(a.room(10));
@@ -115,9 +120,16 @@ async fn write_with_imm_consumes_a_receive_and_reports_its_length(mode: &str) {
         a.qp.write_with_imm(a.buffer(&bytes), target, Imm(u32::MAX)).await.unwrap();
         a.qp.write_with_imm((), target, Imm(0)).await.unwrap();
         let received = first.await.unwrap();
-        assert_eq!((received.len, received.imm, received.written), (5000, Some(Imm(u32::MAX)), true));
+        assert_eq!(
+            (received.len, received.imm, received.written),
+            (5000, Some(Imm(u32::MAX)), true)
+        );
         let flags = flags(&setup, received.flags);
-        assert_eq!((received.buffer.len(), flags), (0, WcFlags::WITH_IMM), "its buffer is not used");
+        assert_eq!(
+            (received.buffer.len(), flags),
+            (0, WcFlags::WITH_IMM),
+            "its buffer is not used"
+        );
         assert_eq!(contents(&region, 100, 5000), bytes);
         let received = second.await.unwrap();
         assert_eq!((received.len, received.imm, received.written), (0, Some(Imm(0)), true));
@@ -174,8 +186,9 @@ async fn lists_scatter_and_gather_in_order(mode: &str) {
     for transport in transports(&CONNECTED) {
         let Pair { a, b, .. } = Pair::new(transport, mode);
         let bytes = pattern(6000, 6);
-        let pieces =
-            |side: &Side| vec![side.buffer(&bytes[..1]), side.buffer(&bytes[1..1]), side.buffer(&bytes[1..5990])];
+        let pieces = |side: &Side| {
+            vec![side.buffer(&bytes[..1]), side.buffer(&bytes[1..1]), side.buffer(&bytes[1..5990])]
+        };
         let mut gathered = pieces(&a);
         gathered.push(a.buffer(&bytes[5990..]));
 
@@ -184,15 +197,24 @@ async fn lists_scatter_and_gather_in_order(mode: &str) {
         assert_eq!(back.iter().map(|piece| piece.len()).collect::<Vec<_>>(), [1, 0, 5989, 10]);
         let received = receive.await.unwrap();
         assert_eq!(received.len, 6000);
-        assert_eq!(received.buffer.iter().map(|piece| piece.len()).collect::<Vec<_>>(), [10, 5000, 990]);
-        assert_eq!(received.buffer.iter().flat_map(|piece| piece.to_vec()).collect::<Vec<_>>(), bytes);
+        assert_eq!(
+            received.buffer.iter().map(|piece| piece.len()).collect::<Vec<_>>(),
+            [10, 5000, 990]
+        );
+        assert_eq!(
+            received.buffer.iter().flat_map(|piece| piece.to_vec()).collect::<Vec<_>>(),
+            bytes
+        );
 
         let region = b.region(6000);
         a.qp.write(back, region.grant()).await.unwrap();
         message(&a, &b).await;
         assert_eq!(contents(&region, 0, 6000), bytes);
         if transport == Transport::Rc {
-            let read = a.qp.read(vec![a.room(4000), a.room(2), a.room(1998)], region.grant()).await.unwrap();
+            let read =
+                a.qp.read(vec![a.room(4000), a.room(2), a.room(1998)], region.grant())
+                    .await
+                    .unwrap();
             assert_eq!(read.iter().flat_map(|piece| piece.to_vec()).collect::<Vec<_>>(), bytes);
         }
         // One more than the queue pair takes; elements without bytes do not count.
@@ -244,7 +266,9 @@ async fn datagram_arrives_behind_its_header(mode: &str) {
         let bytes = pattern(len, 7);
         let sent = match imm {
             None => a.qp.send_to(a.buffer(&bytes), &route, b.qp.qpn(), QKEY).await,
-            Some(imm) => a.qp.send_to_with_imm(a.buffer(&bytes), imm, &route, b.qp.qpn(), QKEY).await,
+            Some(imm) => {
+                a.qp.send_to_with_imm(a.buffer(&bytes), imm, &route, b.qp.qpn(), QKEY).await
+            }
         };
         assert_eq!(sent.unwrap().len(), len);
         let received = receive.await.unwrap();
@@ -278,7 +302,9 @@ async fn shared_receives_serve_many_queue_pairs(mode: &str) {
         let srq = SharedReceiveQueue::new(&pd, &queue, 16, 2).unwrap();
         let pool = tokio_rdma::Pool::new(&pd, 4096, 16).unwrap();
         let server = || {
-            let builder = tokio_rdma::QueuePair::builder(&pd, &queue).transport(transport).shared_receive_queue(&srq);
+            let builder = tokio_rdma::QueuePair::builder(&pd, &queue)
+                .transport(transport)
+                .shared_receive_queue(&srq);
             let builder = if transport == Transport::Ud { builder.qkey(QKEY) } else { builder };
             builder.build().unwrap()
         };
@@ -288,7 +314,8 @@ async fn shared_receives_serve_many_queue_pairs(mode: &str) {
             .map(|server| {
                 let device = setup.a.clone();
                 let pd = device.protection_domain().unwrap();
-                let queue = tokio_rdma::CompletionQueue::new(&device, crate::common::mode(mode)).unwrap();
+                let queue =
+                    tokio_rdma::CompletionQueue::new(&device, crate::common::mode(mode)).unwrap();
                 let builder = tokio_rdma::QueuePair::builder(&pd, &queue).transport(transport);
                 let builder = if transport == Transport::Ud { builder.qkey(QKEY) } else { builder };
                 let qp = builder.build().unwrap();
@@ -296,7 +323,8 @@ async fn shared_receives_serve_many_queue_pairs(mode: &str) {
                 (qp, pd)
             })
             .collect();
-        let mut receives = (0..6).map(|_| srq.recv(pool.try_alloc(200).unwrap())).collect::<Vec<_>>().into_iter();
+        let mut receives =
+            (0..6).map(|_| srq.recv(pool.try_alloc(200).unwrap())).collect::<Vec<_>>().into_iter();
         let header = if transport == Transport::Ud { 40 } else { 0 };
         for round in 0..3_u8 {
             for ((client, client_pd), server) in clients.iter().zip(&servers) {
@@ -305,7 +333,11 @@ async fn shared_receives_serve_many_queue_pairs(mode: &str) {
                 if transport == Transport::Ud {
                     let gid = server.endpoint().gid;
                     let index = setup.a.default_path().unwrap().1.index;
-                    let mut address = tokio_rdma::types::AddressVector::new(tokio_rdma::types::PortNum(1), index, gid);
+                    let mut address = tokio_rdma::types::AddressVector::new(
+                        tokio_rdma::types::PortNum(1),
+                        index,
+                        gid,
+                    );
                     address.dlid = server.endpoint().lid;
                     let route = client_pd.address_handle(&address).unwrap();
                     client.send_to(buffer, &route, server.qpn(), QKEY).await.unwrap();
@@ -427,16 +459,20 @@ fn memory_of_every_kind_is_written_and_read() {
         for access in [Access::REMOTE_ALL, Access::REMOTE_ALL | Access::ON_DEMAND] {
             let memory = HostMemory::huge((2 << 20) + 5000).unwrap();
             let region = match ExposedRegion::new(&b.pd, memory, access) {
-                Err(SetupError::Unsupported { what }) if !on_demand && access.contains(Access::ON_DEMAND) => {
+                Err(SetupError::Unsupported { what })
+                    if !on_demand && access.contains(Access::ON_DEMAND) =>
+                {
                     assert_eq!(what, "on-demand paging");
                     continue;
                 }
                 region => region.unwrap(),
             };
-            let pool = Pool::builder(&a.pd).buffer_size(5000).buffers(3).huge_pages(true).build().unwrap();
+            let pool =
+                Pool::builder(&a.pd).buffer_size(5000).buffers(3).huge_pages(true).build().unwrap();
             let bytes = pattern(5000, 9);
             let end = region.grant().slice(2 << 20..(2 << 20) + 5000).unwrap();
-            let buffer = within("write", a.qp.write(pool.copy_from(&bytes).unwrap(), end)).await.unwrap();
+            let buffer =
+                within("write", a.qp.write(pool.copy_from(&bytes).unwrap(), end)).await.unwrap();
             drop(buffer);
             let read = within("read", a.qp.read(pool.try_alloc(5000).unwrap(), end)).await.unwrap();
             assert!(read[..] == bytes[..]);

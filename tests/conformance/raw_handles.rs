@@ -3,7 +3,9 @@
 #![allow(unsafe_code, reason = "what handles point to")]
 
 use tokio_rdma::raw::rdma_sys::{ibv_qp_attr, ibv_qp_attr_mask, ibv_qp_init_attr, ibv_query_qp};
-use tokio_rdma::{Access, CompletionMode, CompletionQueue, ExposedRegion, Pool, QueuePair, SharedReceiveQueue};
+use tokio_rdma::{
+    Access, CompletionMode, CompletionQueue, ExposedRegion, Pool, QueuePair, SharedReceiveQueue,
+};
 
 use crate::common::{Setup, hardware};
 
@@ -21,7 +23,10 @@ fn handles_are_those_of_the_objects() {
     unsafe {
         let Some(context) = device.as_raw() else {
             assert!(!real, "a real device has a handle");
-            assert_eq!((pd.as_raw(), queue.as_raw(), qp.as_raw(), srq.as_raw()), (None, None, None, None));
+            assert_eq!(
+                (pd.as_raw(), queue.as_raw(), qp.as_raw(), srq.as_raw()),
+                (None, None, None, None)
+            );
             return assert_eq!((region.as_raw(), buffer.as_raw()), (None, None));
         };
         assert!(real, "a software device has none");
@@ -35,8 +40,12 @@ fn handles_are_those_of_the_objects() {
         let raw = qp.as_raw().unwrap().as_ptr();
         assert_eq!(((*raw).qp_num, (*raw).send_cq), (qp.qpn().0, cq));
         // A verb by hand.
-        let (mut attr, mut init): (ibv_qp_attr, ibv_qp_init_attr) = (std::mem::zeroed(), std::mem::zeroed());
-        assert_eq!(ibv_query_qp(raw, &mut attr, ibv_qp_attr_mask::IBV_QP_STATE.0 as i32, &mut init), 0);
+        let (mut attr, mut init): (ibv_qp_attr, ibv_qp_init_attr) =
+            (std::mem::zeroed(), std::mem::zeroed());
+        assert_eq!(
+            ibv_query_qp(raw, &mut attr, ibv_qp_attr_mask::IBV_QP_STATE.0 as i32, &mut init),
+            0
+        );
         assert_eq!(attr.qp_state, (*raw).state);
         qp.modify(&tokio_rdma::types::QpAttr::to_state(tokio_rdma::types::QpState::Err)).unwrap();
         drop(qp.clone());

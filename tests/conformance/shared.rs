@@ -70,7 +70,10 @@ fn limit_event_comes_once_when_fewer_are_left() {
         assert_eq!(events(&setup.b), [AsyncEvent::SrqLimitReached { srq: srq.id() }]);
         let beyond = srq.set_limit(srq.caps().max_wr + 1).unwrap_err();
         let asked = u64::from(srq.caps().max_wr) + 1;
-        assert_eq!(beyond, SetupError::Limit(LimitError { field: "srq limit", asked, allowed: asked - 1 }));
+        assert_eq!(
+            beyond,
+            SetupError::Limit(LimitError { field: "srq limit", asked, allowed: asked - 1 })
+        );
     }
 }
 
@@ -101,10 +104,14 @@ fn full_queue_refuses_until_a_completion_is_polled() {
         post_shared(&srq, id, &[]).unwrap();
     }
     let refused = post_shared(&srq, depth, &[]).unwrap_err();
-    assert_eq!((refused.posted, refused.error.verb, refused.error.errno), (0, "ibv_post_srq_recv", 12));
+    assert_eq!(
+        (refused.posted, refused.error.verb, refused.error.errno),
+        (0, "ibv_post_srq_recv", 12)
+    );
     send(&pairs[0].0, 1);
     assert_eq!(poll(&recv_cq).len(), 1);
-    let elements = vec![Memory::new(srq.protection_domain(), 8).sge(0, 1); srq.caps().max_sge as usize + 1];
+    let elements =
+        vec![Memory::new(srq.protection_domain(), 8).sge(0, 1); srq.caps().max_sge as usize + 1];
     assert_eq!(post_shared(&srq, 0, &elements).unwrap_err().error.errno, 22);
     post_shared(&srq, depth, &[]).unwrap();
     assert_eq!(post_shared(&srq, depth, &[]).unwrap_err().error.errno, 12);
@@ -114,7 +121,8 @@ fn full_queue_refuses_until_a_completion_is_polled() {
 fn list_is_posted_as_far_as_it_goes() {
     let Fan { srq, setup, .. } = fan(0, 4, &Options::default());
     let depth = rxe::depth(&setup.b, srq.caps().max_wr);
-    let list: Vec<_> = (0..u64::from(depth) + 2).map(|id| RecvWr { wr_id: WrId(id), sges: &[] }).collect();
+    let list: Vec<_> =
+        (0..u64::from(depth) + 2).map(|id| RecvWr { wr_id: WrId(id), sges: &[] }).collect();
     let mut posted = 0;
     for wr in &list {
         match post_shared(&srq, wr.wr_id.0, wr.sges) {
@@ -180,7 +188,10 @@ fn receives_are_of_the_domain_of_the_queue() {
     let from = pairs[0].0.memory(8);
     pairs[0].0.send(1, SendOp::Send, &[from.sge(0, 8)]).unwrap();
     assert_eq!(outcome(&pairs[0].0.sent(1)), [(1, WcStatus::REM_OP_ERR)]);
-    assert_eq!(outcome(&crate::common::raw::take(&recv_cq, 1)), [(1, rxe::RECEIVE_NOT_COVERED.on(&setup.b))]);
+    assert_eq!(
+        outcome(&crate::common::raw::take(&recv_cq, 1)),
+        [(1, rxe::RECEIVE_NOT_COVERED.on(&setup.b))]
+    );
 }
 
 #[test]

@@ -10,8 +10,8 @@ use tokio_rdma::error::LimitError;
 use tokio_rdma::software::Network;
 use tokio_rdma::types::{Qkey, QpAttr, QpState, Transport};
 use tokio_rdma::{
-    Access, CompletionMode, CompletionQueue, OpErrorKind, Pool, ProtectionDomain, QueuePair, SetupError,
-    SharedReceiveQueue,
+    Access, CompletionMode, CompletionQueue, OpErrorKind, Pool, ProtectionDomain, QueuePair,
+    SetupError, SharedReceiveQueue,
 };
 
 /// Polls once, from nowhere.
@@ -34,7 +34,10 @@ fn receives_of_a_shared_queue_arrive_on_its_completion_queue_and_no_other_can_be
             let sender = QueuePair::new(&pd, &other).unwrap();
             let sharing = || QueuePair::builder(&pd, &other).shared_receive_queue(&srq);
             let elsewhere = sharing().receive_completions(&other).build().unwrap_err();
-            assert_eq!(elsewhere, SetupError::OtherCompletionQueue { asked: other.id(), queue: own.id() });
+            assert_eq!(
+                elsewhere,
+                SetupError::OtherCompletionQueue { asked: other.id(), queue: own.id() }
+            );
             let with_own = sharing().max_recv_wr(1).build().unwrap_err();
             let field = "max_recv_wr beside a shared receive queue";
             assert_eq!(with_own, SetupError::Limit(LimitError { field, asked: 1, allowed: 0 }));
@@ -58,11 +61,19 @@ fn settings_that_a_queue_pair_or_pool_cannot_have_are_refused_by_name() {
     let builder = || QueuePair::builder(&pd, &own);
     let keyed = builder().qkey(Qkey(7)).build().unwrap_err();
     assert!(matches!(keyed, SetupError::Unsupported { what } if what.contains("qkey")), "{keyed}");
-    let reached = builder().transport(Transport::Ud).access(Access::REMOTE_READ).build().unwrap_err();
-    assert!(matches!(reached, SetupError::Unsupported { what } if what.contains("access")), "{reached}");
+    let reached =
+        builder().transport(Transport::Ud).access(Access::REMOTE_READ).build().unwrap_err();
+    assert!(
+        matches!(reached, SetupError::Unsupported { what } if what.contains("access")),
+        "{reached}"
+    );
     // Sizes may be rounded up, and what was granted can be read.
-    let granted = builder().max_send_wr(3).max_recv_wr(3).max_sge(1).max_inline(1).build().unwrap().caps();
-    assert!(granted.max_send_wr >= 3 && granted.max_recv_wr >= 3 && granted.max_inline >= 1, "{granted:?}");
+    let granted =
+        builder().max_send_wr(3).max_recv_wr(3).max_sge(1).max_inline(1).build().unwrap().caps();
+    assert!(
+        granted.max_send_wr >= 3 && granted.max_recv_wr >= 3 && granted.max_inline >= 1,
+        "{granted:?}"
+    );
     let shared = SharedReceiveQueue::new(&pd, &own, 3, 1).unwrap().caps();
     assert!(shared.max_wr >= 3 && shared.max_sge >= 1, "{shared:?}");
     let none = Pool::new(&pd, 64, 0).unwrap_err();
@@ -80,7 +91,8 @@ fn what_arrived_in_a_shared_receive_is_not_lost_with_the_queue_pair() {
                 let srq = SharedReceiveQueue::new(&pd, &own, 8, 1).unwrap();
                 let pool = Pool::new(&pd, 64, 8).unwrap();
                 let sender = QueuePair::new(&pd, &other).unwrap();
-                let receiver = QueuePair::builder(&pd, &other).shared_receive_queue(&srq).build().unwrap();
+                let receiver =
+                    QueuePair::builder(&pd, &other).shared_receive_queue(&srq).build().unwrap();
                 connect(&sender, &receiver);
                 let receive = srq.recv(pool.try_alloc(8).unwrap());
                 soon("send", sender.send(pool.copy_from(b"hello").unwrap())).await.unwrap();
@@ -112,7 +124,8 @@ fn a_reset_ends_nothing_that_was_posted_after_it() {
             let before: Vec<_> = (0..100).map(|_| qp.recv(pool.try_alloc(8).unwrap())).collect();
             qp.modify(&QpAttr::to_state(QpState::Err)).unwrap();
             let other = qp.clone();
-            let resets = thread::spawn(move || other.modify(&QpAttr::to_state(QpState::Reset)).unwrap());
+            let resets =
+                thread::spawn(move || other.modify(&QpAttr::to_state(QpState::Reset)).unwrap());
             while qp.query().unwrap().0 != QpState::Reset {
                 std::hint::spin_loop();
             }

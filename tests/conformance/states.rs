@@ -1,6 +1,8 @@
 //! What each state takes, serves and drops.
 
-use tokio_rdma::types::{AsyncEvent, Data, QpAttr, QpState, SendFlags, SendOp, Transport, WcStatus};
+use tokio_rdma::types::{
+    AsyncEvent, Data, QpAttr, QpState, SendFlags, SendOp, Transport, WcStatus,
+};
 
 use crate::common::raw::{End, Options, connect, connected, init, outcome, poll, rts, settle};
 use crate::common::{Memory, Setup, events, eventually, rxe, skip};
@@ -96,7 +98,11 @@ fn rtr_refuses_sends_and_serves_what_arrives() {
         assert_eq!(outcome(&a.received(2)), [(2, WcStatus::SUCCESS), (3, WcStatus::SUCCESS)]);
         if transport != Transport::Ud && !setup.known(&rxe::FEW_EVENTS) {
             // By the first packet, once.
-            assert_eq!(events(&setup.a), [AsyncEvent::CommunicationEstablished(a.qp.qpn())], "{transport:?}");
+            assert_eq!(
+                events(&setup.a),
+                [AsyncEvent::CommunicationEstablished(a.qp.qpn())],
+                "{transport:?}"
+            );
         }
         a.rts(&options);
         recv(&b, 6).unwrap();
@@ -110,7 +116,8 @@ fn rtr_refuses_sends_and_serves_what_arrives() {
 fn sqd_holds_sends_back_and_receives_on() {
     for transport in ALL {
         let (a, b, setup) = connected(&Options::of(transport));
-        a.qp.modify(&QpAttr { notify_drained: Some(true), ..QpAttr::to_state(QpState::Sqd) }).unwrap();
+        a.qp.modify(&QpAttr { notify_drained: Some(true), ..QpAttr::to_state(QpState::Sqd) })
+            .unwrap();
         // Nothing was in flight.
         eventually("the drained event", || {
             let events = events(&setup.a);
@@ -125,7 +132,11 @@ fn sqd_holds_sends_back_and_receives_on() {
         assert_eq!(outcome(&a.received(1)), [(5, WcStatus::SUCCESS)], "receives go on");
         assert_eq!(outcome(&b.sent(1)), [(6, WcStatus::SUCCESS)]);
         settle(&setup.a, &setup.b);
-        assert_eq!((outcome(&a.sent(0)), outcome(&b.received(0))), (vec![], vec![]), "sends do not start");
+        assert_eq!(
+            (outcome(&a.sent(0)), outcome(&b.received(0))),
+            (vec![], vec![]),
+            "sends do not start"
+        );
         assert_eq!(a.state(), QpState::Sqd);
         a.to(QpState::Rts);
         let mut expected = vec![(3, WcStatus::SUCCESS), (4, WcStatus::SUCCESS)];
@@ -145,7 +156,10 @@ fn sqd_holds_sends_back_and_receives_on() {
 fn sqd_lets_what_is_in_flight_finish_before_it_says_drained() {
     let (a, b, setup) = connected(&Options::default());
     if setup.known(&rxe::DRAINED_TOO_EARLY) {
-        return skip("sqd_lets_what_is_in_flight_finish", "what finds no receive is held back with the rest");
+        return skip(
+            "sqd_lets_what_is_in_flight_finish",
+            "what finds no receive is held back with the rest",
+        );
     }
     // No receive yet: in flight and not acknowledged.
     let from = Memory::patterned(&a.pd, 3000, 1);
@@ -172,7 +186,8 @@ fn sqd_without_asking_raises_no_event() {
         a.to(QpState::Sqd);
         a.drained();
         a.to(QpState::Rts);
-        a.qp.modify(&QpAttr { notify_drained: Some(false), ..QpAttr::to_state(QpState::Sqd) }).unwrap();
+        a.qp.modify(&QpAttr { notify_drained: Some(false), ..QpAttr::to_state(QpState::Sqd) })
+            .unwrap();
         a.drained();
         a.to(QpState::Rts);
         assert_eq!(events(&setup.a), []);
@@ -190,14 +205,21 @@ fn err_takes_everything_and_flushes_it_in_order() {
         send(&a, &b, 4).unwrap();
         let unsignalled = match transport {
             Transport::Ud => send(&a, &b, 5),
-            _ => a.send_with(5, SendOp::Send, SendFlags::empty(), Data::Sges(&[])).map_err(|error| error.error.errno),
+            _ => a
+                .send_with(5, SendOp::Send, SendFlags::empty(), Data::Sges(&[]))
+                .map_err(|error| error.error.errno),
         };
         unsignalled.unwrap();
-        let flushed = |ids: &[u64]| ids.iter().map(|id| (*id, WcStatus::WR_FLUSH_ERR)).collect::<Vec<_>>();
+        let flushed =
+            |ids: &[u64]| ids.iter().map(|id| (*id, WcStatus::WR_FLUSH_ERR)).collect::<Vec<_>>();
         assert_eq!(outcome(&a.received(3)), flushed(&[1, 2, 3]));
         assert_eq!(outcome(&a.sent(2)), flushed(&[4, 5]));
         // Flushed work names no memory that must be valid.
-        a.recv_late(6, &[tokio_rdma::types::Sge { addr: 1, length: 1, lkey: tokio_rdma::types::Lkey(1) }]).unwrap();
+        a.recv_late(
+            6,
+            &[tokio_rdma::types::Sge { addr: 1, length: 1, lkey: tokio_rdma::types::Lkey(1) }],
+        )
+        .unwrap();
         assert_eq!(outcome(&a.received(1)), flushed(&[6]));
         assert_eq!((events(&setup.a), events(&setup.b)), (vec![], vec![]));
         assert_eq!(b.state(), QpState::Rts);
@@ -216,7 +238,8 @@ fn err_flushes_what_is_in_flight_and_what_waits_in_sqd() {
             a.to(*state);
         }
         a.send(3, SendOp::Send, &[]).unwrap();
-        let expected = [(1, WcStatus::WR_FLUSH_ERR), (2, WcStatus::WR_FLUSH_ERR), (3, WcStatus::WR_FLUSH_ERR)];
+        let expected =
+            [(1, WcStatus::WR_FLUSH_ERR), (2, WcStatus::WR_FLUSH_ERR), (3, WcStatus::WR_FLUSH_ERR)];
         assert_eq!(outcome(&a.sent(3)), expected);
     }
 }
@@ -290,7 +313,9 @@ fn failed_send_of_an_unreliable_queue_pair_stops_its_send_queue_only() {
         send(&b, &a, 4).unwrap();
         assert_eq!(outcome(&a.received(1)), [(1, WcStatus::SUCCESS)], "receives go on");
         // The only way on is RTS, RESET or ERR.
-        for (to, legal) in QpState::ALL.into_iter().zip([true, false, false, true, false, false, true]) {
+        for (to, legal) in
+            QpState::ALL.into_iter().zip([true, false, false, true, false, false, true])
+        {
             if !legal {
                 assert!(a.qp.modify(&QpAttr::to_state(to)).is_err(), "{to:?}");
                 assert_eq!(a.state(), QpState::Sqe);

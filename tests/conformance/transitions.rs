@@ -5,8 +5,8 @@
 
 use tokio_rdma::SetupError;
 use tokio_rdma::types::{
-    Access, AckTimeout, Lkey, Mtu, PortNum, Psn, Qkey, QpAttr, QpState, Qpn, RnrTimer, SendOp, Sge, TransitionError,
-    Transport, WcStatus,
+    Access, AckTimeout, Lkey, Mtu, PortNum, Psn, Qkey, QpAttr, QpState, Qpn, RnrTimer, SendOp, Sge,
+    TransitionError, Transport, WcStatus,
 };
 
 use crate::common::raw::{End, Options, QKEY, init, outcome, rtr, rts};
@@ -14,8 +14,8 @@ use crate::common::{Setup, rxe, skip};
 
 /// Attributes by the short names of the tables below.
 const NAMES: [&str; 17] = [
-    "cur", "notify", "access", "pkey", "port", "qkey", "av", "mtu", "timeout", "retry", "rnr", "rqpsn", "sqpsn", "rd",
-    "destrd", "minrnr", "dest",
+    "cur", "notify", "access", "pkey", "port", "qkey", "av", "mtu", "timeout", "retry", "rnr",
+    "rqpsn", "sqpsn", "rd", "destrd", "minrnr", "dest",
 ];
 
 /// Legal transitions besides those to RESET and to ERR: transport, from, to, required, optional.
@@ -63,10 +63,15 @@ fn has_sqe(setup: &Setup) -> bool {
     !none
 }
 
-const TRANSPORTS: [(Transport, &str); 3] = [(Transport::Rc, "RC"), (Transport::Uc, "UC"), (Transport::Ud, "UD")];
+const TRANSPORTS: [(Transport, &str); 3] =
+    [(Transport::Rc, "RC"), (Transport::Uc, "UC"), (Transport::Ud, "UD")];
 
 /// Required and optional attributes of a transition, or `None` if there is none.
-fn row(transport: &str, from: QpState, to: QpState) -> Option<(Vec<&'static str>, Vec<&'static str>)> {
+fn row(
+    transport: &str,
+    from: QpState,
+    to: QpState,
+) -> Option<(Vec<&'static str>, Vec<&'static str>)> {
     match (from, to) {
         (_, QpState::Reset) => return Some((vec![], vec![])),
         (QpState::Reset, QpState::Err) => return None,
@@ -173,15 +178,21 @@ fn every_pair_of_states_is_legal_or_refused_as_the_standard_says() {
                 let what = format!("{name} {from:?} to {to:?}");
                 match row(name, from, to) {
                     Some((required, _)) => {
-                        end.qp.modify(&attributes(&required, from, to, &peer)).unwrap_or_else(|error| {
-                            panic!("{what}: {error}");
-                        });
+                        end.qp.modify(&attributes(&required, from, to, &peer)).unwrap_or_else(
+                            |error| {
+                                panic!("{what}: {error}");
+                            },
+                        );
                         assert_eq!(end.state(), to, "{what}");
                         legal += 1;
                     }
                     None => {
                         let error = refused(&end, &QpAttr::to_state(to), &what);
-                        assert_eq!(error, SetupError::Transition(TransitionError::Illegal { from, to }), "{what}");
+                        assert_eq!(
+                            error,
+                            SetupError::Transition(TransitionError::Illegal { from, to }),
+                            "{what}"
+                        );
                         // Nor do attributes help.
                         for all in [init(&Options::of(transport)), rts(&Options::of(transport))] {
                             refused(&end, &QpAttr { state: Some(to), ..all }, &what);
@@ -209,12 +220,14 @@ fn each_missing_attribute_is_refused_by_name() {
                 let end = end_in(&setup, transport, from, &peer);
                 for missing in &required {
                     let what = format!("{name} {from:?} to {to:?} without {missing}");
-                    let given: Vec<_> = required.iter().copied().filter(|name| name != missing).collect();
+                    let given: Vec<_> =
+                        required.iter().copied().filter(|name| name != missing).collect();
                     let mut only = QpAttr::default();
                     give(&mut only, missing, from, &peer);
                     let error = refused(&end, &attributes(&given, from, to, &peer), &what);
                     let superfluous = tokio_rdma::types::QpAttrMask::empty();
-                    let expected = TransitionError::Attributes { from, to, missing: only.mask(), superfluous };
+                    let expected =
+                        TransitionError::Attributes { from, to, missing: only.mask(), superfluous };
                     assert_eq!(error, SetupError::Transition(expected), "{what}");
                     cases += 1;
                 }
@@ -245,7 +258,8 @@ fn each_superfluous_attribute_is_refused_by_name() {
                     give(&mut only, extra, from, &peer);
                     let error = refused(&end, &attributes(&given, from, to, &peer), &what);
                     let missing = tokio_rdma::types::QpAttrMask::empty();
-                    let expected = TransitionError::Attributes { from, to, missing, superfluous: only.mask() };
+                    let expected =
+                        TransitionError::Attributes { from, to, missing, superfluous: only.mask() };
                     assert_eq!(error, SetupError::Transition(expected), "{what}");
                     cases += 1;
                 }
@@ -272,7 +286,9 @@ fn each_optional_attribute_is_taken_and_kept() {
                     let (_, before) = end.qp.query().unwrap();
                     let given: Vec<_> = required.iter().copied().chain([extra]).collect();
                     let attr = attributes(&given, from, to, &peer);
-                    if (transport, from, extra) == (Transport::Uc, QpState::Sqd, "av") && !setup.is_software() {
+                    if (transport, from, extra) == (Transport::Uc, QpState::Sqd, "av")
+                        && !setup.is_software()
+                    {
                         // With a new route the kernel sets its port as well (`modify_qp` of uverbs), which UC must not.
                         skip(&what, "this kernel's own table refuses it");
                         refused(&end, &attr, &what);
@@ -320,9 +336,13 @@ fn wrong_idea_of_the_current_state_is_refused() {
             }
             let end = end_in(&setup, transport, actual, &peer);
             for claimed in QpState::ALL.into_iter().filter(|&state| state != actual) {
-                let attr = QpAttr { current_state: Some(claimed), ..QpAttr::to_state(QpState::Rts) };
+                let attr =
+                    QpAttr { current_state: Some(claimed), ..QpAttr::to_state(QpState::Rts) };
                 let error = refused(&end, &attr, name);
-                assert_eq!(error, SetupError::Transition(TransitionError::NotInState { claimed, actual }));
+                assert_eq!(
+                    error,
+                    SetupError::Transition(TransitionError::NotInState { claimed, actual })
+                );
             }
         }
     }
@@ -336,15 +356,23 @@ fn values_out_of_range_are_refused() {
     let limits = setup.a.attr();
     let refuse = |state: QpState, attr: QpAttr| {
         let end = end_in(&setup, Transport::Rc, state, &peer);
-        let any = attr.pkey_index == Some(u16::MAX) || attr.max_dest_rd_atomic == Some(limits.max_qp_rd_atom + 1);
+        let any = attr.pkey_index == Some(u16::MAX)
+            || attr.max_dest_rd_atomic == Some(limits.max_qp_rd_atom + 1);
         if any && setup.known(&rxe::TAKES_ANY_VALUE) {
             return end.qp.modify(&attr).unwrap();
         }
         // ENODATA is the kernel's word for an entry of the GID table that is not in use.
-        let errno =
-            if attr.address.is_some_and(|address| address.sgid_index == 255) && !setup.is_software() { 61 } else { 22 };
+        let errno = if attr.address.is_some_and(|address| address.sgid_index == 255)
+            && !setup.is_software()
+        {
+            61
+        } else {
+            22
+        };
         match refused(&end, &attr, &format!("{attr:?}")) {
-            SetupError::Verb(error) => assert_eq!((error.verb, error.errno), ("ibv_modify_qp", errno)),
+            SetupError::Verb(error) => {
+                assert_eq!((error.verb, error.errno), ("ibv_modify_qp", errno))
+            }
             other => panic!("{other:?}"),
         }
     };
@@ -353,7 +381,10 @@ fn values_out_of_range_are_refused() {
     }
     refuse(QpState::Reset, QpAttr { pkey_index: Some(u16::MAX), ..init(&options) });
     refuse(QpState::Init, QpAttr { dest_qpn: Some(Qpn(1 << 24)), ..rtr(&options, &peer) });
-    refuse(QpState::Init, QpAttr { max_dest_rd_atomic: Some(limits.max_qp_rd_atom + 1), ..rtr(&options, &peer) });
+    refuse(
+        QpState::Init,
+        QpAttr { max_dest_rd_atomic: Some(limits.max_qp_rd_atom + 1), ..rtr(&options, &peer) },
+    );
     let mut address = peer.address();
     address.sgid_index = 255;
     // Within an InfiniBand subnet the route is the LID.
@@ -361,7 +392,10 @@ fn values_out_of_range_are_refused() {
     refuse(QpState::Init, QpAttr { address: Some(address), ..rtr(&options, &peer) });
     refuse(QpState::Rtr, QpAttr { retry_count: Some(8), ..rts(&options) });
     refuse(QpState::Rtr, QpAttr { rnr_retry: Some(8), ..rts(&options) });
-    refuse(QpState::Rtr, QpAttr { max_rd_atomic: Some(limits.max_qp_init_rd_atom + 1), ..rts(&options) });
+    refuse(
+        QpState::Rtr,
+        QpAttr { max_rd_atomic: Some(limits.max_qp_init_rd_atom + 1), ..rts(&options) },
+    );
 }
 
 #[test]

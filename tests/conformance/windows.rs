@@ -2,8 +2,8 @@
 
 use tokio_rdma::memory::MemoryWindow;
 use tokio_rdma::types::{
-    Data, Imm, QpState, RemoteAddr, Rkey, SendFlags, SendOp, SendWr, Sge, Transport, WcFlags, WcOpcode, WcStatus,
-    WindowBind, WrId,
+    Data, Imm, QpState, RemoteAddr, Rkey, SendFlags, SendOp, SendWr, Sge, Transport, WcFlags,
+    WcOpcode, WcStatus, WindowBind, WrId,
 };
 use tokio_rdma::{Access, ProtectionDomain, SetupError};
 
@@ -30,7 +30,12 @@ fn post(end: &End, wr_id: u64, bind: &WindowBind) {
 }
 
 /// A window over `range` of `memory`, bound; and where its first byte is.
-fn bound(end: &End, memory: &Memory, range: std::ops::Range<usize>, access: Access) -> (MemoryWindow, RemoteAddr) {
+fn bound(
+    end: &End,
+    memory: &Memory,
+    range: std::ops::Range<usize>,
+    access: Access,
+) -> (MemoryWindow, RemoteAddr) {
     let window = MemoryWindow::new(&end.pd).unwrap();
     let remote = bind(end, &window, memory, range, access);
     (window, remote)
@@ -54,7 +59,10 @@ fn bind(
 fn invalidate(end: &End, rkey: Rkey) {
     end.send(71, SendOp::LocalInvalidate(rkey), &[]).unwrap();
     let done = end.sent(1);
-    assert_eq!((outcome(&done), done[0].opcode), (vec![(71, WcStatus::SUCCESS)], WcOpcode::LOCAL_INV));
+    assert_eq!(
+        (outcome(&done), done[0].opcode),
+        (vec![(71, WcStatus::SUCCESS)], WcOpcode::LOCAL_INV)
+    );
 }
 
 fn at(remote: RemoteAddr, offset: i64) -> RemoteAddr {
@@ -88,7 +96,8 @@ fn bound_window_is_written_read_and_changed_atomically() {
 
     let word = memory.0.load(1024).unwrap();
     a.send(4, SendOp::FetchAdd { remote, add: 5 }, &[back.sge(0, 8)]).unwrap();
-    a.send(5, SendOp::CompareSwap { remote, compare: word + 5, swap: 9 }, &[back.sge(8, 8)]).unwrap();
+    a.send(5, SendOp::CompareSwap { remote, compare: word + 5, swap: 9 }, &[back.sge(8, 8)])
+        .unwrap();
     assert_eq!(outcome(&a.sent(2)), [(4, WcStatus::SUCCESS), (5, WcStatus::SUCCESS)]);
     assert_eq!((back.0.load(0).unwrap(), back.0.load(8).unwrap()), (word, word + 5));
     assert_eq!(memory.0.load(1024).unwrap(), 9);
@@ -112,7 +121,10 @@ fn what_a_window_does_not_grant_is_a_remote_access_error() {
         // The key it was allocated with, and one it was never bound with.
         |remote, _| SendOp::Write(RemoteAddr { rkey: Rkey(remote.rkey.0 ^ 0x80), ..remote }),
         |remote, _| {
-            SendOp::Write(RemoteAddr { rkey: Rkey(remote.rkey.0 & !0xff | (remote.rkey.0 - 1) & 0xff), ..remote })
+            SendOp::Write(RemoteAddr {
+                rkey: Rkey(remote.rkey.0 & !0xff | (remote.rkey.0 - 1) & 0xff),
+                ..remote
+            })
         },
         // The region is closed but for the window.
         |_, memory| SendOp::Write(memory.remote(64)),
@@ -121,11 +133,16 @@ fn what_a_window_does_not_grant_is_a_remote_access_error() {
     let rights: [(Access, Case); 3] = [
         (Access::REMOTE_READ | Access::REMOTE_ATOMIC, |remote, _| SendOp::Write(remote)),
         (Access::REMOTE_WRITE | Access::REMOTE_ATOMIC, |remote, _| SendOp::Read(remote)),
-        (Access::REMOTE_WRITE | Access::REMOTE_READ, |remote, _| SendOp::FetchAdd { remote, add: 1 }),
+        (Access::REMOTE_WRITE | Access::REMOTE_READ, |remote, _| SendOp::FetchAdd {
+            remote,
+            add: 1,
+        }),
     ];
     let cases = outside.map(|case| (Access::REMOTE_ALL, case)).into_iter().chain(rights);
     for (number, (access, case)) in cases.enumerate() {
-        let Some((a, b, _setup)) = ends("what_a_window_does_not_grant", &Options::default()) else { return };
+        let Some((a, b, _setup)) = ends("what_a_window_does_not_grant", &Options::default()) else {
+            return;
+        };
         // The first five are out of the window and in the region.
         if number < 5 && rxe::known(&b.device, &rxe::WINDOW_AS_WIDE_AS_ITS_REGION) {
             continue;
@@ -154,7 +171,9 @@ fn window_is_open_to_the_peer_of_the_queue_pair_that_bound_it_and_to_no_other() 
 
 #[test]
 fn key_of_a_window_is_no_local_key() {
-    let Some((_a, b, _setup)) = ends("key_of_a_window_is_no_local_key", &Options::default()) else { return };
+    let Some((_a, b, _setup)) = ends("key_of_a_window_is_no_local_key", &Options::default()) else {
+        return;
+    };
     let memory = closed(&b, 64);
     let (_window, remote) = bound(&b, &memory, 0..64, Access::REMOTE_ALL);
     let sge = Sge { addr: remote.addr, length: 8, lkey: tokio_rdma::types::Lkey(remote.rkey.0) };
@@ -167,7 +186,9 @@ fn key_of_a_window_is_no_local_key() {
 #[test]
 fn invalidated_window_is_shut_and_bound_again_under_another_key() {
     for again in [false, true] {
-        let Some((a, b, _setup)) = ends("invalidated_window_is_shut", &Options::default()) else { return };
+        let Some((a, b, _setup)) = ends("invalidated_window_is_shut", &Options::default()) else {
+            return;
+        };
         let (from, memory) = (Memory::patterned(&a.pd, 8, 3), closed(&b, 64));
         let (window, first) = bound(&b, &memory, 0..32, Access::REMOTE_ALL);
         invalidate(&b, first.rkey);
@@ -185,7 +206,9 @@ fn invalidated_window_is_shut_and_bound_again_under_another_key() {
 
 #[test]
 fn window_can_be_bound_more_often_than_it_has_keys() {
-    let Some((a, b, _setup)) = ends("window_can_be_bound_more_often", &Options::default()) else { return };
+    let Some((a, b, _setup)) = ends("window_can_be_bound_more_often", &Options::default()) else {
+        return;
+    };
     let (from, memory) = (Memory::patterned(&a.pd, 8, 3), closed(&b, 600 * 8));
     let window = MemoryWindow::new(&b.pd).unwrap();
     for round in 0..600 {
@@ -219,13 +242,16 @@ fn invalidation_waits_for_all_work_before_it() {
 
 #[test]
 fn message_posted_with_a_binding_finds_it_done() {
-    let Some((a, b, _setup)) = ends("message_posted_with_a_binding", &Options::default()) else { return };
+    let Some((a, b, _setup)) = ends("message_posted_with_a_binding", &Options::default()) else {
+        return;
+    };
     let (from, memory) = (Memory::patterned(&a.pd, 8, 3), closed(&b, 64));
     let window = MemoryWindow::new(&b.pd).unwrap();
     for round in 0..20 {
         a.recv(1, &[]).unwrap();
         let bind = window.prepare(&memory.0, 0..64, Access::REMOTE_WRITE).unwrap();
-        let wr = |wr_id, op, flags, data| SendWr { wr_id: WrId(wr_id), op, flags, data, target: None };
+        let wr =
+            |wr_id, op, flags, data| SendWr { wr_id: WrId(wr_id), op, flags, data, target: None };
         let none = SendFlags::empty();
         b.post(&[
             wr(2, SendOp::BindWindow, none, Data::Window(&bind)),
@@ -244,11 +270,18 @@ fn message_posted_with_a_binding_finds_it_done() {
 #[test]
 fn send_with_invalidate_shuts_the_window_and_says_so() {
     for len in [0, 8, 5000] {
-        let Some((a, b, _setup)) = ends("send_with_invalidate", &Options::default()) else { return };
-        let (from, memory, to) = (Memory::patterned(&a.pd, 5000, 3), closed(&b, 64), b.memory(5000));
+        let Some((a, b, _setup)) = ends("send_with_invalidate", &Options::default()) else {
+            return;
+        };
+        let (from, memory, to) =
+            (Memory::patterned(&a.pd, 5000, 3), closed(&b, 64), b.memory(5000));
         let (window, first) = bound(&b, &memory, 0..64, Access::REMOTE_ALL);
         for round in 0..3 {
-            let remote = if round == 0 { first } else { bind(&b, &window, &memory, 0..64, Access::REMOTE_ALL) };
+            let remote = if round == 0 {
+                first
+            } else {
+                bind(&b, &window, &memory, 0..64, Access::REMOTE_ALL)
+            };
             b.recv(1, &[to.sge(0, 5000)]).unwrap();
             a.send(2, SendOp::Write(remote), &[from.sge(0, 8)]).unwrap();
             a.send(3, SendOp::SendWithInvalidate(remote.rkey), &[from.sge(0, len)]).unwrap();
@@ -265,7 +298,12 @@ fn send_with_invalidate_shuts_the_window_and_says_so() {
         }
         assert_eq!(memory.bytes(0, 8), from.bytes(0, 8));
         memory.0.write(0, &[9; 64]).unwrap();
-        is_shut_out(&a, &b, SendOp::Write(RemoteAddr { rkey: window.rkey(), ..first }), &[from.sge(0, 8)]);
+        is_shut_out(
+            &a,
+            &b,
+            SendOp::Write(RemoteAddr { rkey: window.rkey(), ..first }),
+            &[from.sge(0, 8)],
+        );
         assert_eq!(memory.all(), [9; 64]);
     }
 }
@@ -273,8 +311,11 @@ fn send_with_invalidate_shuts_the_window_and_says_so() {
 #[test]
 fn send_that_invalidates_what_is_not_bound_fails_the_receive() {
     type Case = fn(RemoteAddr, &MemoryWindow) -> Rkey;
-    let cases: [Case; 3] =
-        [|remote, _| Rkey(remote.rkey.0 ^ 0x40), |remote, _| Rkey(remote.rkey.0 ^ 0x4000), |_, idle| idle.rkey()];
+    let cases: [Case; 3] = [
+        |remote, _| Rkey(remote.rkey.0 ^ 0x40),
+        |remote, _| Rkey(remote.rkey.0 ^ 0x4000),
+        |_, idle| idle.rkey(),
+    ];
     for (number, case) in cases.into_iter().enumerate() {
         let options = Options { retry_count: 1, timeout: 4, ..Options::default() };
         let Some((a, b, _setup)) = ends("send_that_invalidates", &options) else { return };
@@ -327,7 +368,8 @@ fn binding_that_cannot_be_is_a_bind_error_and_ends_the_connection() {
         }),
         ("window of another domain", |bind, b| {
             let pd = b.device.protection_domain().unwrap();
-            let (window, memory) = (MemoryWindow::new(&pd).unwrap(), Memory::with(&pd, 64, Access::MW_BIND));
+            let (window, memory) =
+                (MemoryWindow::new(&pd).unwrap(), Memory::with(&pd, 64, Access::MW_BIND));
             let WindowBind { window: number, current, rkey, .. } =
                 window.prepare(&memory.0, 0..64, Access::REMOTE_READ).unwrap();
             (WindowBind { window: number, current, rkey, ..bind }, Some((window, memory)))
@@ -345,12 +387,16 @@ fn binding_that_cannot_be_is_a_bind_error_and_ends_the_connection() {
     ) -> (WindowBind, Option<(MemoryWindow, Memory)>) {
         // A window of the region's domain says how the device numbers the region.
         let (window, memory) = (MemoryWindow::new(pd).unwrap(), Memory::with(pd, 64, access));
-        let WindowBind { region, lkey, addr, .. } = window.prepare(&memory.0, 0..64, Access::REMOTE_READ).unwrap();
+        let WindowBind { region, lkey, addr, .. } =
+            window.prepare(&memory.0, 0..64, Access::REMOTE_READ).unwrap();
         (WindowBind { region, lkey, addr, ..bind }, Some((window, memory)))
     }
     for (what, case) in cases {
-        let Some((_a, b, _setup)) = ends("binding_that_cannot_be", &Options::default()) else { return };
-        let lax = ["wraps around", "endless", "same key", "region of another domain"].contains(&what);
+        let Some((_a, b, _setup)) = ends("binding_that_cannot_be", &Options::default()) else {
+            return;
+        };
+        let lax =
+            ["wraps around", "endless", "same key", "region of another domain"].contains(&what);
         if lax && rxe::known(&b.device, &rxe::BINDS_TOO_MUCH) {
             continue;
         }
@@ -380,7 +426,10 @@ fn invalidation_of_what_is_not_bound_is_an_error_and_ends_the_connection() {
         |idle, _, _| idle.rkey(),
     ];
     for (number, case) in cases.into_iter().enumerate() {
-        let Some((_a, b, _setup)) = ends("invalidation_of_what_is_not_bound", &Options::default()) else { return };
+        let Some((_a, b, _setup)) = ends("invalidation_of_what_is_not_bound", &Options::default())
+        else {
+            return;
+        };
         if number >= 2 && rxe::known(&b.device, &rxe::INVALID_TWICE) {
             continue;
         }
@@ -392,8 +441,15 @@ fn invalidation_of_what_is_not_bound_is_an_error_and_ends_the_connection() {
         b.send(2, SendOp::Send, &[]).unwrap();
         let done = b.sent(2);
         // The standard's memory management operation error, for which some devices say this and some that.
-        assert!(matches!(done[0].status, WcStatus::LOC_QP_OP_ERR | WcStatus::MW_BIND_ERR), "{}", done[0].status);
-        assert_eq!((done[0].wr_id, outcome(&done[1..])), (WrId(1), vec![(2, WcStatus::WR_FLUSH_ERR)]));
+        assert!(
+            matches!(done[0].status, WcStatus::LOC_QP_OP_ERR | WcStatus::MW_BIND_ERR),
+            "{}",
+            done[0].status
+        );
+        assert_eq!(
+            (done[0].wr_id, outcome(&done[1..])),
+            (WrId(1), vec![(2, WcStatus::WR_FLUSH_ERR)])
+        );
         assert_eq!(b.state(), QpState::Err);
     }
 }
@@ -405,7 +461,11 @@ fn window_that_is_dropped_while_bound_is_shut() {
     let (window, remote) = bound(&b, &memory, 0..64, Access::REMOTE_ALL);
     drop(window);
     // The region is free again.
-    let storage = memory.0.into_storage::<tokio_rdma::memory::HostMemory>().map_err(|_| "still in use").unwrap();
+    let storage = memory
+        .0
+        .into_storage::<tokio_rdma::memory::HostMemory>()
+        .map_err(|_| "still in use")
+        .unwrap();
     is_shut_out(&a, &b, SendOp::Write(remote), &[from.sge(0, 8)]);
     drop(storage);
 }
@@ -413,7 +473,8 @@ fn window_that_is_dropped_while_bound_is_shut() {
 #[test]
 fn window_keeps_its_region_registered() {
     let Some((a, b, _setup)) = ends("window_keeps_its_region", &Options::default()) else { return };
-    let memory = Memory(tokio_rdma::ExposedRegion::new(&b.pd, pattern(64, 7), Access::MW_BIND).unwrap());
+    let memory =
+        Memory(tokio_rdma::ExposedRegion::new(&b.pd, pattern(64, 7), Access::MW_BIND).unwrap());
     let (window, remote) = bound(&b, &memory, 0..64, Access::REMOTE_READ);
     drop(memory);
     let back = a.memory(64);
@@ -425,7 +486,9 @@ fn window_keeps_its_region_registered() {
 
 #[test]
 fn window_work_with_the_wrong_data_is_refused() {
-    let Some((_a, b, _setup)) = ends("window_work_with_the_wrong_data", &Options::default()) else { return };
+    let Some((_a, b, _setup)) = ends("window_work_with_the_wrong_data", &Options::default()) else {
+        return;
+    };
     let memory = closed(&b, 64);
     let window = MemoryWindow::new(&b.pd).unwrap();
     let bind = window.prepare(&memory.0, 0..64, Access::REMOTE_READ).unwrap();
@@ -447,7 +510,10 @@ fn window_work_with_the_wrong_data_is_refused() {
     // Nothing has happened.
     post(&b, 2, &bind);
     assert_eq!(outcome(&b.sent(1)), [(2, WcStatus::SUCCESS)]);
-    assert!(matches!(window.prepare(&memory.0, 0..65, Access::REMOTE_READ), Err(SetupError::Limit(_))));
+    assert!(matches!(
+        window.prepare(&memory.0, 0..65, Access::REMOTE_READ),
+        Err(SetupError::Limit(_))
+    ));
     let foreign = MemoryWindow::new(&b.device.protection_domain().unwrap()).unwrap();
     let refused = foreign.prepare(&memory.0, 0..64, Access::REMOTE_READ);
     assert!(matches!(refused, Err(SetupError::Foreign { .. })), "{refused:?}");
@@ -455,7 +521,11 @@ fn window_work_with_the_wrong_data_is_refused() {
 
 #[test]
 fn unreliable_connection_has_windows_and_datagrams_have_none() {
-    let Some((a, b, setup)) = ends("unreliable_connection_has_windows", &Options::of(Transport::Uc)) else { return };
+    let Some((a, b, setup)) =
+        ends("unreliable_connection_has_windows", &Options::of(Transport::Uc))
+    else {
+        return;
+    };
     let (from, memory) = (Memory::patterned(&a.pd, 64, 3), closed(&b, 64));
     let (_window, remote) = bound(&b, &memory, 0..32, Access::REMOTE_WRITE);
     for to in [remote, at(remote, 32)] {
@@ -473,14 +543,19 @@ fn unreliable_connection_has_windows_and_datagrams_have_none() {
     }
     drop((a, b, setup));
 
-    let Some((_a, b, _setup)) = ends("datagrams_have_none", &Options::of(Transport::Ud)) else { return };
+    let Some((_a, b, _setup)) = ends("datagrams_have_none", &Options::of(Transport::Ud)) else {
+        return;
+    };
     let (window, memory) = (MemoryWindow::new(&b.pd).unwrap(), closed(&b, 64));
     let bind = window.prepare(&memory.0, 0..64, Access::REMOTE_READ).unwrap();
     let target = b.pd.address_handle(&b.address()).unwrap();
-    for (op, data) in [(SendOp::BindWindow, Data::Window(&bind)), (SendOp::LocalInvalidate(bind.rkey), Data::Sges(&[]))]
-    {
+    for (op, data) in [
+        (SendOp::BindWindow, Data::Window(&bind)),
+        (SendOp::LocalInvalidate(bind.rkey), Data::Sges(&[])),
+    ] {
         let target = Some(target.target(b.qp.qpn(), crate::common::raw::QKEY).into());
-        let refused = b.post(&[SendWr { wr_id: WrId(1), op, flags: SendFlags::SIGNALED, data, target }]);
+        let refused =
+            b.post(&[SendWr { wr_id: WrId(1), op, flags: SendFlags::SIGNALED, data, target }]);
         assert_eq!(refused.unwrap_err().error.errno, 22, "{op:?}");
     }
 }

@@ -23,7 +23,10 @@ pub fn use_mode(mode: Mode) {
 }
 
 /// Runs `test` in every completion mode, on the runtime that services use.
-pub fn modes<F: Future<Output = ()>>(what: &'static str, test: impl Fn() -> F + Send + Copy + 'static) {
+pub fn modes<F: Future<Output = ()>>(
+    what: &'static str,
+    test: impl Fn() -> F + Send + Copy + 'static,
+) {
     for mode in Mode::ALL {
         bounded(what, LONG, move || {
             use_mode(mode);
@@ -33,7 +36,10 @@ pub fn modes<F: Future<Output = ()>>(what: &'static str, test: impl Fn() -> F + 
 }
 
 /// Runs `test` in every completion mode, and the usual one on each runtime.
-pub fn run<F: Future<Output = ()>>(what: &'static str, test: impl Fn() -> F + Send + Copy + 'static) {
+pub fn run<F: Future<Output = ()>>(
+    what: &'static str,
+    test: impl Fn() -> F + Send + Copy + 'static,
+) {
     let settings = [
         (Mode::Event, Flavour::CurrentThread),
         (Mode::Event, Flavour::MultiThread),

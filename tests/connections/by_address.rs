@@ -10,13 +10,16 @@ use std::time::Duration;
 
 use crate::torture::{self, Flavour, LONG, bounded, eventually, hardware, scaled, soon};
 use tokio_rdma::cm::{
-    self, Attempt, ConnectError, Disconnection, Link, ListenOptions, Listener, Options, RejectReason, Request, Step,
+    self, Attempt, ConnectError, Disconnection, Link, ListenOptions, Listener, Options,
+    RejectReason, Request, Step,
 };
 use tokio_rdma::error::LimitError;
 use tokio_rdma::op::QueuePairBuilder;
 use tokio_rdma::software::{Faults, Network};
 use tokio_rdma::types::{AckTimeout, QpAttr, QpState, Rkey, TransitionError, Transport};
-use tokio_rdma::{Access, CompletionQueue, Device, Pool, ProtectionDomain, QueuePair, RemoteRegion, SetupError};
+use tokio_rdma::{
+    Access, CompletionQueue, Device, Pool, ProtectionDomain, QueuePair, RemoteRegion, SetupError,
+};
 
 /// What one side needs.
 #[derive(Clone)]
@@ -57,11 +60,19 @@ impl Side {
         Listener::bind(&self.device, self.address()).await.unwrap()
     }
 
-    async fn connect(&self, to: SocketAddr, options: &Options) -> Result<(QueuePair, Link), ConnectError> {
+    async fn connect(
+        &self,
+        to: SocketAddr,
+        options: &Options,
+    ) -> Result<(QueuePair, Link), ConnectError> {
         cm::connect(&self.device, to, options, |route| route.prepare(self.builder()).build()).await
     }
 
-    async fn accept(&self, request: Request, options: &Options) -> Result<(QueuePair, Link), ConnectError> {
+    async fn accept(
+        &self,
+        request: Request,
+        options: &Options,
+    ) -> Result<(QueuePair, Link), ConnectError> {
         let queue_pair = request.prepare(self.builder()).build().unwrap();
         let link = request.accept(&queue_pair, options).await?;
         Ok((queue_pair, link))
@@ -69,7 +80,10 @@ impl Side {
 
     /// A message of each end arrives at the other.
     async fn exchange(&self, ours: &QueuePair, peer: &Self, theirs: &QueuePair) {
-        let receives = (ours.recv(self.pool.alloc(64).await.unwrap()), theirs.recv(peer.pool.alloc(64).await.unwrap()));
+        let receives = (
+            ours.recv(self.pool.alloc(64).await.unwrap()),
+            theirs.recv(peer.pool.alloc(64).await.unwrap()),
+        );
         let sends = (
             ours.send(self.pool.copy_from(b"from ours").unwrap()),
             theirs.send(peer.pool.copy_from(b"from theirs").unwrap()),
@@ -86,7 +100,9 @@ impl Side {
 fn sides() -> (Side, Side) {
     match hardware() {
         Some(name) => {
-            let open = || Side::new(&Device::open(&name).unwrap_or_else(|error| panic!("{name}: {error}")));
+            let open = || {
+                Side::new(&Device::open(&name).unwrap_or_else(|error| panic!("{name}: {error}")))
+            };
             (open(), open())
         }
         None => of_network(&Network::new()),
@@ -121,7 +137,11 @@ fn state(queue_pair: &QueuePair) -> QpState {
 async fn connected(a: &Side, b: &Side) -> ((QueuePair, Link), (QueuePair, Link)) {
     let (listener, options) = (b.listen().await, Options::default());
     let passive = async { b.accept(listener.accept().await?, &options).await };
-    soon("connection", async { tokio::try_join!(a.connect(listener.local_addr(), &options), passive) }).await.unwrap()
+    soon("connection", async {
+        tokio::try_join!(a.connect(listener.local_addr(), &options), passive)
+    })
+    .await
+    .unwrap()
 }
 
 #[test]
@@ -134,7 +154,10 @@ fn both_ends_get_each_others_private_data_and_a_working_queue_pair() {
         assert_ne!(address.port(), 0);
         let passive = async {
             let request = listener.accept().await.unwrap();
-            assert_eq!((&request.private_data()[..8], request.private_data().len()), (&b"question"[..], 56));
+            assert_eq!(
+                (&request.private_data()[..8], request.private_data().len()),
+                (&b"question"[..], 56)
+            );
             assert!(request.private_data()[8..].iter().all(|&byte| byte == 0));
             assert_eq!((request.peer_addr().ip(), request.local_addr()), (a.ip(), address));
             assert!(request.reads_issued() > 0 && request.reads_served() > 0);
@@ -142,7 +165,8 @@ fn both_ends_get_each_others_private_data_and_a_working_queue_pair() {
         };
         let options = Options::default().private_data(*b"question");
         let active = async { a.connect(address, &options).await.unwrap() };
-        let ((ours, link), (theirs, other)) = soon("connection", async { tokio::join!(active, passive) }).await;
+        let ((ours, link), (theirs, other)) =
+            soon("connection", async { tokio::join!(active, passive) }).await;
         assert_eq!((&link.private_data()[..6], link.private_data().len()), (&b"answer"[..], 196));
         assert_eq!((link.peer_addr(), other.local_addr()), (address, address));
         assert_eq!(other.peer_addr(), link.local_addr());
@@ -150,8 +174,14 @@ fn both_ends_get_each_others_private_data_and_a_working_queue_pair() {
         a.exchange(&ours, &b, &theirs).await;
         let (ours, theirs) = (ours.query().unwrap().1, theirs.query().unwrap().1);
         // What the one issues the other serves; SoftRoCE rounds up.
-        assert!(ours.max_rd_atomic.unwrap() <= 4 && theirs.max_rd_atomic.unwrap() <= 4, "{ours:?} {theirs:?}");
-        assert!(ours.max_rd_atomic <= theirs.max_dest_rd_atomic && theirs.max_rd_atomic <= ours.max_dest_rd_atomic);
+        assert!(
+            ours.max_rd_atomic.unwrap() <= 4 && theirs.max_rd_atomic.unwrap() <= 4,
+            "{ours:?} {theirs:?}"
+        );
+        assert!(
+            ours.max_rd_atomic <= theirs.max_dest_rd_atomic
+                && theirs.max_rd_atomic <= ours.max_dest_rd_atomic
+        );
         assert_eq!((ours.sq_psn, ours.path_mtu), (theirs.rq_psn, theirs.path_mtu));
     });
 }
@@ -183,13 +213,19 @@ fn request_that_is_rejected_or_dropped_tells_the_peer() {
             drop(listener.accept().await.unwrap());
             let long = [7; 149];
             let error = listener.accept().await.unwrap().reject(&long).await.unwrap_err();
-            assert!(matches!(error, ConnectError::Limit(limit) if limit.asked == 149 && limit.allowed == 148));
+            assert!(
+                matches!(error, ConnectError::Limit(limit) if limit.asked == 149 && limit.allowed == 148)
+            );
         };
         let active = async {
             let mut said = Vec::new();
             for _ in 0..3 {
                 match a.connect(listener.local_addr(), &options).await {
-                    Err(ConnectError::Rejected { reason: RejectReason::CONSUMER, private_data, .. }) => {
+                    Err(ConnectError::Rejected {
+                        reason: RejectReason::CONSUMER,
+                        private_data,
+                        ..
+                    }) => {
                         said.push(private_data);
                     }
                     other => panic!("{other:?}"),
@@ -210,7 +246,10 @@ fn address_that_is_taken_or_not_ours_is_named() {
         let listener = b.listen().await;
         let address = listener.local_addr();
         let error = Listener::bind(&b.device, address).await.unwrap_err();
-        assert!(matches!(&error, ConnectError::AddressInUse { address: at, .. } if *at == address), "{error:?}");
+        assert!(
+            matches!(&error, ConnectError::AddressInUse { address: at, .. } if *at == address),
+            "{error:?}"
+        );
         assert_eq!(error.io_kind(), std::io::ErrorKind::AddrInUse);
         drop(listener);
         // A provider that may block gives it back in its own time.
@@ -226,7 +265,14 @@ fn address_that_is_taken_or_not_ours_is_named() {
         // A network for documentation: RFC 5737.
         let foreign: SocketAddr = "192.0.2.1:7471".parse().unwrap();
         let error = Listener::bind(&a.device, foreign).await.unwrap_err();
-        assert_eq!(error, ConnectError::AddressNotAvailable { address: foreign, source: None, step: Step::Listen });
+        assert_eq!(
+            error,
+            ConnectError::AddressNotAvailable {
+                address: foreign,
+                source: None,
+                step: Step::Listen
+            }
+        );
     });
 }
 
@@ -234,14 +280,18 @@ fn address_that_is_taken_or_not_ours_is_named() {
 fn address_in_use_names_the_device_of_the_listener_in_the_same_network() {
     run("names", || async {
         let address: SocketAddr = ([127, 0, 0, 1], 7471).into();
-        let devices = ["first", "second"].map(|name| Device::software_in(&Network::new(), name).unwrap());
+        let devices =
+            ["first", "second"].map(|name| Device::software_in(&Network::new(), name).unwrap());
         let mut listeners = Vec::new();
         for device in &devices {
             listeners.push(Listener::bind(device, address).await.unwrap());
         }
         for device in &devices {
             let error = Listener::bind(device, address).await.unwrap_err();
-            assert_eq!(error, ConnectError::AddressInUse { address, device: Some(device.name().to_owned()) });
+            assert_eq!(
+                error,
+                ConnectError::AddressInUse { address, device: Some(device.name().to_owned()) }
+            );
         }
         // Its own listener is gone, so the address is free, whatever the other network holds.
         drop(listeners.remove(0));
@@ -255,11 +305,14 @@ fn every_failure_to_connect_names_the_address_and_the_step() {
         let network = Network::new();
         let (a, b) = of_network(&network);
         let listener = b.listen().await;
-        let (taken, foreign) = (listener.local_addr(), "192.0.2.1:7471".parse::<SocketAddr>().unwrap());
+        let (taken, foreign) =
+            (listener.local_addr(), "192.0.2.1:7471".parse::<SocketAddr>().unwrap());
         let nobody = SocketAddr::new(taken.ip(), if taken.port() == 1 { 2 } else { 1 });
         let brief = Options::default().timeout(Duration::from_millis(50));
-        let failing = cm::connect(&a.device, taken, &brief, |_| Err(SetupError::Closed)).await.map(drop);
-        let datagram = |route: &cm::Route| route.prepare(a.builder()).transport(Transport::Ud).build();
+        let failing =
+            cm::connect(&a.device, taken, &brief, |_| Err(SetupError::Closed)).await.map(drop);
+        let datagram =
+            |route: &cm::Route| route.prepare(a.builder()).transport(Transport::Ud).build();
         let other_queue_pair = cm::connect(&a.device, taken, &brief, datagram).await.map(drop);
         let failures: [(Result<(), ConnectError>, Step, SocketAddr); 6] = [
             (Listener::bind(&b.device, taken).await.map(drop), Step::Listen, taken),
@@ -272,12 +325,18 @@ fn every_failure_to_connect_names_the_address_and_the_step() {
         for (result, step, address) in failures {
             let error = result.expect_err("it fails");
             assert_eq!((error.step(), error.address()), (Some(step), Some(address)), "{error}");
-            assert!(error.to_string().starts_with(&Attempt { step, address }.to_string()), "{error}");
+            assert!(
+                error.to_string().starts_with(&Attempt { step, address }.to_string()),
+                "{error}"
+            );
         }
         // Of a listener that holds the address, the process knows the device.
         let taken = Listener::bind(&b.device, taken).await.unwrap_err();
         assert!(
-            taken.to_string().contains(&format!("another listener of this process, on device {}", b.device.name())),
+            taken.to_string().contains(&format!(
+                "another listener of this process, on device {}",
+                b.device.name()
+            )),
             "{taken}"
         );
     });
@@ -312,13 +371,22 @@ fn source_address_is_what_the_peer_sees_or_is_refused() {
 
         // A network for documentation: RFC 5737.
         let foreign: SocketAddr = "192.0.2.1:0".parse().unwrap();
-        let error = cm::resolve_with(&a.device, address, &options.clone().source(foreign.ip())).await.unwrap_err();
+        let error = cm::resolve_with(&a.device, address, &options.clone().source(foreign.ip()))
+            .await
+            .unwrap_err();
         let source = Some(foreign.ip());
-        assert_eq!(error, ConnectError::AddressNotAvailable { address, source, step: Step::Resolve });
-        let text = format!("resolving a route to {address}: the device does not have the source address 192.0.2.1");
+        assert_eq!(
+            error,
+            ConnectError::AddressNotAvailable { address, source, step: Step::Resolve }
+        );
+        let text = format!(
+            "resolving a route to {address}: the device does not have the source address 192.0.2.1"
+        );
         assert_eq!((error.to_string(), error.address()), (text, Some(address)));
         let other = if address.is_ipv4() { "::1" } else { "127.0.0.1" };
-        let error = cm::resolve_with(&a.device, address, &options.source(other.parse().unwrap())).await.unwrap_err();
+        let error = cm::resolve_with(&a.device, address, &options.source(other.parse().unwrap()))
+            .await
+            .unwrap_err();
         assert!(is_mismatch(&error, None), "{error:?}");
     });
 }
@@ -331,7 +399,10 @@ fn peer_that_never_accepts_is_given_up() {
         let after = Duration::from_millis(300);
         let route = cm::resolve(&a.device, listener.local_addr()).await.unwrap();
         let queue_pair = route.prepare(a.builder()).build().unwrap();
-        let error = soon("deadline", route.connect(&queue_pair, &Options::default().timeout(after))).await.unwrap_err();
+        let error =
+            soon("deadline", route.connect(&queue_pair, &Options::default().timeout(after)))
+                .await
+                .unwrap_err();
         let address = Some(listener.local_addr());
         assert_eq!(error, ConnectError::TimedOut { address, step: Step::Response, after });
         assert_eq!(state(&queue_pair), QpState::Err);
@@ -370,8 +441,12 @@ fn request_that_was_taken_back_cannot_be_accepted() {
         assert_eq!(state(&ours), QpState::Err);
         let theirs = request.prepare(b.builder()).build().unwrap();
         let error = soon("answer", request.accept(&theirs, &options)).await.unwrap_err();
-        let reasons = [RejectReason::TIMEOUT, RejectReason::CONSUMER, RejectReason::INVALID_COMM_ID];
-        assert!(matches!(&error, ConnectError::Rejected { reason, .. } if reasons.contains(reason)), "{error:?}");
+        let reasons =
+            [RejectReason::TIMEOUT, RejectReason::CONSUMER, RejectReason::INVALID_COMM_ID];
+        assert!(
+            matches!(&error, ConnectError::Rejected { reason, .. } if reasons.contains(reason)),
+            "{error:?}"
+        );
         assert_eq!(state(&theirs), QpState::Err);
     });
 }
@@ -390,7 +465,9 @@ fn accept_that_is_dropped_loses_no_request_and_rejects_when_it_has_begun() {
         let passive = async {
             let request = loop {
                 // Mostly before it has arrived.
-                if let Ok(request) = tokio::time::timeout(Duration::from_micros(50), listener.accept()).await {
+                if let Ok(request) =
+                    tokio::time::timeout(Duration::from_micros(50), listener.accept()).await
+                {
                     break request.unwrap();
                 }
             };
@@ -398,7 +475,9 @@ fn accept_that_is_dropped_loses_no_request_and_rejects_when_it_has_begun() {
             {
                 let mut accepting = Box::pin(request.accept(&theirs, &options));
                 // As far as the answer, and no further.
-                let polled = std::future::poll_fn(|context| Poll::Ready(accepting.as_mut().poll(context))).await;
+                let polled =
+                    std::future::poll_fn(|context| Poll::Ready(accepting.as_mut().poll(context)))
+                        .await;
                 assert!(polled.is_pending() || matches!(polled, Poll::Ready(Ok(_))));
             }
             assert_eq!(state(&theirs), QpState::Err);
@@ -407,7 +486,9 @@ fn accept_that_is_dropped_loses_no_request_and_rejects_when_it_has_begun() {
         match result {
             Err(ConnectError::Rejected { .. } | ConnectError::Disconnected { .. }) => {}
             // The answer was quicker: then the goodbye is what it sees.
-            Ok((_, link)) => assert_eq!(soon("goodbye", link.disconnected()).await, Disconnection::Peer),
+            Ok((_, link)) => {
+                assert_eq!(soon("goodbye", link.disconnected()).await, Disconnection::Peer)
+            }
             Err(other) => panic!("{other:?}"),
         }
     });
@@ -420,7 +501,10 @@ fn either_end_says_goodbye_and_both_queue_pairs_flush() {
         for active_first in [true, false] {
             let ((ours, link), (theirs, other)) = connected(&a, &b).await;
             a.exchange(&ours, &b, &theirs).await;
-            let pending = [ours.recv(a.pool.alloc(8).await.unwrap()), theirs.recv(b.pool.alloc(8).await.unwrap())];
+            let pending = [
+                ours.recv(a.pool.alloc(8).await.unwrap()),
+                theirs.recv(b.pool.alloc(8).await.unwrap()),
+            ];
             let (first, second) = if active_first { (&link, &other) } else { (&other, &link) };
             soon("goodbye", first.disconnect()).await.unwrap();
             assert_eq!(soon("local", first.disconnected()).await, Disconnection::Local);
@@ -436,7 +520,9 @@ fn either_end_says_goodbye_and_both_queue_pairs_flush() {
             }
             assert_eq!((state(&ours), state(&theirs)), (QpState::Err, QpState::Err));
             if hardware().is_none() {
-                soon("drained", async { tokio::try_join!(first.drained(), second.drained()) }).await.unwrap();
+                soon("drained", async { tokio::try_join!(first.drained(), second.drained()) })
+                    .await
+                    .unwrap();
             }
         }
     });
@@ -447,7 +533,8 @@ fn both_ends_say_goodbye_at_once() {
     run("goodbyes", || async {
         let (a, b) = sides();
         let ((_ours, link), (_theirs, other)) = connected(&a, &b).await;
-        let (first, second) = soon("goodbyes", async { tokio::join!(link.disconnect(), other.disconnect()) }).await;
+        let (first, second) =
+            soon("goodbyes", async { tokio::join!(link.disconnect(), other.disconnect()) }).await;
         first.unwrap();
         second.unwrap();
         assert!(!link.is_connected() && !other.is_connected());
@@ -474,7 +561,9 @@ fn listener_that_is_dropped_rejects_who_waits_and_leaves_connections_alone() {
         let address = listener.local_addr();
         let passive = async { b.accept(listener.accept().await?, &options).await };
         let (active, passive) =
-            soon("first", async { tokio::try_join!(a.connect(address, &options), passive) }).await.unwrap();
+            soon("first", async { tokio::try_join!(a.connect(address, &options), passive) })
+                .await
+                .unwrap();
         let mut waiting = Box::pin(a.connect(address, &options));
         // Until the request is there: taken and put aside.
         let request = tokio::select! {
@@ -512,8 +601,13 @@ fn private_data_and_queue_pairs_that_do_not_fit_are_refused_untouched() {
 
         let route = to().await.unwrap();
         let queue_pair = fresh(&route);
-        let error = route.connect(&queue_pair, &Options::default().private_data([1; 57])).await.unwrap_err();
-        assert!(matches!(error, ConnectError::Limit(limit) if (limit.asked, limit.allowed) == (57, 56)));
+        let error = route
+            .connect(&queue_pair, &Options::default().private_data([1; 57]))
+            .await
+            .unwrap_err();
+        assert!(
+            matches!(error, ConnectError::Limit(limit) if (limit.asked, limit.allowed) == (57, 56))
+        );
         assert_eq!(state(&queue_pair), QpState::Init);
 
         let route = to().await.unwrap();
@@ -551,8 +645,11 @@ fn private_data_and_queue_pairs_that_do_not_fit_are_refused_untouched() {
 
 /// Retries that end soon on the software device, and still survive a machine that is busy: some 0.6 s.
 fn probing(interval: Duration) -> Options {
-    let transport =
-        tokio_rdma::op::ConnectOptions { timeout: AckTimeout::from_code(14), retry_count: 7, ..Default::default() };
+    let transport = tokio_rdma::op::ConnectOptions {
+        timeout: AckTimeout::from_code(14),
+        retry_count: 7,
+        ..Default::default()
+    };
     Options::default().transport(transport).keepalive(Some(interval))
 }
 
@@ -587,7 +684,8 @@ fn keepalive_that_the_peer_refuses_ends_the_link_and_says_so() {
     run("keepalive refused", || async {
         let (a, b) = of_network(&Network::new());
         let (listener, options) = (b.listen().await, probing(Duration::from_millis(1)));
-        let closed = |side: &Side| QueuePair::builder(&side.pd, &side.queue).access(Access::REMOTE_READ);
+        let closed =
+            |side: &Side| QueuePair::builder(&side.pd, &side.queue).access(Access::REMOTE_READ);
         let passive = async {
             let request = listener.accept().await?;
             let qp = request.prepare(closed(&b)).build()?;
@@ -612,7 +710,8 @@ fn link_with_keepalive_ends_though_other_work_found_out_first() {
         let ((ours, link), (_theirs, peer)) = soon("connection", ends).await.unwrap();
         network.control("passive").unwrap().set_port(false);
         // In flight before the next probe: that waits until nothing is.
-        let error = soon("a send", ours.send(a.pool.copy_from(b"lost").unwrap())).await.unwrap_err();
+        let error =
+            soon("a send", ours.send(a.pool.copy_from(b"lost").unwrap())).await.unwrap_err();
         assert_eq!(error.kind().status(), Some(tokio_rdma::types::WcStatus::RETRY_EXC_ERR));
         let end = soon("the end", link.disconnected()).await;
         assert!(matches!(end, Disconnection::ProbeFailed | Disconnection::Silent), "{end:?}");
@@ -650,8 +749,12 @@ fn keepalive_of_a_send_queue_of_one_lets_work_through_and_ends_with_the_link() {
     run("keepalive beside work", || async {
         let (a, b) = of_network(&Network::new());
         let (listener, options) = (b.listen().await, probing(Duration::from_millis(1)));
-        let small = |side: &Side| QueuePair::builder(&side.pd, &side.queue).max_send_wr(1).max_recv_wr(1).max_inline(0);
-        let active = cm::connect(&a.device, listener.local_addr(), &options, |route| route.prepare(small(&a)).build());
+        let small = |side: &Side| {
+            QueuePair::builder(&side.pd, &side.queue).max_send_wr(1).max_recv_wr(1).max_inline(0)
+        };
+        let active = cm::connect(&a.device, listener.local_addr(), &options, |route| {
+            route.prepare(small(&a)).build()
+        });
         let passive = async {
             let request = listener.accept().await?;
             let qp = request.prepare(small(&b)).build()?;
@@ -680,20 +783,30 @@ fn keepalive_that_cannot_be_is_refused_by_name() {
         let (a, b) = of_network(&Network::new());
         let listener = b.listen().await;
         let refused = async |interval, builder: QueuePairBuilder, timeout: u8| {
-            let transport =
-                tokio_rdma::op::ConnectOptions { timeout: AckTimeout::from_code(timeout), ..Default::default() };
+            let transport = tokio_rdma::op::ConnectOptions {
+                timeout: AckTimeout::from_code(timeout),
+                ..Default::default()
+            };
             let options = Options::default().transport(transport).keepalive(Some(interval));
             let to = listener.local_addr();
-            let asked = cm::connect(&a.device, to, &options, |route| route.prepare(builder.clone()).build());
+            let asked = cm::connect(&a.device, to, &options, |route| {
+                route.prepare(builder.clone()).build()
+            });
             match soon("refusal", asked).await.map(drop) {
                 Err(ConnectError::Setup { error, .. }) => *error,
                 other => panic!("{other:?}"),
             }
         };
         let least = |field| SetupError::TooSmall { field, asked: 0, least: 1 };
-        assert_eq!(refused(Duration::from_micros(999), a.builder(), 14).await, least("keepalive in milliseconds"));
+        assert_eq!(
+            refused(Duration::from_micros(999), a.builder(), 14).await,
+            least("keepalive in milliseconds")
+        );
         let none = QueuePair::builder(&a.pd, &a.queue).max_send_wr(0);
-        assert_eq!(refused(Duration::from_secs(1), none, 14).await, least("max_send_wr with keepalive"));
+        assert_eq!(
+            refused(Duration::from_secs(1), none, 14).await,
+            least("max_send_wr with keepalive")
+        );
         let endless = "timeout with keepalive, code of ibv_modify_qp(3)";
         assert_eq!(refused(Duration::from_secs(1), a.builder(), 0).await, least(endless));
     });
@@ -703,15 +816,22 @@ fn keepalive_that_cannot_be_is_refused_by_name() {
 fn settings_of_connections_are_refused_by_name_and_not_changed() {
     run("settings", || async {
         let (a, b) = sides();
-        let none = Listener::bind_with(&b.device, b.address(), &ListenOptions::default().backlog(0)).await;
+        let none =
+            Listener::bind_with(&b.device, b.address(), &ListenOptions::default().backlog(0)).await;
         let least = SetupError::TooSmall { field: "backlog", asked: 0, least: 1 };
-        assert_eq!(none.map(drop).unwrap_err(), ConnectError::Setup { attempt: None, error: least.into() });
+        assert_eq!(
+            none.map(drop).unwrap_err(),
+            ConnectError::Setup { attempt: None, error: least.into() }
+        );
         let attr = a.device.attr();
         let most = attr.max_qp_rd_atom.min(attr.max_qp_init_rd_atom);
         let listener = b.listen().await;
         let too_many = Options::default().reads(most + 1);
         let refused = LimitError { field: "reads", asked: (most + 1).into(), allowed: most.into() };
-        let error = soon("refusal", a.connect(listener.local_addr(), &too_many)).await.map(drop).unwrap_err();
+        let error = soon("refusal", a.connect(listener.local_addr(), &too_many))
+            .await
+            .map(drop)
+            .unwrap_err();
         assert_eq!(error, ConnectError::Limit(refused));
         // As many as the device can are what the queue pair gets.
         let options = Options::default().reads(most);
@@ -727,7 +847,9 @@ fn a_thousand_at_once_are_all_served_each_by_one_acceptor() {
     bounded("storm", 5 * LONG, || {
         for backlog in [1024, 16] {
             if backlog == 16 && hardware().is_some() {
-                eprintln!("SKIPPED a small backlog: the kernel's manager counts what was not seen yet only");
+                eprintln!(
+                    "SKIPPED a small backlog: the kernel's manager counts what was not seen yet only"
+                );
                 continue;
             }
             Flavour::MultiThread.runtime().block_on(storm(scaled(1000) as u32, backlog));
@@ -806,19 +928,26 @@ fn hosts_by_name_and_ipv6_lead_to_who_listens() {
             let of_device = b.ip().to_string();
             for host in hosts.iter().copied().chain(own.then_some(of_device.as_str())) {
                 let options = Options::default();
-                let passive = async { b.accept(listener.accept().await.unwrap(), &options).await.unwrap() };
+                let passive =
+                    async { b.accept(listener.accept().await.unwrap(), &options).await.unwrap() };
                 let active = async {
-                    cm::connect(&a.device, (host, port), &options, |route| route.prepare(a.builder()).build())
-                        .await
-                        .unwrap_or_else(|error| panic!("{host} of {bound}: {error}"))
+                    cm::connect(&a.device, (host, port), &options, |route| {
+                        route.prepare(a.builder()).build()
+                    })
+                    .await
+                    .unwrap_or_else(|error| panic!("{host} of {bound}: {error}"))
                 };
-                let (ours, theirs) = soon("connection", async { tokio::join!(active, passive) }).await;
+                let (ours, theirs) =
+                    soon("connection", async { tokio::join!(active, passive) }).await;
                 assert_eq!(ours.1.peer_addr().ip().to_canonical(), theirs.1.local_addr().ip());
                 a.exchange(&ours.0, &b, &theirs.0).await;
             }
         }
         let error = cm::resolve(&a.device, "no.such.host.invalid:1").await.unwrap_err();
-        assert!(matches!(error, ConnectError::Lookup { .. } | ConnectError::TimedOut { step: Step::Lookup, .. }));
+        assert!(matches!(
+            error,
+            ConnectError::Lookup { .. } | ConnectError::TimedOut { step: Step::Lookup, .. }
+        ));
     });
 }
 
@@ -840,12 +969,19 @@ fn device_that_is_lost_ends_listeners_links_and_handshakes() {
         };
         let (handshake, error) = soon("kill", async { tokio::join!(handshake, kill) }).await;
         assert!(matches!(error, ConnectError::DeviceRemoved { .. }), "{error:?}");
-        assert!(matches!(handshake, Err(ConnectError::TimedOut { step: Step::Response, .. })), "{:?}", handshake.err());
+        assert!(
+            matches!(handshake, Err(ConnectError::TimedOut { step: Step::Response, .. })),
+            "{:?}",
+            handshake.err()
+        );
         assert_eq!(soon("removal", other.disconnected()).await, Disconnection::DeviceRemoved);
         soon("drained", other.drained()).await.unwrap();
         assert!(link.is_connected(), "it cannot know");
         let error = cm::Listener::bind(&b.device, b_address()).await.unwrap_err();
-        assert!(matches!(error, ConnectError::Verb { .. } | ConnectError::DeviceRemoved { .. }), "{error:?}");
+        assert!(
+            matches!(error, ConnectError::Verb { .. } | ConnectError::DeviceRemoved { .. }),
+            "{error:?}"
+        );
         // A goodbye that nobody answers ends with its repetitions or the deadline, whichever comes first.
         assert!(matches!(
             soon("goodbye", link.disconnect()).await,
@@ -881,13 +1017,16 @@ fn connections_come_about_where_packets_are_lost_repeated_and_delayed() {
                         }
                         let (b, options) = (b.clone(), options.clone().private_data(number));
                         // One whose request was a ghost, repeated too late, comes to nothing.
-                        all.push(tokio::spawn(async move { b.accept(request, &options).await.ok() }));
+                        all.push(tokio::spawn(
+                            async move { b.accept(request, &options).await.ok() },
+                        ));
                     }
                 })
             };
             let active: Vec<_> = (0..60_u32)
                 .map(|number| {
-                    let (a, options) = (a.clone(), options.clone().private_data(number.to_be_bytes()));
+                    let (a, options) =
+                        (a.clone(), options.clone().private_data(number.to_be_bytes()));
                     tokio::spawn(async move {
                         let (queue_pair, link) = a.connect(address, &options).await.unwrap();
                         assert_eq!(link.private_data()[..4], number.to_be_bytes());
@@ -929,8 +1068,11 @@ fn churn_leaves_no_descriptor_and_no_address_behind() {
             let mut before = None;
             for round in 0..scaled(1000) {
                 let passive = async { b.accept(listener.accept().await?, &options).await };
-                let (ours, theirs) =
-                    soon("connect", async { tokio::try_join!(a.connect(address, &options), passive) }).await.unwrap();
+                let (ours, theirs) = soon("connect", async {
+                    tokio::try_join!(a.connect(address, &options), passive)
+                })
+                .await
+                .unwrap();
                 if round % 100 == 0 {
                     a.exchange(&ours.0, &b, &theirs.0).await;
                 }
@@ -967,7 +1109,8 @@ fn whenever_either_end_gives_up_nothing_hangs_and_no_queue_pair_is_half_connecte
                 let mut outcomes = [0; 2];
                 for _ in 0..scaled(400) {
                     let mut moment = |most: u64| Duration::from_micros(random.u64(..most));
-                    let (patience, theirs, ours) = (moment(2_000), Mutex::new(None), Mutex::new(None));
+                    let (patience, theirs, ours) =
+                        (moment(2_000), Mutex::new(None), Mutex::new(None));
                     let active = tokio::time::timeout(moment(2_000), async {
                         let made = cm::connect(&a.device, address, &options, |route| {
                             let queue_pair = route.prepare(a.builder()).build()?;
@@ -982,7 +1125,8 @@ fn whenever_either_end_gives_up_nothing_hangs_and_no_queue_pair_is_half_connecte
                         *theirs.lock().unwrap() = Some(queue_pair.clone());
                         request.accept(&queue_pair, &options).await
                     });
-                    let (active, passive) = soon("both", async { tokio::join!(active, passive) }).await;
+                    let (active, passive) =
+                        soon("both", async { tokio::join!(active, passive) }).await;
                     for (link, queue_pair) in [
                         (active.map(|made| made.map(|(_, link)| link)), ours.into_inner().unwrap()),
                         (passive, theirs.into_inner().unwrap()),
@@ -1008,7 +1152,8 @@ fn whenever_either_end_gives_up_nothing_hangs_and_no_queue_pair_is_half_connecte
                     }
                 };
                 let last = Options::default().private_data(*b"last");
-                let (ours, theirs) = soon("last", async { tokio::join!(a.connect(address, &last), late) }).await;
+                let (ours, theirs) =
+                    soon("last", async { tokio::join!(a.connect(address, &last), late) }).await;
                 a.exchange(&ours.unwrap().0, &b, &theirs.0).await;
             });
         }
@@ -1058,7 +1203,10 @@ fn whoever_is_woken_may_go_on_there_and_then() {
             drop(other);
             how
         };
-        let inline = Arc::new(Inline { future: Mutex::new(Some(Box::pin(everything))), ended: Mutex::default() });
+        let inline = Arc::new(Inline {
+            future: Mutex::new(Some(Box::pin(everything))),
+            ended: Mutex::default(),
+        });
         inline.clone().wake();
         soon("goodbye", link.disconnect()).await.unwrap();
         eventually("the end", || inline.ended.lock().unwrap().is_some()).await;

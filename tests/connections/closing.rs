@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use crate::connected::{self, config, pair, pair_in, pattern, recv, run, two};
 use crate::torture::{
-    Flavour, LONG, Mode, Seed, bounded, device, eventually, hardware, scaled, slow_network, soon, yields,
+    Flavour, LONG, Mode, Seed, bounded, device, eventually, hardware, scaled, slow_network, soon,
+    yields,
 };
 use futures::{FutureExt, StreamExt};
 use tokio::time::timeout;
@@ -13,8 +14,8 @@ use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::software::Network;
 use tokio_rdma::types::{AckTimeout, WcStatus};
 use tokio_rdma::{
-    Access, Batch, CloseReason, Connection, ConnectionConfig, Device, Listener, MessageError, OpError, OpErrorKind,
-    Pool,
+    Access, Batch, CloseReason, Connection, ConnectionConfig, Device, Listener, MessageError,
+    OpError, OpErrorKind, Pool,
 };
 
 fn closed<T>(result: Result<T, MessageError>) -> CloseReason {
@@ -54,7 +55,10 @@ fn both_close_at_once_and_it_is_clean() {
         // Again, it is just as clean.
         assert_eq!(soon("again", a.close()).await, Ok(()));
         assert_eq!(closed(a.send("x").await), CloseReason::Clean);
-        assert_eq!(a.write(a.copy_from(b"x").unwrap(), grant_of(&b)).await.unwrap_err().kind(), OpErrorKind::Closed);
+        assert_eq!(
+            a.write(a.copy_from(b"x").unwrap(), grant_of(&b)).await.unwrap_err().kind(),
+            OpErrorKind::Closed
+        );
     });
 }
 
@@ -67,7 +71,10 @@ fn grant_of(connection: &Connection) -> tokio_rdma::RemoteRegion {
 fn close_flushes_what_was_sent_and_the_peer_sees_the_end_after_it() {
     run("flush", || async {
         let (a, b) = pair(&config());
-        let sent: Vec<_> = [10, 9_000, 3_000_000, 0, 500_000].into_iter().map(|len| pattern(len, len as u64)).collect();
+        let sent: Vec<_> = [10, 9_000, 3_000_000, 0, 500_000]
+            .into_iter()
+            .map(|len| pattern(len, len as u64))
+            .collect();
         let closing = async {
             for message in &sent {
                 a.send(message.clone()).await.unwrap();
@@ -97,7 +104,8 @@ fn one_end_finishes_and_the_other_goes_on() {
         assert_eq!(soon("end", b.recv()).await, Ok(None));
         for number in 0..scaled(200) {
             let message = pattern([10, 20_000][number as usize % 2], number);
-            let (sent, received) = soon("message", async { tokio::join!(b.send(message.clone()), a.recv()) }).await;
+            let (sent, received) =
+                soon("message", async { tokio::join!(b.send(message.clone()), a.recv()) }).await;
             sent.unwrap();
             assert!(received.unwrap().unwrap() == message);
         }
@@ -107,7 +115,10 @@ fn one_end_finishes_and_the_other_goes_on() {
         while a.close_reason().is_none() || b.close_reason().is_none() {
             tokio::task::yield_now().await;
         }
-        assert_eq!((a.close_reason(), b.close_reason()), (Some(CloseReason::Clean), Some(CloseReason::Clean)));
+        assert_eq!(
+            (a.close_reason(), b.close_reason()),
+            (Some(CloseReason::Clean), Some(CloseReason::Clean))
+        );
     });
 }
 
@@ -223,10 +234,12 @@ fn what_did_not_arrive_is_not_called_clean_though_the_peer_has_finished() {
 fn quiet_connection_is_kept_alive_by_answers_alone() {
     run("quiet", || async {
         // The timeout is long enough for a machine with more to do than processors. An end asks for a second time when it is over.
-        let (a, b) = pair(&config().keepalive(Some((Duration::from_millis(5), Duration::from_secs(2)))));
+        let (a, b) =
+            pair(&config().keepalive(Some((Duration::from_millis(5), Duration::from_secs(2)))));
         // Neither service does anything, and each end asks until this many answers have come.
         let answers = || a.counters().acks.min(b.counters().acks);
-        eventually("answers", || answers() >= 2 || a.close_reason().or(b.close_reason()).is_some()).await;
+        eventually("answers", || answers() >= 2 || a.close_reason().or(b.close_reason()).is_some())
+            .await;
         assert_eq!((a.close_reason(), b.close_reason()), (None, None));
         a.send("x").await.unwrap();
         assert_eq!(recv(&b).await, "x");
@@ -236,7 +249,8 @@ fn quiet_connection_is_kept_alive_by_answers_alone() {
 #[test]
 fn sender_whose_peer_takes_nothing_stalls_if_that_is_asked_for() {
     run("stalled", || async {
-        let (a, _b) = pair(&config().receive_buffers(2).stall_timeout(Some(Duration::from_millis(60))));
+        let (a, _b) =
+            pair(&config().receive_buffers(2).stall_timeout(Some(Duration::from_millis(60))));
         let reason = soon("stalls", until_closed(&a)).await;
         assert_eq!(reason, CloseReason::Stalled);
     });
@@ -287,7 +301,10 @@ fn operation_that_a_dead_peer_does_not_answer_is_the_reason() {
         drop(a.write(a.copy_from(b"lost").unwrap(), remote));
         let reason = closed(soon("notices", a.recv()).await);
         assert_eq!(status(reason), Some(WcStatus::RETRY_EXC_ERR), "{reason:?}");
-        assert_eq!(soon("read", waiting).await.unwrap_err().status(), Some(WcStatus::RETRY_EXC_ERR));
+        assert_eq!(
+            soon("read", waiting).await.unwrap_err().status(),
+            Some(WcStatus::RETRY_EXC_ERR)
+        );
     });
 }
 
@@ -303,7 +320,9 @@ fn status(reason: CloseReason) -> Option<WcStatus> {
 fn may_be_aborted<T, B>(result: &Result<T, OpError<B>>) -> bool {
     match result {
         Ok(_) => true,
-        Err(error) => error.kind() == OpErrorKind::Closed || error.status() == Some(WcStatus::WR_FLUSH_ERR),
+        Err(error) => {
+            error.kind() == OpErrorKind::Closed || error.status() == Some(WcStatus::WR_FLUSH_ERR)
+        }
     }
 }
 
@@ -334,7 +353,8 @@ fn abort_ends_both_ends_with_messages_and_operations_in_flight() {
             }),
         };
         let (a, b) = pair_in(&pd, &pd, &config, &config);
-        let [ours, theirs] = [&a, &b].map(|end| end.expose(vec![0; 4096], Access::REMOTE_ALL).unwrap());
+        let [ours, theirs] =
+            [&a, &b].map(|end| end.expose(vec![0; 4096], Access::REMOTE_ALL).unwrap());
         let pools = [&a, &b].map(|end| Pool::new(end.protection_domain(), 512, 48).unwrap());
         let (a, b) = (std::sync::Arc::new(a), std::sync::Arc::new(b));
         let waiting = [&a, &b].map(|end| {
@@ -348,7 +368,8 @@ fn abort_ends_both_ends_with_messages_and_operations_in_flight() {
         // More than the queues hold.
         let buffer = |end: usize| pools[end].try_alloc(512).unwrap();
         let writes: Vec<_> = (0..32).map(|_| a.write(buffer(0), theirs.grant())).collect();
-        let adds: Vec<_> = (0..8).map(|_| a.fetch_add(theirs.grant().slice(..8).unwrap(), 1)).collect();
+        let adds: Vec<_> =
+            (0..8).map(|_| a.fetch_add(theirs.grant().slice(..8).unwrap(), 1)).collect();
         let mut batch = Batch::new();
         for _ in 0..8 {
             batch.read(buffer(0), theirs.grant());
@@ -386,7 +407,10 @@ fn abort_ends_both_ends_with_messages_and_operations_in_flight() {
         }
         for result in soon("batch", batch).await.results() {
             let flushed = |kind: OpErrorKind| kind.status() == Some(WcStatus::WR_FLUSH_ERR);
-            assert!(result.is_ok() || result.is_err_and(|kind| kind == OpErrorKind::Closed || flushed(kind)));
+            assert!(
+                result.is_ok()
+                    || result.is_err_and(|kind| kind == OpErrorKind::Closed || flushed(kind))
+            );
         }
         for read in reads {
             drop(soon("read", read).await);
@@ -491,9 +515,11 @@ fn abort_whose_runtime_goes_away_ends_what_was_in_line() {
             let network = Network::new();
             let [(_, a_pd), (_two, b_pd)] = two(&network);
             // No timeout: nothing but the end of the queue pair makes room.
-            let options = ConnectOptions { timeout: AckTimeout::from_code(0), ..Default::default() };
+            let options =
+                ConnectOptions { timeout: AckTimeout::from_code(0), ..Default::default() };
             let config = config().keepalive(None).options(options).max_send_wr(4);
-            let (first, second) = (Flavour::CurrentThread.runtime(), Flavour::CurrentThread.runtime());
+            let (first, second) =
+                (Flavour::CurrentThread.runtime(), Flavour::CurrentThread.runtime());
             let pool = Pool::new(&a_pd, 64, 16).unwrap();
             // Without an await: the driver does not get to close the queue pair.
             let (a, _b, writes, batches) = first.block_on(async {
@@ -582,13 +608,23 @@ fn runtime_that_shuts_down_ends_its_connections() {
 fn connection_by_address_carries_user_data_and_ends_with_its_link() {
     run("by address", || async {
         let (device, _) = device(&Network::new());
-        let listener =
-            Listener::bind_with(&device, connected::address(&device), &config().user_data("server\0\0")).await.unwrap();
+        let listener = Listener::bind_with(
+            &device,
+            connected::address(&device),
+            &config().user_data("server\0\0"),
+        )
+        .await
+        .unwrap();
         let address = listener.local_addr();
         let client = config().user_data("client\0");
         let connecting = Connection::connect_with(&device, address, &client);
-        let (a, b) = soon("connect", async { tokio::try_join!(connecting, listener.accept()) }).await.unwrap();
-        assert_eq!((&a.user_data()[..], &b.user_data()[..]), (&b"server\0\0"[..], &b"client\0"[..]));
+        let (a, b) = soon("connect", async { tokio::try_join!(connecting, listener.accept()) })
+            .await
+            .unwrap();
+        assert_eq!(
+            (&a.user_data()[..], &b.user_data()[..]),
+            (&b"server\0\0"[..], &b"client\0"[..])
+        );
         assert_eq!((a.peer_addr(), b.local_addr()), (Some(address), Some(address)));
         let exchange = async {
             a.send(pattern(100_000, 1)).await.unwrap();
@@ -599,17 +635,22 @@ fn connection_by_address_carries_user_data_and_ends_with_its_link() {
         let (c, _d) = by_address(&device, &config()).await;
         let region = b.expose(vec![0; 8], Access::REMOTE_ALL).unwrap();
         assert!(a.fetch_add(region.grant(), 1).await.is_ok());
-        assert_eq!(c.fetch_add(region.grant(), 1).await.unwrap_err().status(), Some(WcStatus::REM_ACCESS_ERR));
+        assert_eq!(
+            c.fetch_add(region.grant(), 1).await.unwrap_err().status(),
+            Some(WcStatus::REM_ACCESS_ERR)
+        );
         drop(b);
         let reason = closed(soon("told", a.recv()).await);
         assert!(matches!(reason, CloseReason::Dropped | CloseReason::Disconnected), "{reason:?}");
 
         // The 33rd byte does not fit a request.
-        let too_much = Connection::connect_with(&device, address, &config().user_data(vec![1; 33])).await;
+        let too_much =
+            Connection::connect_with(&device, address, &config().user_data(vec![1; 33])).await;
         assert!(too_much.is_err());
         // A request can be looked at, and rejected.
         let asking = Connection::connect(&device, address);
-        let rejecting = async { listener.request().await.unwrap().reject(b"no room\0").await.unwrap() };
+        let rejecting =
+            async { listener.request().await.unwrap().reject(b"no room\0").await.unwrap() };
         let (refused, ()) = soon("reject", async { tokio::join!(asking, rejecting) }).await;
         match refused {
             Err(tokio_rdma::EstablishError::Rejected { user_data, .. }) => {
@@ -672,7 +713,10 @@ fn receiver_is_not_told_of_the_end_of_messages_that_close_has_thrown_away() {
         }
         a.finish().unwrap();
         assert_eq!(recv(&b).await, pattern(100, 0));
-        assert_eq!(soon("close", async { tokio::join!(a.close(), b.close()) }).await, (Ok(()), Ok(())));
+        assert_eq!(
+            soon("close", async { tokio::join!(a.close(), b.close()) }).await,
+            (Ok(()), Ok(()))
+        );
         assert_eq!(b.counters().discarded, 2);
         assert_eq!(closed(b.recv().await), CloseReason::Local);
 
@@ -681,7 +725,10 @@ fn receiver_is_not_told_of_the_end_of_messages_that_close_has_thrown_away() {
         a.send("last").await.unwrap();
         a.finish().unwrap();
         assert_eq!(recv(&b).await, "last");
-        assert_eq!(soon("close", async { tokio::join!(a.close(), b.close()) }).await, (Ok(()), Ok(())));
+        assert_eq!(
+            soon("close", async { tokio::join!(a.close(), b.close()) }).await,
+            (Ok(()), Ok(()))
+        );
         assert_eq!(b.recv().await, Ok(None));
     });
 }

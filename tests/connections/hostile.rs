@@ -10,8 +10,8 @@ use tokio_rdma::message::{Handshake, HandshakeError, Refusal, Violation};
 use tokio_rdma::software::Network;
 use tokio_rdma::types::{Imm, Rkey, WcStatus};
 use tokio_rdma::{
-    CloseReason, CompletionMode, CompletionQueue, Connection, ConnectionConfig, Device, EstablishError, Listener,
-    MessageError, Pool, ProtectionDomain, QueuePair, RemoteRegion, cm,
+    CloseReason, CompletionMode, CompletionQueue, Connection, ConnectionConfig, Device,
+    EstablishError, Listener, MessageError, Pool, ProtectionDomain, QueuePair, RemoteRegion, cm,
 };
 
 /// A peer that does what the test wants: a bare queue pair with receives.
@@ -54,8 +54,10 @@ impl Peer {
 fn meet(network: &Network, config: &ConnectionConfig) -> (Connection, Peer) {
     let [(_, pd), (peer_device, peer_pd)] = two(network);
     let queue = CompletionQueue::new(&peer_device, CompletionMode::Event).unwrap();
-    let qp = QueuePair::builder(&peer_pd, &queue).max_send_wr(256).max_recv_wr(128).build().unwrap();
-    let pool = Pool::builder(&peer_pd).buffer_size(8192).buffers(128).growing(true).build().unwrap();
+    let qp =
+        QueuePair::builder(&peer_pd, &queue).max_send_wr(256).max_recv_wr(128).build().unwrap();
+    let pool =
+        Pool::builder(&peer_pd).buffer_size(8192).buffers(128).growing(true).build().unwrap();
     let receives = (0..100).map(|_| qp.recv(pool.try_alloc(8192).unwrap())).collect();
     let prepared = Connection::prepare(&pd, config).unwrap();
     qp.connect(&prepared.endpoint()).unwrap();
@@ -90,13 +92,23 @@ fn every_violation_ends_the_connection_by_its_name() {
             ("kind 7", vec![1], header(7, 0, 0), Violation::Header { header: 7 << 29 }),
             ("an end not reached", vec![], Imm(1 << 28 | ACK << 29), Violation::NotFinished),
             ("credits", vec![], header(ACK, 1, 0), Violation::Credits { announced: 1, in_use: 0 }),
-            ("credits back", vec![], header(ACK, 0x3fff, 0), Violation::Credits { announced: 0x3fff, in_use: 0 }),
+            (
+                "credits back",
+                vec![],
+                header(ACK, 0x3fff, 0),
+                Violation::Credits { announced: 0x3fff, in_use: 0 },
+            ),
             ("done", vec![], header(PING, 0, 1), Violation::Done { announced: 1, offered: 0 }),
             ("ack with payload", vec![1], header(ACK, 0, 0), Violation::FrameLength { len: 1 }),
             ("fin with payload", vec![1; 9], header(FIN, 0, 0), Violation::FrameLength { len: 9 }),
             ("short offer", vec![1; 19], header(OFFER, 0, 0), Violation::FrameLength { len: 19 }),
             ("long offer", vec![1; 21], header(OFFER, 0, 0), Violation::FrameLength { len: 21 }),
-            ("empty offer", region(9, 0).to_vec(), header(OFFER, 0, 0), Violation::Offer { addr: 9, len: 0 }),
+            (
+                "empty offer",
+                region(9, 0).to_vec(),
+                header(OFFER, 0, 0),
+                Violation::Offer { addr: 9, len: 0 },
+            ),
             (
                 "offer around the end",
                 region(u64::MAX, 2).to_vec(),
@@ -121,7 +133,10 @@ fn every_violation_ends_the_connection_by_its_name() {
             peer.send(b"fine", header(DATA, 0, 0)).await;
             peer.send(&payload, imm).await;
             assert_eq!(reason(&connection).await, CloseReason::Violation(violation), "{what}");
-            assert_eq!(connection.send("x").await, Err(MessageError::Closed(CloseReason::Violation(violation))));
+            assert_eq!(
+                connection.send("x").await,
+                Err(MessageError::Closed(CloseReason::Violation(violation)))
+            );
         }
         let (connection, peer) = meet(&Network::new(), &config());
         peer.send(b"", header(FIN, 0, 0)).await;
@@ -138,7 +153,10 @@ fn every_violation_ends_the_connection_by_its_name() {
         // A frame without a header.
         let (connection, peer) = meet(&Network::new(), &config());
         drop(peer.qp.send(peer.pool.copy_from(b"bare").unwrap()).await);
-        assert_eq!(reason(&connection).await, CloseReason::Violation(Violation::Header { header: 0 }));
+        assert_eq!(
+            reason(&connection).await,
+            CloseReason::Violation(Violation::Header { header: 0 })
+        );
 
         let (connection, peer) = meet(&Network::new(), &config());
         peer.send(b"", header(ABORT, 0, 0)).await;
@@ -151,8 +169,19 @@ fn write_with_a_header_is_no_frame() {
     run("write", || async {
         let (connection, peer) = meet(&Network::new(), &config());
         let region = connection.expose(vec![0; 64], tokio_rdma::Access::REMOTE_WRITE).unwrap();
-        drop(peer.qp.write_with_imm(peer.pool.copy_from(b"x").unwrap(), region.grant(), header(DATA, 0, 0)).await);
-        assert_eq!(reason(&connection).await, CloseReason::Violation(Violation::Header { header: 0 }));
+        drop(
+            peer.qp
+                .write_with_imm(
+                    peer.pool.copy_from(b"x").unwrap(),
+                    region.grant(),
+                    header(DATA, 0, 0),
+                )
+                .await,
+        );
+        assert_eq!(
+            reason(&connection).await,
+            CloseReason::Violation(Violation::Header { header: 0 })
+        );
     });
 }
 
@@ -188,9 +217,12 @@ fn offer_of_memory_that_is_not_there_fails_and_frees_what_was_set_aside() {
     run("offers", || async {
         for len in [100, 5 << 20] {
             let (connection, peer) = meet(&Network::new(), &config());
-            peer.send(&RemoteRegion::new(4096, len, Rkey(0xbad)).to_bytes(), header(OFFER, 0, 0)).await;
+            peer.send(&RemoteRegion::new(4096, len, Rkey(0xbad)).to_bytes(), header(OFFER, 0, 0))
+                .await;
             match reason(&connection).await {
-                CloseReason::Operation(kind) => assert_eq!(kind.status(), Some(WcStatus::REM_ACCESS_ERR)),
+                CloseReason::Operation(kind) => {
+                    assert_eq!(kind.status(), Some(WcStatus::REM_ACCESS_ERR))
+                }
                 other => panic!("{other:?}"),
             }
         }
@@ -203,8 +235,9 @@ fn peer_that_sends_more_than_it_may_meets_no_receive() {
         let config = config().receive_buffers(4);
         let (connection, peer) = meet(&Network::new(), &config);
         // 8 receives, and a service that takes nothing.
-        let flood: Vec<_> =
-            (0..200).map(|_| peer.qp.send_with_imm(peer.pool.copy_from(b"x").unwrap(), header(DATA, 0, 0))).collect();
+        let flood: Vec<_> = (0..200)
+            .map(|_| peer.qp.send_with_imm(peer.pool.copy_from(b"x").unwrap(), header(DATA, 0, 0)))
+            .collect();
         let inbox = || connection.counters().inbox;
         eventually("as many as there are receives", || inbox() >= 8).await;
         assert_eq!(inbox(), 8);
@@ -221,7 +254,8 @@ fn peer_that_sends_more_than_it_may_meets_no_receive() {
 #[test]
 fn peer_that_never_frees_a_buffer_holds_up_a_sender_for_as_long_as_it_likes() {
     run("credits", || async {
-        let (connection, mut peer) = meet(&Network::new(), &config().stall_timeout(Some(Duration::from_millis(50))));
+        let (connection, mut peer) =
+            meet(&Network::new(), &config().stall_timeout(Some(Duration::from_millis(50))));
         let mut sent = 0;
         let stalled = loop {
             match soon("send", connection.send("x")).await {
@@ -269,7 +303,10 @@ fn peer_that_never_answers_is_noticed_in_time() {
         let (connection, _peer) = meet(&Network::new(), &config);
         connection.send(pattern(100_000, 1)).await.unwrap();
         assert!(tokio::time::timeout(Duration::from_millis(20), connection.flush()).await.is_err());
-        assert_eq!(soon("close", connection.close()).await, Err(MessageError::Closed(CloseReason::CloseTimeout)));
+        assert_eq!(
+            soon("close", connection.close()).await,
+            Err(MessageError::Closed(CloseReason::CloseTimeout))
+        );
     });
 }
 
@@ -289,7 +326,8 @@ fn memory_of_a_message_is_out_of_reach_once_it_is_done() {
         // Only this share of the message is left.
         assert!(message.try_into_mut().is_ok(), "the connection has let go of it");
         let again = peer.pool.try_alloc(8).unwrap();
-        let refused = soon("read", peer.qp.read(again, region.slice(..8).unwrap())).await.unwrap_err();
+        let refused =
+            soon("read", peer.qp.read(again, region.slice(..8).unwrap())).await.unwrap_err();
         assert_eq!(refused.status(), Some(WcStatus::REM_ACCESS_ERR));
     });
 }
@@ -302,7 +340,10 @@ fn memory_of_a_message_is_only_read() {
         connection.send(message.clone()).await.unwrap();
         let region = RemoteRegion::from_bytes(&peer.recv().await.0).unwrap();
         let write = peer.qp.write(peer.pool.copy_from(b"damage").unwrap(), region);
-        assert_eq!(soon("write", write).await.unwrap_err().status(), Some(WcStatus::REM_ACCESS_ERR));
+        assert_eq!(
+            soon("write", write).await.unwrap_err().status(),
+            Some(WcStatus::REM_ACCESS_ERR)
+        );
         assert!(message == pattern(100_000, 3));
     });
 }
@@ -316,18 +357,27 @@ fn random_frames_do_no_harm() {
             let mut random = fastrand::Rng::with_seed(value);
             let mut reasons = std::collections::BTreeMap::<_, u32>::new();
             for _ in 0..200 {
-                let config = config().receive_buffers(random.u32(1..8)).keepalive(None).max_message(1 << 20);
+                let config =
+                    config().receive_buffers(random.u32(1..8)).keepalive(None).max_message(1 << 20);
                 let (connection, peer) = meet(&Network::new(), &config);
                 for _ in 0..random.u32(1..30) {
                     let payload: Vec<u8> = match random.u8(..4) {
                         0 => (0..random.usize(..100)).map(|_| random.u8(..)).collect(),
-                        1 => RemoteRegion::new(random.u64(..), random.u64(..) >> 35, Rkey(random.u32(..)))
-                            .to_bytes()
-                            .to_vec(),
+                        1 => RemoteRegion::new(
+                            random.u64(..),
+                            random.u64(..) >> 35,
+                            Rkey(random.u32(..)),
+                        )
+                        .to_bytes()
+                        .to_vec(),
                         _ => vec![],
                     };
                     // Nearly right headers get further.
-                    let imm = if random.u8(..4) == 0 { Imm(random.u32(..)) } else { header(random.u32(..5), 0, 0) };
+                    let imm = if random.u8(..4) == 0 {
+                        Imm(random.u32(..))
+                    } else {
+                        header(random.u32(..5), 0, 0)
+                    };
                     drop(peer.qp.send_with_imm(peer.pool.copy_from(&payload).unwrap(), imm));
                     if random.bool() {
                         drop(connection.send(pattern(random.usize(..20_000), 1)).now_or_never());
@@ -339,8 +389,9 @@ fn random_frames_do_no_harm() {
                 }
                 let all = async { while let Ok(Some(_)) = connection.recv().await {} };
                 drop(tokio::time::timeout(Duration::from_millis(3), all).await);
-                let name =
-                    connection.close_reason().map(|reason| format!("{reason:?}").chars().take(17).collect::<String>());
+                let name = connection
+                    .close_reason()
+                    .map(|reason| format!("{reason:?}").chars().take(17).collect::<String>());
                 *reasons.entry(name).or_default() += 1;
             }
             eprintln!("{reasons:?}");
@@ -382,21 +433,33 @@ fn hellos_that_are_none_are_refused_here_and_there() {
         let queue = CompletionQueue::new(&client, CompletionMode::Event).unwrap();
         for (bytes, what) in bad {
             let options = cm::Options::default().private_data(bytes);
-            let make = |route: &cm::Route| route.prepare(QueuePair::builder(&client_pd, &queue)).build();
+            let make =
+                |route: &cm::Route| route.prepare(QueuePair::builder(&client_pd, &queue)).build();
             let refused = soon("reject", cm::connect(&client, address, &options, make)).await;
-            assert!(matches!(refused, Err(cm::ConnectError::Rejected { .. })), "{what}: {refused:?}");
+            assert!(
+                matches!(refused, Err(cm::ConnectError::Rejected { .. })),
+                "{what}: {refused:?}"
+            );
         }
-        let connection = soon("connect", Connection::connect_with(&client, address, &config())).await.unwrap();
+        let connection =
+            soon("connect", Connection::connect_with(&client, address, &config())).await.unwrap();
         let (accepted, listener) = soon("accept", accepting).await.unwrap();
         connection.send("x").await.unwrap();
         assert_eq!(connected::recv(&accepted).await, "x");
         let _accepting = tokio::spawn(async move { listener.accept().await.map(drop) });
 
         // A program without messages is told what it has met, and the reverse.
-        let make = |route: &cm::Route| route.prepare(QueuePair::builder(&client_pd, &queue)).build();
-        let plain = soon("reject", cm::connect(&client, address, &cm::Options::default(), make)).await.unwrap_err();
-        let (text, expected) = (plain.to_string(), format!("waiting for {address} to answer the connection request"));
-        assert!(text.starts_with(&expected) && text.contains("connect with tokio_rdma::Connection"), "{text}");
+        let make =
+            |route: &cm::Route| route.prepare(QueuePair::builder(&client_pd, &queue)).build();
+        let plain = soon("reject", cm::connect(&client, address, &cm::Options::default(), make))
+            .await
+            .unwrap_err();
+        let (text, expected) =
+            (plain.to_string(), format!("waiting for {address} to answer the connection request"));
+        assert!(
+            text.starts_with(&expected) && text.contains("connect with tokio_rdma::Connection"),
+            "{text}"
+        );
 
         // A listener of another protocol is none.
         let other = cm::Listener::bind(&device, "127.0.0.1:0").await.unwrap();
@@ -409,11 +472,18 @@ fn hellos_that_are_none_are_refused_here_and_there() {
         };
         let config = config();
         let connecting = || Connection::connect_with(&client, address, &config);
-        let ((), refused) = soon("connect", async { tokio::join!(serving(""), connecting()) }).await;
+        let ((), refused) =
+            soon("connect", async { tokio::join!(serving(""), connecting()) }).await;
         let text = refused.unwrap_err().to_string();
-        let expected = format!("{address} accepted the connection request but is no tokio_rdma::Listener for messages");
-        assert!(text.starts_with(&expected) && text.contains("the peer sent no handshake"), "{text}");
-        let ((), refused) = soon("connect", async { tokio::join!(serving("HTTP/1.1"), connecting()) }).await;
+        let expected = format!(
+            "{address} accepted the connection request but is no tokio_rdma::Listener for messages"
+        );
+        assert!(
+            text.starts_with(&expected) && text.contains("the peer sent no handshake"),
+            "{text}"
+        );
+        let ((), refused) =
+            soon("connect", async { tokio::join!(serving("HTTP/1.1"), connecting()) }).await;
         assert!(
             matches!(
                 &refused,
@@ -476,7 +546,10 @@ fn peers_beyond_the_limits_read_why_and_are_counted() {
             // A place is free when both ends are gone.
             drop(one);
             eventually("ends", || {
-                accepted.lock().unwrap().retain(|connection: &Connection| connection.close_reason().is_none());
+                accepted
+                    .lock()
+                    .unwrap()
+                    .retain(|connection: &Connection| connection.close_reason().is_none());
                 listener.stats().open == 1
             })
             .await;
@@ -497,7 +570,8 @@ fn peer_whose_request_is_the_programs_to_answer_is_refused_all_the_same() {
     run("limits by request", || async {
         let network = Network::new();
         let (server, at) = device(&network, "server");
-        let listener = Listener::bind_with(&server, (at, 0), &config().max_connections(1)).await.unwrap();
+        let listener =
+            Listener::bind_with(&server, (at, 0), &config().max_connections(1)).await.unwrap();
         let (address, (client, _)) = (listener.local_addr(), device(&network, "client"));
         let serve = async {
             let first = listener.request().await.unwrap().accept().await.unwrap();
@@ -508,9 +582,13 @@ fn peer_whose_request_is_the_programs_to_answer_is_refused_all_the_same() {
             let first = Connection::connect_with(&client, address, &config()).await.unwrap();
             (first, Connection::connect_with(&client, address, &config()).await.unwrap_err())
         };
-        let ((_ours, here), (_theirs, there)) = soon("answers", async { tokio::join!(serve, ask) }).await;
+        let ((_ours, here), (_theirs, there)) =
+            soon("answers", async { tokio::join!(serve, ask) }).await;
         assert_eq!(there, EstablishError::Refused { address, refusal: Refusal::ListenerFull });
-        assert!(matches!(here, EstablishError::Refused { refusal: Refusal::ListenerFull, .. }), "{here:?}");
+        assert!(
+            matches!(here, EstablishError::Refused { refusal: Refusal::ListenerFull, .. }),
+            "{here:?}"
+        );
     });
 }
 
@@ -526,7 +604,10 @@ fn peer_that_sends_no_first_message_in_time_is_ended_and_others_are_not() {
         let (address, (client, _)) = (listener.local_addr(), device(&network, "client"));
         let connect = async || {
             let theirs = config();
-            let (theirs, ours) = tokio::join!(Connection::connect_with(&client, address, &theirs), listener.accept());
+            let (theirs, ours) = tokio::join!(
+                Connection::connect_with(&client, address, &theirs),
+                listener.accept()
+            );
             (theirs.unwrap(), ours.unwrap())
         };
         let (speaks, heard) = connect().await;
@@ -557,14 +638,18 @@ fn peer_that_vanishes_at_any_step_leaves_a_reason() {
                 peer.recv().await;
             }
             if step >= 4 {
-                peer.send(&RemoteRegion::new(8, 3 << 20, Rkey(1)).to_bytes(), header(OFFER, 0, 0)).await;
+                peer.send(&RemoteRegion::new(8, 3 << 20, Rkey(1)).to_bytes(), header(OFFER, 0, 0))
+                    .await;
             }
             if step >= 5 {
                 drop(connection.send("more").now_or_never());
             }
             drop(peer);
             let reason = reason(&connection).await;
-            assert!(matches!(reason, CloseReason::Operation(_) | CloseReason::Silent), "step {step}: {reason:?}");
+            assert!(
+                matches!(reason, CloseReason::Operation(_) | CloseReason::Silent),
+                "step {step}: {reason:?}"
+            );
         }
     });
 }

@@ -8,7 +8,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::connected::{self, assert_ready, config, modes, pair, pair_in, pattern, recv};
-use crate::torture::{self, Flavour, LONG, Mode, Seed, bounded, device, eventually, scaled, soon, yields};
+use crate::torture::{
+    self, Flavour, LONG, Mode, Seed, bounded, device, eventually, scaled, soon, yields,
+};
 use bytes::Bytes;
 use futures::{FutureExt, Sink, SinkExt, Stream, StreamExt};
 use tokio::time::timeout;
@@ -17,12 +19,15 @@ use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::software::{Faults, LinkCounters, Network};
 use tokio_rdma::types::{AckTimeout, Gid};
 use tokio_rdma::{
-    Access, Buf, CompletionMode, CompletionQueue, Connection, ConnectionConfig, EstablishError, Listener, MessageError,
-    RemoteRegion, SetupError, cm,
+    Access, Buf, CompletionMode, CompletionQueue, Connection, ConnectionConfig, EstablishError,
+    Listener, MessageError, RemoteRegion, SetupError, cm,
 };
 
 /// Runs `test` in every completion mode and on each runtime.
-fn everywhere<F: Future<Output = ()>>(what: &'static str, test: impl Fn(Mode) -> F + Send + Copy + 'static) {
+fn everywhere<F: Future<Output = ()>>(
+    what: &'static str,
+    test: impl Fn(Mode) -> F + Send + Copy + 'static,
+) {
     for flavour in Flavour::ALL {
         for mode in Mode::ALL {
             bounded(what, LONG, move || flavour.runtime().block_on(test(mode)));
@@ -38,8 +43,23 @@ fn run<F: Future<Output = ()>>(what: &'static str, test: impl FnOnce() -> F + Se
 fn messages_of_every_kind_of_length_arrive_whole_and_in_order() {
     everywhere("lengths", async |mode| {
         let (a, b) = pair(&config().mode(mode.make()));
-        let lengths =
-            [0, 1, 63, 64, 65, 255, 256, 257, 8191, 8192, 8193, 65_536, (1 << 20) - 1, 1 << 20, (1 << 20) + 1];
+        let lengths = [
+            0,
+            1,
+            63,
+            64,
+            65,
+            255,
+            256,
+            257,
+            8191,
+            8192,
+            8193,
+            65_536,
+            (1 << 20) - 1,
+            1 << 20,
+            (1 << 20) + 1,
+        ];
         let lengths = lengths.into_iter().chain([0, (8 << 20) + 5, 3]);
         let sending = async {
             for (at, len) in lengths.clone().enumerate() {
@@ -87,7 +107,12 @@ fn spinning_lets_a_runtime_of_one_thread_come_to_its_own_future() {
 #[test]
 fn both_send_at_once_with_one_buffer_each() {
     everywhere("one buffer", async |mode| {
-        let config = config().mode(mode.make()).receive_buffers(1).spare_buffers(0).send_buffers(1).max_send_wr(4);
+        let config = config()
+            .mode(mode.make())
+            .receive_buffers(1)
+            .spare_buffers(0)
+            .send_buffers(1)
+            .max_send_wr(4);
         let (a, b) = pair(&config.receive_memory(1).send_memory(1));
         let count = scaled(200);
         let talk = async |own: &Connection, seed: u64| {
@@ -100,7 +125,10 @@ fn both_send_at_once_with_one_buffer_each() {
             let receiving = async {
                 for number in 0..count {
                     let len = [0, 10, 5000, 20_000][(number % 4) as usize];
-                    assert!(recv(own).await == pattern(len, 1_000_000 - seed + number), "message {number}");
+                    assert!(
+                        recv(own).await == pattern(len, 1_000_000 - seed + number),
+                        "message {number}"
+                    );
                 }
             };
             tokio::join!(sending, receiving);
@@ -193,7 +221,11 @@ fn messages_that_are_kept_cost_memory_and_nobody_a_wait() {
             kept.push(recv(&b).await);
         }
         assert_eq!(b.counters().copied_out, 47);
-        assert!(kept.iter().enumerate().all(|(number, message)| *message == pattern(4000, number as u64)));
+        assert!(
+            kept.iter()
+                .enumerate()
+                .all(|(number, message)| *message == pattern(4000, number as u64))
+        );
         // The last clone of a message gives its buffer back.
         let clone = kept[0].slice(10..20);
         kept.truncate(1);
@@ -225,7 +257,8 @@ fn sends_that_are_dropped_were_not_sent_and_receives_that_are_dropped_lose_nothi
     let seed = Seed::new("--test connections sends_that_are_dropped");
     let value = seed.value;
     run("cancelled", move || async move {
-        let (a, b) = pair(&config().receive_buffers(3).spare_buffers(2).send_buffers(2).send_memory(40_000));
+        let (a, b) =
+            pair(&config().receive_buffers(3).spare_buffers(2).send_buffers(2).send_memory(40_000));
         let count = scaled(1_000);
         let sending = async {
             let (mut random, mut dropped) = (fastrand::Rng::with_seed(value), 0);
@@ -327,14 +360,20 @@ fn tasks_that_share_a_connection_are_served_in_turn() {
             all.extend(seen);
         }
         all.sort_unstable();
-        let expected: Vec<_> = (0..tasks).flat_map(|task| (0..each).map(move |number| task << 32 | number)).collect();
+        let expected: Vec<_> =
+            (0..tasks).flat_map(|task| (0..each).map(move |number| task << 32 | number)).collect();
         assert!(all == expected, "each once");
     });
 }
 
 #[test]
 fn halves_are_a_sink_and_a_stream_and_come_together_again() {
-    fn is_both<T: Sink<Bytes, Error = MessageError> + Stream<Item = Result<Bytes, MessageError>> + Unpin>(_: &T) {}
+    fn is_both<
+        T: Sink<Bytes, Error = MessageError> + Stream<Item = Result<Bytes, MessageError>> + Unpin,
+    >(
+        _: &T,
+    ) {
+    }
     modes("halves", || async {
         let (a, b) = pair(&config().receive_buffers(3));
         is_both(&a);
@@ -348,7 +387,8 @@ fn halves_are_a_sink_and_a_stream_and_come_together_again() {
             Connection::reunite(b_send, b_recv).unwrap()
         });
         let sending = tokio::spawn(async move {
-            let mut messages = futures::stream::iter((0..count).map(|number| Ok(pattern(20, number))));
+            let mut messages =
+                futures::stream::iter((0..count).map(|number| Ok(pattern(20, number))));
             a_send.send_all(&mut messages).await.unwrap();
             a_send.close().await.unwrap();
             a_send
@@ -361,7 +401,10 @@ fn halves_are_a_sink_and_a_stream_and_come_together_again() {
         let a_send = soon("sending", sending).await.unwrap();
         let b = soon("echo", echo).await.unwrap();
         soon("end", b.close()).await.unwrap();
-        assert_eq!(a_send.send("more").await, Err(MessageError::Closed(tokio_rdma::CloseReason::Clean)));
+        assert_eq!(
+            a_send.send("more").await,
+            Err(MessageError::Closed(tokio_rdma::CloseReason::Clean))
+        );
     });
 }
 
@@ -392,7 +435,8 @@ fn sinks_and_streams_that_are_no_longer_polled_hold_up_nobody() {
             assert_eq!(recv(&b).await, "third");
         };
         soon("send beside a sink", async { tokio::join!(sending, receiving) }).await.0.unwrap();
-        let (flushed, last) = soon("sink", async { tokio::join!(SinkExt::flush(&mut a), recv(&b)) }).await;
+        let (flushed, last) =
+            soon("sink", async { tokio::join!(SinkExt::flush(&mut a), recv(&b)) }).await;
         assert_eq!((flushed, &last[..]), (Ok(()), &b"of the sink"[..]));
     });
 }
@@ -515,7 +559,9 @@ fn messages_too_long_for_the_peer_are_refused_and_harm_nothing() {
         let (a, b) = pair_in(&pd, &pd, &config(), &config().max_message(100_000));
         assert_eq!((a.max_message(), b.max_message()), (100_000, 64 << 20));
         match a.send(vec![0; 100_001]).await {
-            Err(MessageError::TooLong(limit)) => assert_eq!((limit.asked, limit.allowed), (100_001, 100_000)),
+            Err(MessageError::TooLong(limit)) => {
+                assert_eq!((limit.asked, limit.allowed), (100_001, 100_000))
+            }
             other => panic!("{other:?}"),
         }
         a.send(pattern(100_000, 1)).await.unwrap();
@@ -531,7 +577,9 @@ fn limit_of_messages_below_the_buffer_size_holds_to_the_byte() {
             let (a, b) = pair_in(&pd, &pd, &config(), &config().max_message(limit));
             assert_eq!((a.max_message(), a.peer().max_message), (limit, limit));
             match a.send(vec![0; limit as usize + 1]).await {
-                Err(MessageError::TooLong(error)) => assert_eq!((error.asked, error.allowed), (limit + 1, limit)),
+                Err(MessageError::TooLong(error)) => {
+                    assert_eq!((error.asked, error.allowed), (limit + 1, limit))
+                }
                 other => panic!("{limit}: {other:?}"),
             }
             for len in [limit as usize, 0] {
@@ -606,9 +654,16 @@ fn settings_that_cannot_be_are_refused_by_name() {
         assert_eq!(large(config().max_inline(attr.max_inline + 1)), "max_inline");
         assert_eq!(large(config().max_message(u64::MAX)), "max_message");
         let brief = connected::brief();
-        assert_eq!(large(config().options(ConnectOptions { retry_count: 8, ..brief })), "retry_count");
+        assert_eq!(
+            large(config().options(ConnectOptions { retry_count: 8, ..brief })),
+            "retry_count"
+        );
         assert_eq!(large(config().options(ConnectOptions { rnr_retry: 8, ..brief })), "rnr_retry");
-        let queue = CompletionQueue::builder(&device).capacity(100).mode(CompletionMode::Event).build().unwrap();
+        let queue = CompletionQueue::builder(&device)
+            .capacity(100)
+            .mode(CompletionMode::Event)
+            .build()
+            .unwrap();
         let full = Connection::prepare(&pd, &config().completion_queue(&queue));
         assert!(matches!(full, Err(SetupError::CompletionQueueFull { .. })), "{full:?}");
     });
@@ -623,19 +678,27 @@ fn bytes_of_the_user_that_no_peer_could_be_told_are_refused_before_anybody_asks(
             other => panic!("{other:?}"),
         };
         let with = |bytes: usize| config().user_data(vec![7; bytes]);
-        let bind = async |bytes| Listener::bind_with(&device, connected::address(&device), &with(bytes)).await;
+        let bind = async |bytes| {
+            Listener::bind_with(&device, connected::address(&device), &with(bytes)).await
+        };
         for bytes in [173, 256, 1 << 20] {
             assert_eq!(allowed(bind(bytes).await.map(drop)), 172);
         }
         let listener = bind(172).await.unwrap();
-        let connect = async |bytes| Connection::connect_with(&device, listener.local_addr(), &with(bytes)).await;
+        let connect = async |bytes| {
+            Connection::connect_with(&device, listener.local_addr(), &with(bytes)).await
+        };
         assert_eq!(allowed(connect(33).await.map(drop)), 32);
-        let (a, b) = soon("connect", async { tokio::try_join!(connect(32), listener.accept()) }).await.unwrap();
+        let (a, b) = soon("connect", async { tokio::try_join!(connect(32), listener.accept()) })
+            .await
+            .unwrap();
         assert_eq!((&a.user_data()[..], &b.user_data()[..]), (&[7; 172][..], &[7; 32][..]));
         // A listener that could not connect by its settings says so, too, and does not reject everybody.
         let settings = config().options(ConnectOptions { retry_count: 8, ..connected::brief() });
         match Listener::bind_with(&device, connected::address(&device), &settings).await {
-            Err(EstablishError::Setup(SetupError::Limit(limit))) => assert_eq!(limit.field, "retry_count"),
+            Err(EstablishError::Setup(SetupError::Limit(limit))) => {
+                assert_eq!(limit.field, "retry_count")
+            }
             other => panic!("{other:?}"),
         }
         let (other, pd) = self::device(&Network::new());
@@ -659,35 +722,54 @@ fn gid_is_chosen_by_peer_or_by_number_and_an_address_must_lead_there() {
     run("path", || async {
         let (device, pd) = device(&Network::new());
         let (port, entry) = device.default_path().unwrap();
-        let gid = |config: ConnectionConfig| Connection::prepare(&pd, &config).map(|made| made.endpoint().gid);
+        let gid = |config: ConnectionConfig| {
+            Connection::prepare(&pd, &config).map(|made| made.endpoint().gid)
+        };
         assert_eq!(gid(config().source(port.port, entry.index)), Ok(entry.gid));
         assert_eq!(gid(config().peer(entry.gid)), Ok(device.path_to(entry.gid).unwrap().1.gid));
-        assert_eq!(gid(config().source(port.port, 255)), Err(SetupError::NoGid { port: port.port.0 }));
-        assert!(gid(config().source(port.port, 255).peer(entry.gid)).is_ok(), "the last one counts");
+        assert_eq!(
+            gid(config().source(port.port, 255)),
+            Err(SetupError::NoGid { port: port.port.0 })
+        );
+        assert!(
+            gid(config().source(port.port, 255).peer(entry.gid)).is_ok(),
+            "the last one counts"
+        );
 
-        let listener = Listener::bind_with(&device, connected::address(&device), &config()).await.unwrap();
+        let listener =
+            Listener::bind_with(&device, connected::address(&device), &config()).await.unwrap();
         let address = listener.local_addr();
         let route = cm::resolve(&device, address).await.unwrap();
         let (peer, number, index) = (route.destination(), route.port(), route.gid_index());
         drop(route);
         let stranger: Gid = IpAddr::from([10, 9, 9, 9]).into();
-        for (asked, wrong) in [("peer", config().peer(stranger)), ("source", config().source(number, !index))] {
+        for (asked, wrong) in
+            [("peer", config().peer(stranger)), ("source", config().source(number, !index))]
+        {
             match soon("refuse", Connection::connect_with(&device, address, &wrong)).await {
                 Err(EstablishError::Connect(cm::ConnectError::Setup { error, .. })) => {
-                    assert!(matches!(*error, SetupError::Mismatch { what, .. } if what == asked), "{error:?}");
+                    assert!(
+                        matches!(*error, SetupError::Mismatch { what, .. } if what == asked),
+                        "{error:?}"
+                    );
                 }
                 other => panic!("{asked}: {other:?}"),
             }
         }
         for right in [config().peer(peer), config().source(number, index)] {
             let connecting = Connection::connect_with(&device, address, &right);
-            let (a, b) = soon("connect", async { tokio::try_join!(connecting, listener.accept()) }).await.unwrap();
+            let (a, b) = soon("connect", async { tokio::try_join!(connecting, listener.accept()) })
+                .await
+                .unwrap();
             a.send("there").await.unwrap();
             assert_eq!(recv(&b).await, "there");
         }
 
         // A listener for somebody else rejects this peer, and goes on.
-        let picky = Listener::bind_with(&device, connected::address(&device), &config().peer(stranger)).await.unwrap();
+        let picky =
+            Listener::bind_with(&device, connected::address(&device), &config().peer(stranger))
+                .await
+                .unwrap();
         let address = picky.local_addr();
         let asking = async {
             for _ in 0..2 {
@@ -714,7 +796,8 @@ fn memory_of_the_peer_is_read_and_written_beside_messages() {
         // More than the queue holds, mixed with messages.
         let count = scaled(200);
         let adding = async {
-            let adds: Vec<_> = (0..count).map(|_| a.fetch_add(remote.slice(8..16).unwrap(), 1)).collect();
+            let adds: Vec<_> =
+                (0..count).map(|_| a.fetch_add(remote.slice(8..16).unwrap(), 1)).collect();
             for (before, add) in adds.into_iter().enumerate() {
                 assert_eq!(soon("add", add).await.unwrap(), before as u64);
             }
@@ -766,7 +849,8 @@ fn messages_arrive_once_and_in_order_on_a_network_that_loses_and_repeats() {
 #[test]
 fn messages_arrive_once_and_in_order_on_a_network_that_repeats_late() {
     let seed = Seed::new("--test connections messages_arrive_once");
-    let faults = Faults::none().duplicate(0.2).reorder(0.2).delay(Duration::ZERO..Duration::from_millis(3));
+    let faults =
+        Faults::none().duplicate(0.2).reorder(0.2).delay(Duration::ZERO..Duration::from_millis(3));
     let value = seed.value;
     run("late copies", move || async move {
         let counters = talk_over(faults, value).await;
@@ -781,20 +865,29 @@ async fn talk_over(faults: Faults, seed: u64) -> LinkCounters {
     for round in 0..scaled(8) {
         let network = Network::with_faults(seed.wrapping_add(round), faults.clone());
         let (_, pd) = torture::software(&network);
-        let options = ConnectOptions { timeout: AckTimeout::from_code(10), retry_count: 7, ..Default::default() };
+        let options = ConnectOptions {
+            timeout: AckTimeout::from_code(10),
+            retry_count: 7,
+            ..Default::default()
+        };
         let config = ConnectionConfig::default().options(options).receive_buffers(6);
         let (a, b) = pair_in(&pd, &pd, &config, &config);
         let talk = async |own: &Connection| {
             let sending = async {
                 for number in 0..60 {
-                    own.send(pattern([20, 3_000, 30_000][number as usize % 3], number)).await.unwrap();
+                    own.send(pattern([20, 3_000, 30_000][number as usize % 3], number))
+                        .await
+                        .unwrap();
                 }
                 own.finish().unwrap();
             };
             let receiving = async {
                 for number in 0..60 {
                     let message = recv(own).await;
-                    assert!(message == pattern([20, 3_000, 30_000][number as usize % 3], number), "message {number}");
+                    assert!(
+                        message == pattern([20, 3_000, 30_000][number as usize % 3], number),
+                        "message {number}"
+                    );
                 }
                 assert_eq!(soon("end", own.recv()).await, Ok(None));
             };
@@ -813,7 +906,14 @@ async fn talk_over(faults: Faults, seed: u64) -> LinkCounters {
 }
 
 /// What one end of a crowd does: sends `depth` at once, receives, and sees that all is as it should be.
-async fn talk(own: Connection, peer_seed: u64, seed: u64, largest: usize, slow: bool, stop: Arc<AtomicBool>) -> u64 {
+async fn talk(
+    own: Connection,
+    peer_seed: u64,
+    seed: u64,
+    largest: usize,
+    slow: bool,
+    stop: Arc<AtomicBool>,
+) -> u64 {
     // The length and a hash of what follows are in front, so that nobody must remember what was sent.
     let message = |random: &mut fastrand::Rng, number: u64| {
         let len = match random.u8(..10) {
@@ -860,7 +960,10 @@ async fn talk(own: Connection, peer_seed: u64, seed: u64, largest: usize, slow: 
         let mut number = 0_u64;
         while let Some(message) = own.recv().await.unwrap() {
             assert_eq!(message[..8], number.to_be_bytes(), "in order, each once");
-            assert!(message[8..] == pattern(message.len() - 8, peer_seed ^ number), "message {number} is damaged");
+            assert!(
+                message[8..] == pattern(message.len() - 8, peer_seed ^ number),
+                "message {number} is damaged"
+            );
             number += 1;
             if slow {
                 tokio::time::sleep(Duration::from_millis(2)).await;
@@ -877,15 +980,18 @@ async fn talk(own: Connection, peer_seed: u64, seed: u64, largest: usize, slow: 
 fn crowd_of_connections_talks_both_ways_with_slow_readers_among_them() {
     let seed = Seed::new("--test connections crowd_of");
     let value = seed.value;
-    let seconds = std::env::var("TOKIO_RDMA_SECONDS").map_or(2, |seconds| seconds.parse().expect("a number"));
+    let seconds =
+        std::env::var("TOKIO_RDMA_SECONDS").map_or(2, |seconds| seconds.parse().expect("a number"));
     bounded("crowd", 4 * LONG + Duration::from_secs(2 * seconds), move || {
         Flavour::MultiThread.runtime().block_on(async {
             let (device, pd) = device(&Network::new());
             let queue = CompletionQueue::builder(&device).capacity(64 * 2 * 200).build().unwrap();
-            let config = config().completion_queue(&queue).receive_buffers(32).receive_buffer_size(4096);
+            let config =
+                config().completion_queue(&queue).receive_buffers(32).receive_buffer_size(4096);
             let config = config.spare_buffers(8).receive_memory(8 << 20).send_memory(8 << 20);
             // A debug build makes and compares bytes slowly, and the kernel's device may be that of an emulated machine.
-            let brief = std::env::var_os("TOKIO_RDMA_SECONDS").is_none() && torture::hardware().is_some();
+            let brief =
+                std::env::var_os("TOKIO_RDMA_SECONDS").is_none() && torture::hardware().is_some();
             let largest = if cfg!(debug_assertions) || brief { 1 << 20 } else { 8 << 20 };
             let stop = Arc::new(AtomicBool::new(false));
             let mut talks = Vec::new();
@@ -917,8 +1023,13 @@ async fn silent(device: &tokio_rdma::Device, address: std::net::SocketAddr) -> i
     let queue = CompletionQueue::new(device, CompletionMode::Event).unwrap();
     let pd = device.protection_domain().unwrap();
     let qp = route.prepare(tokio_rdma::QueuePair::builder(&pd, &queue)).build().unwrap();
-    let hello = Handshake { buffer_size: 4096, receives: 68, max_message: 1 << 20 }.encode(b"silent").unwrap();
-    let mut connecting = Box::pin(async move { route.connect(&qp, &cm::Options::default().private_data(hello)).await });
+    let hello = Handshake { buffer_size: 4096, receives: 68, max_message: 1 << 20 }
+        .encode(b"silent")
+        .unwrap();
+    let mut connecting =
+        Box::pin(
+            async move { route.connect(&qp, &cm::Options::default().private_data(hello)).await },
+        );
     // Once: the request is on its way, and whatever is answered to it, nobody confirms.
     assert!(connecting.as_mut().now_or_never().is_none());
     connecting
@@ -928,8 +1039,10 @@ async fn silent(device: &tokio_rdma::Device, address: std::net::SocketAddr) -> i
 fn silent_peer_holds_up_nobody() {
     modes("silent", || async {
         let (device, _) = device(&Network::new());
-        let config = config().connect_timeout(LONG).receive_buffers(4).send_buffers(4).spare_buffers(0);
-        let listener = Listener::bind_with(&device, connected::address(&device), &config).await.unwrap();
+        let config =
+            config().connect_timeout(LONG).receive_buffers(4).send_buffers(4).spare_buffers(0);
+        let listener =
+            Listener::bind_with(&device, connected::address(&device), &config).await.unwrap();
         let address = listener.local_addr();
         let _silent = silent(&device, address).await;
         let (start, count) = (Instant::now(), scaled(100));
@@ -945,7 +1058,11 @@ fn silent_peer_holds_up_nobody() {
         let accepting = async {
             for number in 0..count {
                 let connection = listener.accept().await.unwrap();
-                assert_eq!(connection.user_data()[..], number.to_be_bytes(), "the silent one is not among them");
+                assert_eq!(
+                    connection.user_data()[..],
+                    number.to_be_bytes(),
+                    "the silent one is not among them"
+                );
                 assert_eq!(&recv(&connection).await[..], b"hello");
                 connection.close().await.unwrap();
             }
@@ -961,13 +1078,15 @@ fn silent_peers_beyond_the_bound_hold_up_others_until_their_deadline_and_not_lon
     run("bounded", || async {
         let (device, _) = device(&Network::new());
         let config = config().connect_timeout(Duration::from_millis(300)).handshakes(1);
-        let listener = Listener::bind_with(&device, connected::address(&device), &config).await.unwrap();
+        let listener =
+            Listener::bind_with(&device, connected::address(&device), &config).await.unwrap();
         let address = listener.local_addr();
         let _silent = silent(&device, address).await;
         // In the order of their requests: this one waits until the one before it is given up.
         let patient = config.clone().connect_timeout(LONG);
         let connecting = Connection::connect_with(&device, address, &patient);
-        let (ours, theirs) = soon("the next", async { tokio::join!(connecting, listener.accept()) }).await;
+        let (ours, theirs) =
+            soon("the next", async { tokio::join!(connecting, listener.accept()) }).await;
         ours.unwrap().send("hello").await.unwrap();
         assert_eq!(&recv(&theirs.unwrap()).await[..], b"hello");
     });
@@ -978,12 +1097,16 @@ fn accept_that_is_dropped_loses_no_connection() {
     modes("dropped accept", || async {
         let (device, _) = device(&Network::new());
         let config = config().receive_buffers(4).send_buffers(4).spare_buffers(0);
-        let listener = Listener::bind_with(&device, connected::address(&device), &config).await.unwrap();
+        let listener =
+            Listener::bind_with(&device, connected::address(&device), &config).await.unwrap();
         let (address, count) = (listener.local_addr(), scaled(40));
         let peers: Vec<_> = (0..count)
             .map(|number| {
-                let (device, config) = (device.clone(), config.clone().user_data(number.to_be_bytes().to_vec()));
-                tokio::spawn(async move { Connection::connect_with(&device, address, &config).await.unwrap() })
+                let (device, config) =
+                    (device.clone(), config.clone().user_data(number.to_be_bytes().to_vec()));
+                tokio::spawn(async move {
+                    Connection::connect_with(&device, address, &config).await.unwrap()
+                })
             })
             .collect();
         let mut accepted = Vec::new();

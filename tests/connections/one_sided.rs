@@ -8,7 +8,8 @@ use crate::torture::{Mode, device, eventually, keeps_fences, scaled, soon};
 use tokio_rdma::error::LimitError;
 use tokio_rdma::software::Network;
 use tokio_rdma::{
-    Access, Batch, BufMut, CompletionQueue, Connection, ExposedRegion, Imm, OpErrorKind, Pool, RemoteRegion, SetupError,
+    Access, Batch, BufMut, CompletionQueue, Connection, ExposedRegion, Imm, OpErrorKind, Pool,
+    RemoteRegion, SetupError,
 };
 
 /// Bytes of each work request of the batches here.
@@ -57,7 +58,11 @@ fn batch_is_one_completion_and_done_before_the_message_behind_it() {
         let (device, pd) = device(&Network::new());
         // No keepalive, whose completions would be counted.
         let config = config().keepalive(None);
-        let queue = CompletionQueue::builder(&device).capacity(512).mode(Mode::Cooperative.make()).build().unwrap();
+        let queue = CompletionQueue::builder(&device)
+            .capacity(512)
+            .mode(Mode::Cooperative.make())
+            .build()
+            .unwrap();
         let (a, b) = pair_in(&pd, &pd, &config.clone().completion_queue(&queue), &config);
         let (region, remote) = exposed(&b, 16);
         let mut batch = Batch::new();
@@ -96,7 +101,10 @@ fn batch_that_would_take_a_receive_of_the_peer_is_refused_and_nothing_of_it_sent
         let (a, b) = pair(&config());
         let (region, remote) = exposed(&b, 4);
         let mut batch = Batch::new();
-        for (kind, what) in ["SEND", "SEND with immediate data", "WRITE with immediate data"].into_iter().enumerate() {
+        for (kind, what) in ["SEND", "SEND with immediate data", "WRITE with immediate data"]
+            .into_iter()
+            .enumerate()
+        {
             for block in 0..2 {
                 batch.write(a.copy_from(&[7; BLOCK]).unwrap(), place(remote, block));
             }
@@ -110,7 +118,10 @@ fn batch_that_would_take_a_receive_of_the_peer_is_refused_and_nothing_of_it_sent
             let result = soon("refusal", a.post_batch(batch)).await;
             let refusal = OpErrorKind::NotOneSided { index: 2, what };
             assert_eq!(result.results(), [Err(refusal); 4]);
-            assert!(refusal.to_string().contains(&format!("work request 2 of the batch is a {what}")), "{refusal}");
+            assert!(
+                refusal.to_string().contains(&format!("work request 2 of the batch is a {what}")),
+                "{refusal}"
+            );
             let first: Vec<_> = result.buffers().iter().map(|buffer| buffer[0]).collect();
             assert_eq!(first, [7, 7, 8, 9], "all of them come back, as they were");
             batch = result.into_batch();
@@ -130,15 +141,17 @@ fn batches_stand_in_line_with_messages_and_none_is_longer_than_the_send_queue() 
     modes("line", || async {
         let (a, b) = pair(&config().max_send_wr(8));
         let (region, remote) = exposed(&b, 9);
-        let limit = LimitError { field: "work requests of a batch (max_send_wr)", asked: 9, allowed: 8 };
+        let limit =
+            LimitError { field: "work requests of a batch (max_send_wr)", asked: 9, allowed: 8 };
         let result = soon("too long", a.post_batch(writes(&a, remote, 9, 1))).await;
         assert_eq!(result.results(), [Err(OpErrorKind::Limit(limit)); 9]);
         assert_eq!(result.buffers().len(), 9);
         assert!(bytes_of(&region).iter().all(|&byte| byte == 0));
 
         let count = scaled(64);
-        let batches: Vec<_> =
-            (0..count).map(|seed| a.post_batch(writes(&a, remote, [8, 3][seed as usize % 2], seed))).collect();
+        let batches: Vec<_> = (0..count)
+            .map(|seed| a.post_batch(writes(&a, remote, [8, 3][seed as usize % 2], seed)))
+            .collect();
         let sending = async {
             for number in 0..count {
                 a.send(pattern(300, number)).await.unwrap();
@@ -180,9 +193,16 @@ fn bytes_that_travel_inline_need_no_buffer() {
 
         let kind = |result: Result<(), tokio_rdma::OpError<()>>| result.unwrap_err().kind();
         let refused = kind(soon("too long", a.write_inline(&[4; BLOCK + 1], remote)).await);
-        assert!(matches!(refused, OpErrorKind::Limit(LimitError { asked: 513, .. })), "{refused:?}");
-        let refused = kind(soon("no room", a.write_inline(&[4; 9], remote.slice(..8).unwrap())).await);
-        assert!(matches!(refused, OpErrorKind::Limit(LimitError { asked: 9, allowed: 8, .. })), "{refused:?}");
+        assert!(
+            matches!(refused, OpErrorKind::Limit(LimitError { asked: 513, .. })),
+            "{refused:?}"
+        );
+        let refused =
+            kind(soon("no room", a.write_inline(&[4; 9], remote.slice(..8).unwrap())).await);
+        assert!(
+            matches!(refused, OpErrorKind::Limit(LimitError { asked: 9, allowed: 8, .. })),
+            "{refused:?}"
+        );
         assert_eq!(bytes_of(&region)[0], 1);
         assert_open(&a, &b).await;
     });
@@ -239,14 +259,20 @@ fn buffers_that_cannot_be_are_errors_before_there_is_memory_for_them() {
                 Err(SetupError::Limit(limit)) => {
                     assert_eq!(
                         limit,
-                        LimitError { field: "buffer bytes", asked: len as u64, allowed: u32::MAX.into() }
+                        LimitError {
+                            field: "buffer bytes",
+                            asked: len as u64,
+                            allowed: u32::MAX.into()
+                        }
                     );
                 }
                 other => panic!("{other:?}"),
             }
         }
         match Pool::new(a.protection_domain(), 1 << 31, 1 << 30) {
-            Err(SetupError::Verb(error)) => assert_eq!(std::io::Error::from(error).kind(), ErrorKind::OutOfMemory),
+            Err(SetupError::Verb(error)) => {
+                assert_eq!(std::io::Error::from(error).kind(), ErrorKind::OutOfMemory)
+            }
             other => panic!("{other:?}"),
         }
     });

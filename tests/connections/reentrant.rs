@@ -197,7 +197,12 @@ fn connection_works_after_all_of_that() {
             let nosy = Nosy::new(&setup.ours);
             for number in 0..100_u64 {
                 let memory = Memory(vec![7; 64].into(), nosy.clone());
-                drop(setup.ours.write(setup.ours.protection_domain().register(memory).unwrap(), setup.remote));
+                drop(
+                    setup.ours.write(
+                        setup.ours.protection_domain().register(memory).unwrap(),
+                        setup.remote,
+                    ),
+                );
                 setup.ours.send(number.to_be_bytes().to_vec()).await.unwrap();
                 assert_eq!(recv(&setup.theirs).await[..], number.to_be_bytes());
             }

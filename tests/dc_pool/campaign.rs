@@ -69,13 +69,21 @@ async fn operations_are_abandoned_in_every_way(mode: &str) {
         }
         until("all is over", || {
             let counters = pool.counters();
-            let idle = counters.initiators.iter().all(|(_, queue)| queue.in_flight == 0 && queue.waiting == 0);
+            let idle = counters
+                .initiators
+                .iter()
+                .all(|(_, queue)| queue.in_flight == 0 && queue.waiting == 0);
             idle && home.buffers.available() == free && counters.peers_in_line == 0
         })
         .await;
         for at in 0..PEERS {
             let value = there.region.load(8 * (16 + at)).unwrap();
-            assert!(done[at] <= value && value <= called[at], "peer {at}: {} ≤ {value} ≤ {}", done[at], called[at]);
+            assert!(
+                done[at] <= value && value <= called[at],
+                "peer {at}: {} ≤ {value} ≤ {}",
+                done[at],
+                called[at]
+            );
         }
         let counters = pool.counters();
         assert!(counters.repairs > 0 && counters.failed_repairs == 0, "{counters:?}");
@@ -83,7 +91,11 @@ async fn operations_are_abandoned_in_every_way(mode: &str) {
 }
 
 /// How often it asked each peer to add one, and how often it knows that this was done.
-async fn play(stage: Arc<Stage>, mut random: fastrand::Rng, policy: DcPolicy) -> ([u64; PEERS], [u64; PEERS]) {
+async fn play(
+    stage: Arc<Stage>,
+    mut random: fastrand::Rng,
+    policy: DcPolicy,
+) -> ([u64; PEERS], [u64; PEERS]) {
     let (mut called, mut done) = ([0; PEERS], [0; PEERS]);
     let mut kept = Vec::new();
     for _ in 0..ROUNDS {
@@ -101,7 +113,8 @@ async fn play(stage: Arc<Stage>, mut random: fastrand::Rng, policy: DcPolicy) ->
             }
             4 if !kept.is_empty() => {
                 let (at, add) = kept.swap_remove(random.usize(..kept.len()));
-                done[at] += u64::from(ended(within("add", add).await.err().map(|error| error.kind())));
+                done[at] +=
+                    u64::from(ended(within("add", add).await.err().map(|error| error.kind())));
             }
             5 if !kept.is_empty() => drop(kept.swap_remove(random.usize(..kept.len()))),
             6 => {
@@ -116,7 +129,9 @@ async fn play(stage: Arc<Stage>, mut random: fastrand::Rng, policy: DcPolicy) ->
                 if stays {
                     // Before it has the lease: what it waits for while it has one may be in line for what is lent.
                     for (at, add) in kept.drain(..) {
-                        done[at] += u64::from(ended(within("add", add).await.err().map(|error| error.kind())));
+                        done[at] += u64::from(ended(
+                            within("add", add).await.err().map(|error| error.kind()),
+                        ));
                     }
                 }
                 let borrow = peer.borrow();
@@ -126,7 +141,9 @@ async fn play(stage: Arc<Stage>, mut random: fastrand::Rng, policy: DcPolicy) ->
                         called[at] += 1;
                         let add = lease.fetch_add(*word, 1);
                         if random.bool() {
-                            done[at] += u64::from(ended(within("add", add).await.err().map(|error| error.kind())));
+                            done[at] += u64::from(ended(
+                                within("add", add).await.err().map(|error| error.kind()),
+                            ));
                         }
                     }
                 }
@@ -149,7 +166,13 @@ async fn play(stage: Arc<Stage>, mut random: fastrand::Rng, policy: DcPolicy) ->
                 }
                 let batch = peer.post_batch(batch);
                 if random.bool() {
-                    ended(within("batch", batch).await.results().iter().find_map(|result| result.err()));
+                    ended(
+                        within("batch", batch)
+                            .await
+                            .results()
+                            .iter()
+                            .find_map(|result| result.err()),
+                    );
                 }
             }
         }

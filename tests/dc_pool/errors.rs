@@ -27,8 +27,11 @@ async fn errors_of_one_peer_are_seen_by_no_other(mode: &str) {
     let mut stranger = address;
     stranger.key.0 ^= 1;
     let gone = Node::new(&setup.b, mode);
-    let (greedy, stranger, gone_peer) =
-        (pool.peer(&address).unwrap(), pool.peer(&stranger).unwrap(), pool.peer(&gone.target.address()).unwrap());
+    let (greedy, stranger, gone_peer) = (
+        pool.peer(&address).unwrap(),
+        pool.peer(&stranger).unwrap(),
+        pool.peer(&gone.target.address()).unwrap(),
+    );
     drop(gone);
     let good: Vec<_> = (0..4).map(|_| pool.peer(&address).unwrap()).collect();
     let bad = [
@@ -40,9 +43,13 @@ async fn errors_of_one_peer_are_seen_by_no_other(mode: &str) {
     let failing = bad.into_iter().map(|(peer, remote, rounds)| {
         tokio::spawn(async move {
             for _ in 0..rounds {
-                let (first, second) = (peer.write_inline(b"fail", remote), peer.write_inline(b"next", remote));
+                let (first, second) =
+                    (peer.write_inline(b"fail", remote), peer.write_inline(b"next", remote));
                 let error = within("bad write", first).await.unwrap_err();
-                assert!(error.status().is_some_and(|status| status != WcStatus::WR_FLUSH_ERR), "{error}");
+                assert!(
+                    error.status().is_some_and(|status| status != WcStatus::WR_FLUSH_ERR),
+                    "{error}"
+                );
                 within("bad write", second).await.unwrap_err();
             }
         })
@@ -94,13 +101,19 @@ async fn lease_ends_with_its_first_failure(mode: &str) {
         let peer = pool.peer(&there.target.address()).unwrap();
         let lease = within("lease", peer.borrow()).await.unwrap();
         within("write", lease.write_inline(b"good", there.remote(0, 4))).await.unwrap();
-        let (bad, behind) =
-            (lease.write_inline(b"bad", there.forbidden()), lease.write_inline(b"behind", there.remote(0, 6)));
+        let (bad, behind) = (
+            lease.write_inline(b"bad", there.forbidden()),
+            lease.write_inline(b"behind", there.remote(0, 6)),
+        );
         within("bad", bad).await.unwrap_err();
-        assert_eq!(within("behind", behind).await.unwrap_err().status(), Some(WcStatus::WR_FLUSH_ERR));
+        assert_eq!(
+            within("behind", behind).await.unwrap_err().status(),
+            Some(WcStatus::WR_FLUSH_ERR)
+        );
         // Others go on, it does not.
         within("write", peer.write_inline(b"others", there.remote(8, 6))).await.unwrap();
-        let late = within("late", lease.write_inline(b"late", there.remote(0, 4))).await.unwrap_err();
+        let late =
+            within("late", lease.write_inline(b"late", there.remote(0, 4))).await.unwrap_err();
         assert_eq!(late.status(), Some(WcStatus::WR_FLUSH_ERR));
         let again = within("lease", peer.borrow()).await.unwrap();
         drop(lease);
@@ -119,7 +132,9 @@ async fn sharing_peers_go_on_after_a_failure(mode: &str) {
     // Nobody waits for anybody.
     let blocked = block(&there, &peers[0]).await;
     for peer in &peers[1..] {
-        assert!(poll(&mut peer.fetch_add(there.word(0), 1)).is_ready() || pool.counters().waited == 0);
+        assert!(
+            poll(&mut peer.fetch_add(there.word(0), 1)).is_ready() || pool.counters().waited == 0
+        );
     }
     unblock(&there).await;
     within("send", blocked).await.unwrap();
@@ -206,12 +221,15 @@ async fn lease_that_is_kept_holds_up_nobody_when_the_device_is_lost(mode: &str) 
 
 /// The device is well, so no verb fails: the completion queue alone knows why the initiators are closed.
 async fn pool_on_a_dead_completion_queue_names_its_error(mode: &str) {
-    let Some((setup, control, _)) = Setup::controlled("pool_on_a_dead_completion_queue") else { return };
+    let Some((setup, control, _)) = Setup::controlled("pool_on_a_dead_completion_queue") else {
+        return;
+    };
     let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
     let pool = home.pool(2, exclusive(3));
     let peer = pool.peer(&there.target.address()).unwrap();
     let stuck = block(&there, &peer).await;
-    let lease = within("lease", pool.peer(&there.target.address()).unwrap().borrow()).await.unwrap();
+    let lease =
+        within("lease", pool.peer(&there.target.address()).unwrap().borrow()).await.unwrap();
     let event = AsyncEvent::CqError { cq: home.queue.id() };
     control.announce(event);
     assert_eq!(setup.a.next_event().unwrap(), Some(event));
@@ -251,7 +269,10 @@ async fn pool_on_a_dead_completion_queue_names_its_error(mode: &str) {
 async fn until_final_error(mode: &str, mut operation: impl AsyncFnMut() -> Option<()>) {
     let start = std::time::Instant::now();
     while operation().await.is_none() {
-        assert!(start.elapsed() < std::time::Duration::from_secs(60), "{mode}: the expected error never came");
+        assert!(
+            start.elapsed() < std::time::Duration::from_secs(60),
+            "{mode}: the expected error never came"
+        );
         tokio::task::yield_now().await;
     }
 }
@@ -265,8 +286,15 @@ fn pool_is_checked_when_it_is_made() {
     assert_eq!(error, SetupError::TooSmall { field: "initiators", asked: 0, least: 1 });
     // Devices may give more room than was asked for.
     let fit = home.queue.counters().capacity / 128;
-    let error = builder().initiators(fit as usize + 1).initiator(|each| each.max_send_wr(128)).build().unwrap_err();
-    assert!(matches!(error, SetupError::CompletionQueueFull { asked: 128, free: 0..128 }), "{error}");
+    let error = builder()
+        .initiators(fit as usize + 1)
+        .initiator(|each| each.max_send_wr(128))
+        .build()
+        .unwrap_err();
+    assert!(
+        matches!(error, SetupError::CompletionQueueFull { asked: 128, free: 0..128 }),
+        "{error}"
+    );
     let error = builder().policy(exclusive(0)).build().unwrap_err();
     assert_eq!(error, SetupError::TooSmall { field: "quota", asked: 0, least: 1 });
     let pool = builder().policy(exclusive(1)).build().unwrap();

@@ -12,7 +12,8 @@ use tokio_rdma::memory::HostMemory;
 use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::types::{AckTimeout, RnrTimer};
 use tokio_rdma::{
-    Access, BufMut, CompletionQueue, Device, ExposedRegion, Pool, ProtectionDomain, RemoteRegion, SharedReceiveQueue,
+    Access, BufMut, CompletionQueue, Device, ExposedRegion, Pool, ProtectionDomain, RemoteRegion,
+    SharedReceiveQueue,
 };
 
 use crate::common::{Setup, mode, skip, until};
@@ -86,7 +87,8 @@ impl Node {
     fn within(pd: &ProtectionDomain, queue: &CompletionQueue) -> Self {
         let srq = SharedReceiveQueue::new(pd, queue, 64, 1).unwrap();
         let target = DcTarget::builder(pd, &srq).rnr_timer(RnrTimer::from_code(1)).build().unwrap();
-        let region = ExposedRegion::new(pd, HostMemory::zeroed(4096).unwrap(), Access::REMOTE_ALL).unwrap();
+        let region =
+            ExposedRegion::new(pd, HostMemory::zeroed(4096).unwrap(), Access::REMOTE_ALL).unwrap();
         let buffers = Pool::builder(pd).buffer_size(64).buffers(64).build().unwrap();
         Self { target, srq, region, buffers, _queue: queue.clone() }
     }

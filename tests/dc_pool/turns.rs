@@ -4,7 +4,9 @@ use tokio_rdma::dc::{DcPolicy, DcPoolPeer, DcTarget};
 use tokio_rdma::error::TryError;
 use tokio_rdma::memory::HostMemory;
 use tokio_rdma::types::Access;
-use tokio_rdma::{Batch, BufMut, CompletionQueue, ExposedRegion, Imm, OpErrorKind, SharedReceiveQueue};
+use tokio_rdma::{
+    Batch, BufMut, CompletionQueue, ExposedRegion, Imm, OpErrorKind, SharedReceiveQueue,
+};
 
 use super::{Home, Node, block, exclusive, poll, setup, unblock, until};
 use crate::common::{in_every_mode, mode, pattern, within};
@@ -30,13 +32,19 @@ async fn each_operation(mode: &str) {
         let pool = home.pool(2, policy);
         let peer = pool.peer(&there.target.address()).unwrap();
         let bytes = pattern(200, 1);
-        let mut buffer = within("write", peer.write(home.buffer(&bytes), there.remote(8, 200))).await.unwrap();
+        let mut buffer =
+            within("write", peer.write(home.buffer(&bytes), there.remote(8, 200))).await.unwrap();
         buffer.fill(0xee);
         let buffer = within("read", peer.read(buffer, there.remote(8, 200))).await.unwrap();
         assert_eq!(&buffer[..], bytes);
         within("inline", peer.write_inline(b"inline", there.remote(32, 6))).await.unwrap();
-        within("try", peer.try_write(home.buffer(b"tried"), there.remote(64, 5)).unwrap()).await.unwrap();
-        let read = peer.fenced().try_read(home.buffers.try_alloc(5).unwrap(), there.remote(64, 5)).unwrap();
+        within("try", peer.try_write(home.buffer(b"tried"), there.remote(64, 5)).unwrap())
+            .await
+            .unwrap();
+        let read = peer
+            .fenced()
+            .try_read(home.buffers.try_alloc(5).unwrap(), there.remote(64, 5))
+            .unwrap();
         assert_eq!(&within("read", read).await.unwrap()[..], b"tried");
         assert_eq!(within("add", peer.fetch_add(there.word(0), 2)).await.unwrap(), 0);
         assert_eq!(within("swap", peer.compare_swap(there.word(0), 2, 7)).await.unwrap(), 2);
@@ -44,14 +52,19 @@ async fn each_operation(mode: &str) {
         let error = within("add", peer.fetch_add(there.remote(4, 8), 2)).await.unwrap_err();
         assert!(matches!(error.kind(), OpErrorKind::Misaligned { .. }), "{error}");
 
-        let receives: Vec<_> = (0..7).map(|_| there.srq.recv(there.buffers.try_alloc(64).unwrap())).collect();
+        let receives: Vec<_> =
+            (0..7).map(|_| there.srq.recv(there.buffers.try_alloc(64).unwrap())).collect();
         within("send", peer.send(home.buffer(b"0"))).await.unwrap();
         within("send", peer.send_with_imm(home.buffer(b"1"), Imm(1))).await.unwrap();
         within("send", peer.solicited().send_inline(b"2")).await.unwrap();
         within("send", peer.send_inline_with_imm(b"3", Imm(3))).await.unwrap();
         within("send", peer.try_send(home.buffer(b"4")).unwrap()).await.unwrap();
-        within("write", peer.write_with_imm(home.buffer(b"5"), there.remote(0, 1), Imm(5))).await.unwrap();
-        within("write", peer.write_inline_with_imm(b"6", there.remote(0, 1), Imm(6))).await.unwrap();
+        within("write", peer.write_with_imm(home.buffer(b"5"), there.remote(0, 1), Imm(5)))
+            .await
+            .unwrap();
+        within("write", peer.write_inline_with_imm(b"6", there.remote(0, 1), Imm(6)))
+            .await
+            .unwrap();
         for (turn, receive) in receives.into_iter().enumerate() {
             let received = within("receive", receive).await.unwrap();
             assert_eq!(received.imm, [1, 3, 5, 6].contains(&turn).then_some(Imm(turn as u32)));
@@ -68,11 +81,16 @@ async fn each_operation(mode: &str) {
         assert_eq!(&result.buffers()[0][..], [7; 4]);
 
         let lease = within("lease", peer.borrow()).await.unwrap();
-        let (first, second) = (lease.write_inline(b"1", there.remote(0, 1)), lease.fetch_add(there.word(3), 1));
+        let (first, second) =
+            (lease.write_inline(b"1", there.remote(0, 1)), lease.fetch_add(there.word(3), 1));
         within("write", first).await.unwrap();
         within("add", second).await.unwrap();
         let counters = pool.counters();
-        assert_eq!((counters.switches, counters.waited, counters.repairs), (1, 0, 0), "{counters:?}");
+        assert_eq!(
+            (counters.switches, counters.waited, counters.repairs),
+            (1, 0, 0),
+            "{counters:?}"
+        );
         assert!(format!("{pool:?} {peer:?} {lease:?}").contains("DcPool"));
     }
 }
@@ -86,10 +104,13 @@ async fn order_of_a_peer_is_kept(mode: &str) {
         let home = Home::new(&setup.a, mode);
         let nodes: Vec<_> = (0..PEERS).map(|_| Node::new(&setup.b, mode)).collect();
         let pool = home.pool(2, policy);
-        let peers: Vec<_> = nodes.iter().map(|node| pool.peer(&node.target.address()).unwrap()).collect();
+        let peers: Vec<_> =
+            nodes.iter().map(|node| pool.peer(&node.target.address()).unwrap()).collect();
         let receives: Vec<Vec<_>> = nodes
             .iter()
-            .map(|node| (0..MESSAGES).map(|_| node.srq.recv(node.buffers.try_alloc(4).unwrap())).collect())
+            .map(|node| {
+                (0..MESSAGES).map(|_| node.srq.recv(node.buffers.try_alloc(4).unwrap())).collect()
+            })
             .collect();
         let mut sends = Vec::new();
         for turn in 0..MESSAGES {
@@ -107,7 +128,11 @@ async fn order_of_a_peer_is_kept(mode: &str) {
             for receive in receives {
                 seen.push(within("receive", receive).await.unwrap().imm);
             }
-            assert_eq!(seen, (0..MESSAGES).map(|turn| Some(Imm(turn))).collect::<Vec<_>>(), "{policy:?}");
+            assert_eq!(
+                seen,
+                (0..MESSAGES).map(|turn| Some(Imm(turn))).collect::<Vec<_>>(),
+                "{policy:?}"
+            );
         }
         assert_eq!(pool.counters().peers_in_line, 0);
     }
@@ -163,10 +188,15 @@ async fn waiter_that_is_dropped_was_not_sent(mode: &str) {
     let blocked = block(&there, &peers[0]).await;
     let free = home.buffers.available();
     let writes: Vec<_> = (1..4)
-        .map(|at| [0, 1].map(|part| peers[at].write(home.buffer(&[at as u8]), there.remote(10 * part + at, 1))))
+        .map(|at| {
+            [0, 1].map(|part| {
+                peers[at].write(home.buffer(&[at as u8]), there.remote(10 * part + at, 1))
+            })
+        })
         .collect();
     let mut writes = writes.into_iter();
-    let (first, second, third) = (writes.next().unwrap(), writes.next().unwrap(), writes.next().unwrap());
+    let (first, second, third) =
+        (writes.next().unwrap(), writes.next().unwrap(), writes.next().unwrap());
     // All of one peer, and one of two of another, polled or not.
     drop(first);
     let [mut a, b] = second;
@@ -325,8 +355,10 @@ async fn waiters_see_the_end(mode: &str) {
     let [one, other] = [0, 1].map(peer);
     let (blocked, free) = (block(&there, &one).await, home.buffers.available());
     let flying = one.write(home.buffer(b"flying"), there.remote(0, 6));
-    let waiting =
-        [other.write(home.buffer(b"first"), there.remote(0, 5)), one.write(home.buffer(b"second"), there.remote(0, 6))];
+    let waiting = [
+        other.write(home.buffer(b"first"), there.remote(0, 5)),
+        one.write(home.buffer(b"second"), there.remote(0, 6)),
+    ];
     let lent = other.borrow();
     pool.close();
     for write in waiting {
@@ -334,11 +366,16 @@ async fn waiters_see_the_end(mode: &str) {
         assert_eq!(error.kind(), OpErrorKind::Closed);
     }
     assert_eq!(within("lease", lent).await.unwrap_err().kind(), OpErrorKind::Closed);
-    for error in [within("send", blocked).await.unwrap_err().kind(), within("write", flying).await.unwrap_err().kind()]
-    {
+    for error in [
+        within("send", blocked).await.unwrap_err().kind(),
+        within("write", flying).await.unwrap_err().kind(),
+    ] {
         assert!(matches!(error, OpErrorKind::Closed | OpErrorKind::Completion(_)), "{error}");
     }
-    assert_eq!(within("add", one.fetch_add(there.word(0), 1)).await.unwrap_err().kind(), OpErrorKind::Closed);
+    assert_eq!(
+        within("add", one.fetch_add(there.word(0), 1)).await.unwrap_err().kind(),
+        OpErrorKind::Closed
+    );
     let refused = other.try_write(home.buffer(b"late"), there.remote(0, 4)).unwrap_err();
     assert!(matches!(refused, TryError::Refused(_)), "{refused}");
     drop(refused);
@@ -348,7 +385,8 @@ async fn waiters_see_the_end(mode: &str) {
     assert_eq!(result.results(), [Err(OpErrorKind::Closed)]);
     drop(result);
     let empty = within("empty batch", other.post_batch(Batch::<BufMut>::new())).await;
-    let tried = within("empty batch, tried", other.try_post_batch(Batch::<BufMut>::new()).unwrap()).await;
+    let tried =
+        within("empty batch, tried", other.try_post_batch(Batch::<BufMut>::new()).unwrap()).await;
     assert!(!empty.is_ok() && !tried.is_ok(), "a closed pool takes no batch, however short");
     assert_eq!(home.buffers.available(), free);
 }
@@ -364,8 +402,11 @@ fn ten_thousand_addresses_share_eight_initiators() {
         let queue = CompletionQueue::new(&setup.b, mode("event")).unwrap();
         let srq = SharedReceiveQueue::new(&pd, &queue, 4, 1).unwrap();
         let targets: Vec<_> = (0..ADDRESSES).map(|_| DcTarget::new(&pd, &srq).unwrap()).collect();
-        let region = ExposedRegion::new(&pd, HostMemory::zeroed(8 * ADDRESSES).unwrap(), Access::REMOTE_ALL).unwrap();
-        let peers: Vec<DcPoolPeer> = targets.iter().map(|target| pool.peer(&target.address()).unwrap()).collect();
+        let region =
+            ExposedRegion::new(&pd, HostMemory::zeroed(8 * ADDRESSES).unwrap(), Access::REMOTE_ALL)
+                .unwrap();
+        let peers: Vec<DcPoolPeer> =
+            targets.iter().map(|target| pool.peer(&target.address()).unwrap()).collect();
         let tasks: Vec<_> = peers
             .chunks(ADDRESSES / 16)
             .enumerate()
@@ -389,7 +430,10 @@ fn ten_thousand_addresses_share_eight_initiators() {
             assert_eq!(region.load(8 * at).unwrap(), 1 << 32 | 1, "peer {at}");
         }
         let counters = pool.counters();
-        assert_eq!((counters.initiators.len(), counters.repairs, counters.peers_in_line), (8, 0, 0));
+        assert_eq!(
+            (counters.initiators.len(), counters.repairs, counters.peers_in_line),
+            (8, 0, 0)
+        );
         assert!(counters.switches >= ADDRESSES as u64, "{counters:?}");
         assert!(counters.initiators.iter().all(|(_, queue)| queue.posted > 0), "{counters:?}");
     });
@@ -399,7 +443,8 @@ fn ten_thousand_addresses_share_eight_initiators() {
 #[test]
 fn waiter_outlives_the_runtime_it_was_polled_in() {
     let Some(setup) = setup("waiter_outlives") else { return };
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let handle = runtime.handle().clone();
     let (home, there) = (Home::new(&setup.a, "event"), Node::new(&setup.b, "cooperative"));
     let pool = home.pool(1, exclusive(1));
@@ -416,7 +461,9 @@ fn waiter_outlives_the_runtime_it_was_polled_in() {
         let mut context = std::task::Context::from_waker(&waker);
         let mut told = Some(told);
         loop {
-            if let std::task::Poll::Ready(result) = std::pin::Pin::new(&mut write).poll(&mut context) {
+            if let std::task::Poll::Ready(result) =
+                std::pin::Pin::new(&mut write).poll(&mut context)
+            {
                 return result.unwrap();
             }
             drop(told.take());

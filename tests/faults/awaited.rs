@@ -14,10 +14,12 @@ use fastrand::Rng;
 use tokio_rdma::memory::HostMemory;
 use tokio_rdma::op::{Atomic, BatchOp, Read, Received, Send};
 use tokio_rdma::software::{LinkCounters, Network};
-use tokio_rdma::types::{AckTimeout, AddressVector, Mtu, PortNum, Psn, QpAttr, QpState, RnrTimer, WcStatus};
+use tokio_rdma::types::{
+    AckTimeout, AddressVector, Mtu, PortNum, Psn, QpAttr, QpState, RnrTimer, WcStatus,
+};
 use tokio_rdma::{
-    Access, Batch, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Imm, Pool, ProtectionDomain,
-    QueuePair, RemoteRegion, SharedReceiveQueue,
+    Access, Batch, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Imm, Pool,
+    ProtectionDomain, QueuePair, RemoteRegion, SharedReceiveQueue,
 };
 
 use super::campaign::{Trace, seeds};
@@ -120,7 +122,13 @@ async fn sender(
             let (kind, len, at, abandon, fence) = {
                 let mut random = world.random.borrow_mut();
                 let len = size(&mut random, world.mtu, LARGEST / 2);
-                (random.u8(..9), len, random.usize(..LARGEST), random.u8(..8) == 0, random.u8(..4) == 0)
+                (
+                    random.u8(..9),
+                    len,
+                    random.usize(..LARGEST),
+                    random.u8(..8) == 0,
+                    random.u8(..4) == 0,
+                )
             };
             let bytes = &noise()[at..at + len];
             let qp = if fence { qp.fenced() } else { qp.clone() };
@@ -169,7 +177,10 @@ async fn sender(
                 }
                 7 => {
                     let old = this.chain.replace(this.chain.get() + 1);
-                    Pending::Swapped(qp.compare_swap(grant.slice(words..words + 8).unwrap(), old, old + 1), old)
+                    Pending::Swapped(
+                        qp.compare_swap(grant.slice(words..words + 8).unwrap(), old, old + 1),
+                        old,
+                    )
                 }
                 _ => {
                     let mut batch = Batch::new();
@@ -224,7 +235,10 @@ async fn sender(
                 let result = operation.await;
                 assert_eq!(result.results().len(), count);
                 let good = result.results().iter().take_while(|one| one.is_ok()).count();
-                assert!(result.results()[good..].iter().all(|one| one.is_err()), "nothing succeeds after a failure");
+                assert!(
+                    result.results()[good..].iter().all(|one| one.is_err()),
+                    "nothing succeeds after a failure"
+                );
                 result.into_buffers().map(|buffers| assert_eq!(buffers.len(), count))
             }
         };
@@ -239,21 +253,30 @@ async fn sender(
             (None, WcStatus::SUCCESS) => {}
             (None, _) => {
                 // An abandoned operation may have failed first, or the peer's direction.
-                let known = [WcStatus::RETRY_EXC_ERR, WcStatus::RNR_RETRY_EXC_ERR, WcStatus::WR_FLUSH_ERR];
+                let known =
+                    [WcStatus::RETRY_EXC_ERR, WcStatus::RNR_RETRY_EXC_ERR, WcStatus::WR_FLUSH_ERR];
                 assert!(known.contains(&status), "{status:?}");
                 this.failed.set(Some(status));
                 // The peer is told some other way, as a service would.
                 peer.modify(&QpAttr::to_state(QpState::Err)).unwrap();
                 next = STEPS;
             }
-            (Some(_), status) => assert_eq!(status, WcStatus::WR_FLUSH_ERR, "after a failure all is flushed"),
+            (Some(_), status) => {
+                assert_eq!(status, WcStatus::WR_FLUSH_ERR, "after a failure all is flushed")
+            }
         }
     }
     this.finished.set(true);
 }
 
 /// Keeps some receives posted and takes the messages of one direction, not always at once.
-async fn receiver(world: Rc<World>, index: usize, qp: QueuePair, pool: Pool, region: Rc<ExposedRegion>) {
+async fn receiver(
+    world: Rc<World>,
+    index: usize,
+    qp: QueuePair,
+    pool: Pool,
+    region: Rc<ExposedRegion>,
+) {
     let this = &world.directions[index];
     let (many, lazy) = {
         let mut random = world.random.borrow_mut();
@@ -277,7 +300,11 @@ async fn receiver(world: Rc<World>, index: usize, qp: QueuePair, pool: Pool, reg
         }
     }
     for rest in posted {
-        assert_eq!(rest.await.unwrap_err().kind().status(), Some(WcStatus::WR_FLUSH_ERR), "flushed in order");
+        assert_eq!(
+            rest.await.unwrap_err().kind().status(),
+            Some(WcStatus::WR_FLUSH_ERR),
+            "flushed in order"
+        );
     }
 }
 
@@ -286,8 +313,15 @@ fn check(world: &World, this: &Direction, received: &Received<BufMut>, region: &
     this.delivered.set(number + 1);
     let expected = this.messages.borrow().get(number).copied().expect("it was sent");
     let now = world.network.now().as_nanos() as u64;
-    world.trace.borrow_mut().add(&[now, this.name as u64, 1 << 32 | number as u64, received.len as u64]);
-    world.trace.borrow().say(|| format!("{now} ns, direction {}: message {number}, {} bytes", this.name, received.len));
+    world.trace.borrow_mut().add(&[
+        now,
+        this.name as u64,
+        1 << 32 | number as u64,
+        received.len as u64,
+    ]);
+    world.trace.borrow().say(|| {
+        format!("{now} ns, direction {}: message {number}, {} bytes", this.name, received.len)
+    });
     assert_eq!(received.len, expected.bytes.len(), "message {number} of direction {}", this.name);
     assert_eq!((received.imm, received.written), (expected.imm, expected.written.is_some()));
     if let Some(at) = expected.written {
@@ -371,14 +405,22 @@ fn run(seed: u64, verbose: bool) -> Outcome {
     let pairs = random.usize(1..=2);
     let is_shared = random.u8(..4) == 0;
     let trace = Trace::new(verbose);
-    trace.say(|| format!("seed {seed}: {mix:?}, {mtu:?}, {pairs} pairs, patient {patient}, shared {is_shared}"));
+    trace.say(|| {
+        format!(
+            "seed {seed}: {mix:?}, {mtu:?}, {pairs} pairs, patient {patient}, shared {is_shared}"
+        )
+    });
     let devices = ["a", "b"].map(|name| Device::software_in(&network, name).unwrap());
-    let pds: [ProtectionDomain; 2] = [0, 1].map(|side: usize| devices[side].protection_domain().unwrap());
-    let queues = [0, 1].map(|side: usize| CompletionQueue::new(&devices[side], CompletionMode::Cooperative).unwrap());
+    let pds: [ProtectionDomain; 2] =
+        [0, 1].map(|side: usize| devices[side].protection_domain().unwrap());
+    let queues = [0, 1].map(|side: usize| {
+        CompletionQueue::new(&devices[side], CompletionMode::Cooperative).unwrap()
+    });
     let pools = [0, 1].map(|side: usize| {
         Pool::builder(&pds[side]).buffer_size(LARGEST / 2).buffers(8).growing(true).build().unwrap()
     });
-    let srq = is_shared.then(|| SharedReceiveQueue::new(&pds[1], &queues[1], random.u32(1..8), 1).unwrap());
+    let srq = is_shared
+        .then(|| SharedReceiveQueue::new(&pds[1], &queues[1], random.u32(1..8), 1).unwrap());
     let mut qps: Vec<[QueuePair; 2]> = Vec::new();
     for _ in 0..pairs {
         let pair = [0, 1].map(|side: usize| {
@@ -429,11 +471,19 @@ fn run(seed: u64, verbose: bool) -> Outcome {
     for index in 0..count {
         // Direction `index` goes from side `index % 2` to the other.
         let (pair, side) = (&qps[index / 2], index % 2);
-        let (qp, peer, region) = (pair[side].clone(), pair[1 - side].clone(), regions[index].clone());
+        let (qp, peer, region) =
+            (pair[side].clone(), pair[1 - side].clone(), regions[index].clone());
         senders.push(tasks.len());
         let counter = regions[side].grant().slice(0..8).unwrap();
         let ends = [qp, peer.clone()];
-        tasks.push(Some(Box::pin(sender(world.clone(), index, ends, pools[side].clone(), region.clone(), counter))));
+        tasks.push(Some(Box::pin(sender(
+            world.clone(),
+            index,
+            ends,
+            pools[side].clone(),
+            region.clone(),
+            counter,
+        ))));
         if srq.is_none() || side == 1 {
             let pool = pools[1 - side].clone();
             tasks.push(Some(Box::pin(receiver(world.clone(), index, peer, pool, region))));
@@ -442,7 +492,13 @@ fn run(seed: u64, verbose: bool) -> Outcome {
     if let Some(srq) = &srq {
         let here = qps.iter().map(|pair| pair[1].clone()).collect();
         let theirs = regions.iter().step_by(2).cloned().collect();
-        tasks.push(Some(Box::pin(shared_receiver(world.clone(), srq.clone(), here, pools[1].clone(), theirs))));
+        tasks.push(Some(Box::pin(shared_receiver(
+            world.clone(),
+            srq.clone(),
+            here,
+            pools[1].clone(),
+            theirs,
+        ))));
     }
     let wakes = Arc::new(Count(AtomicU64::new(0)));
     let waker = Waker::from(wakes.clone());
@@ -457,7 +513,8 @@ fn run(seed: u64, verbose: bool) -> Outcome {
     };
     let mut still = 0;
     let seen = |world: &World| -> (usize, u64) {
-        let values = world.directions.iter().map(|one| one.delivered.get() + one.operations.get()).sum();
+        let values =
+            world.directions.iter().map(|one| one.delivered.get() + one.operations.get()).sum();
         (values, world.trace.borrow().hash())
     };
     let mut before = seen(&world);
@@ -472,7 +529,12 @@ fn run(seed: u64, verbose: bool) -> Outcome {
         let after = seen(&world);
         still = if moved == 0 && after == before { still + 1 } else { 0 };
         before = after;
-        assert!(still < 5000, "hangs at {:?}, {} wakes", network.now(), wakes.0.load(Ordering::Relaxed));
+        assert!(
+            still < 5000,
+            "hangs at {:?}, {} wakes",
+            network.now(),
+            wakes.0.load(Ordering::Relaxed)
+        );
         assert!(network.now() < Duration::from_secs(100), "never ends");
     }
     // What was abandoned goes on to its end.
@@ -488,7 +550,8 @@ fn run(seed: u64, verbose: bool) -> Outcome {
     assert!(network.run_until_idle(Duration::ZERO));
     let hash = world.trace.borrow().hash();
     for (index, this) in world.directions.iter().enumerate() {
-        let failed = this.failed.get().is_some() || world.directions[index ^ 1].failed.get().is_some();
+        let failed =
+            this.failed.get().is_some() || world.directions[index ^ 1].failed.get().is_some();
         let is_err = qps[index / 2][index % 2].query().unwrap().0 == QpState::Err;
         assert!(this.finished.get());
         let word = regions[index].load(8 * (2 + index)).unwrap();
@@ -507,12 +570,18 @@ fn run(seed: u64, verbose: bool) -> Outcome {
     }
     for side in 0..2 {
         let there = || world.directions.iter().skip(side).step_by(2);
-        let (most, added) = (there().map(|one| one.additions.get()).sum::<u64>(), regions[side].load(0).unwrap());
+        let (most, added) =
+            (there().map(|one| one.additions.get()).sum::<u64>(), regions[side].load(0).unwrap());
         let mut found = world.sums[1 - side].borrow().clone();
         found.sort_unstable();
-        assert!(found.windows(2).all(|two| two[0] < two[1]) && found.last().is_none_or(|&last| last < added));
+        assert!(
+            found.windows(2).all(|two| two[0] < two[1])
+                && found.last().is_none_or(|&last| last < added)
+        );
         assert!((found.len() as u64..=most).contains(&added), "{added} of {most} additions");
-        let failed = (side..count).step_by(2).any(|index| qps[index / 2][side].query().unwrap().0 == QpState::Err);
+        let failed = (side..count)
+            .step_by(2)
+            .any(|index| qps[index / 2][side].query().unwrap().0 == QpState::Err);
         assert!(failed || added == most, "each addition once");
     }
     // Ending the connections ends the receivers.
@@ -548,9 +617,14 @@ fn operations_end_once_and_right() {
     }) else {
         return;
     };
-    let failed = |patient| outcomes.iter().filter(|one| one.patient == patient && one.failed > 0).count();
+    let failed =
+        |patient| outcomes.iter().filter(|one| one.patient == patient && one.failed > 0).count();
     let operations: usize = outcomes.iter().map(|one| one.operations).sum();
-    println!("{operations} operations; {} patient seeds failed, {} others", failed(true), failed(false));
+    println!(
+        "{operations} operations; {} patient seeds failed, {} others",
+        failed(true),
+        failed(false)
+    );
     if outcomes.len() >= 500 {
         assert!(failed(true) * 100 <= outcomes.len() && failed(false) > 0);
     }

@@ -16,7 +16,11 @@ fn number(name: &str) -> Option<u64> {
 
 /// Runs `run(seed, verbose)` for each seed; `part` of the usual number. All results, in the order of the seeds;
 /// `None` if only one seed was asked for.
-pub(crate) fn seeds<R: Send>(test: &str, part: f64, run: impl Fn(u64, bool) -> R + Sync) -> Option<Vec<R>> {
+pub(crate) fn seeds<R: Send>(
+    test: &str,
+    part: f64,
+    run: impl Fn(u64, bool) -> R + Sync,
+) -> Option<Vec<R>> {
     if let Some(seed) = number("TOKIO_RDMA_SEED") {
         // Another campaign of this process may have set it.
         let _ = tracing::subscriber::set_global_default(Printer);

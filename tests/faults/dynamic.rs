@@ -9,8 +9,8 @@ use std::time::Duration;
 use fastrand::Rng;
 use tokio_rdma::software::{LinkCounters, Network};
 use tokio_rdma::types::{
-    AddressVector, Data, DcKey, DctTarget, Mtu, PortNum, QpAttr, QpState, Qpn, RecvWr, RnrTimer, SendFlags, SendOp,
-    SendWr, SrqCaps, Transport, WcOpcode, WcStatus, WorkCompletion, WrId,
+    AddressVector, Data, DcKey, DctTarget, Mtu, PortNum, QpAttr, QpState, Qpn, RecvWr, RnrTimer,
+    SendFlags, SendOp, SendWr, SrqCaps, Transport, WcOpcode, WcStatus, WorkCompletion, WrId,
 };
 use tokio_rdma::verbs::{Dct, Qp, Srq};
 use tokio_rdma::{Access, Imm};
@@ -154,14 +154,19 @@ impl Asker {
         source.fill(0, &noise()[..2 * LARGEST]);
         let results = Memory::new(&here.pd, STEPS * SLOT);
         let steps = Vec::new();
-        let it = Self { side, qp, terms, source, results, steps, done: 0, failed_at: None, repaired: 0 };
+        let it =
+            Self { side, qp, terms, source, results, steps, done: 0, failed_at: None, repaired: 0 };
         it.bring_up();
         it
     }
 
     fn bring_up(&self) {
         let Terms { mtu, psn, timeout, retry_count, rnr_retry, rd_atomic, .. } = self.terms;
-        let init = QpAttr { pkey_index: Some(0), port: Some(PortNum(1)), ..QpAttr::to_state(QpState::Init) };
+        let init = QpAttr {
+            pkey_index: Some(0),
+            port: Some(PortNum(1)),
+            ..QpAttr::to_state(QpState::Init)
+        };
         self.qp.modify(&init).unwrap();
         self.qp.modify(&QpAttr { path_mtu: Some(mtu), ..QpAttr::to_state(QpState::Rtr) }).unwrap();
         self.qp
@@ -177,7 +182,13 @@ impl Asker {
     }
 
     /// Posts the next step if there is room.
-    fn post(&mut self, index: usize, random: &mut Rng, targets: &[Target], places: &[AddressVector]) {
+    fn post(
+        &mut self,
+        index: usize,
+        random: &mut Rng,
+        targets: &[Target],
+        places: &[AddressVector],
+    ) {
         let room = self.steps.len() - self.done < self.terms.caps.max_send_wr as usize;
         if self.steps.len() == STEPS || !room || !is(&self.qp, QpState::Rts) {
             return;
@@ -189,7 +200,8 @@ impl Asker {
             _ => random.usize(..targets.len()),
         };
         let to = &targets[target];
-        let kind = [Kind::Send, Kind::WriteImm, Kind::Write, Kind::Read, Kind::Add][random.usize(..5)];
+        let kind =
+            [Kind::Send, Kind::WriteImm, Kind::Write, Kind::Read, Kind::Add][random.usize(..5)];
         let len = size(random, self.terms.mtu, SLOT).max(1);
         let at = random.usize(..LARGEST);
         let place = 8 + (index * STEPS + number) * SLOT;
@@ -211,13 +223,23 @@ impl Asker {
         };
         let address = &places[to.side];
         let receiver = DctTarget { address, handle: 0, number: to.number(), key: to.key };
-        let flags = if random.u8(..6) == 0 { SendFlags::FENCE } else { SendFlags::empty() } | SendFlags::SIGNALED;
+        let flags = if random.u8(..6) == 0 { SendFlags::FENCE } else { SendFlags::empty() }
+            | SendFlags::SIGNALED;
         let wr_id = WrId((index * STEPS + number) as u64);
         let sges = [sge];
-        let wr = SendWr { wr_id, op, flags, data: Data::Sges(&sges), target: Some(receiver.into()) };
+        let wr =
+            SendWr { wr_id, op, flags, data: Data::Sges(&sges), target: Some(receiver.into()) };
         // SAFETY: source and results outlive the queue pair; what is read into is looked at after the completion.
         unsafe { self.qp.post_send(&[wr]) }.unwrap();
-        self.steps.push(Step { kind, target, number: to.number(), at, len, status: None, arrived: 0 });
+        self.steps.push(Step {
+            kind,
+            target,
+            number: to.number(),
+            at,
+            len,
+            status: None,
+            arrived: 0,
+        });
     }
 
     /// A completion of its own.
@@ -234,7 +256,9 @@ impl Asker {
                     assert!(self.results.bytes(number * SLOT, step.len) == step.bytes());
                 }
             }
-            WcStatus::WR_FLUSH_ERR => assert!(self.failed_at.is_some() || is(&self.qp, QpState::Err)),
+            WcStatus::WR_FLUSH_ERR => {
+                assert!(self.failed_at.is_some() || is(&self.qp, QpState::Err))
+            }
             WcStatus::RETRY_EXC_ERR => self.failed_at = Some(number),
             WcStatus::RNR_RETRY_EXC_ERR if !patient => self.failed_at = Some(number),
             other => panic!("{other} of {step:?}"),
@@ -278,7 +302,14 @@ impl World {
             .collect();
         for (side, wc) in &all {
             let now = self.network.now().as_nanos() as u64;
-            self.trace.add(&[now, *side as u64, wc.wr_id.0, wc.status.0.into(), wc.byte_len.into(), wc.qpn.0.into()]);
+            self.trace.add(&[
+                now,
+                *side as u64,
+                wc.wr_id.0,
+                wc.status.0.into(),
+                wc.byte_len.into(),
+                wc.qpn.0.into(),
+            ]);
             self.trace.say(|| format!("{now} ns, side {side}: {wc:?}"));
             if wc.wr_id.0 & RECEIVE != 0 {
                 self.received(*side, wc);
@@ -297,13 +328,18 @@ impl World {
         let at = ((wc.wr_id.0 & !RECEIVE) >> 32) as usize;
         let target = &mut self.targets[at];
         assert_eq!((target.side, target.number()), (side, wc.qpn));
-        let slot = target.posted.remove(&(wc.wr_id.0 & 0xffff_ffff)).expect("a receive completes once");
+        let slot =
+            target.posted.remove(&(wc.wr_id.0 & 0xffff_ffff)).expect("a receive completes once");
         target.free.push(slot);
         let id = wc.imm().expect("all of them have a number").0 as usize;
         let (index, number) = (id / STEPS, id % STEPS);
         let step = &mut self.askers[index].steps[number];
         step.arrived += 1;
-        assert_eq!((step.arrived, step.target, step.number), (1, at, wc.qpn), "once, where it was sent to");
+        assert_eq!(
+            (step.arrived, step.target, step.number),
+            (1, at, wc.qpn),
+            "once, where it was sent to"
+        );
         assert_eq!(wc.byte_len as usize, step.len);
         let before = self.newest.insert((wc.qpn, index), number);
         assert!(before < Some(number), "{number} after {before:?}: out of order");
@@ -332,7 +368,10 @@ impl World {
             for (number, step) in asker.steps.iter().enumerate() {
                 self.check_step(index * STEPS + number, step);
             }
-            assert!(asker.repaired > 0 || asker.steps.iter().all(|step| step.status == Some(WcStatus::SUCCESS)));
+            assert!(
+                asker.repaired > 0
+                    || asker.steps.iter().all(|step| step.status == Some(WcStatus::SUCCESS))
+            );
         }
         for (index, target) in self.targets.iter().enumerate() {
             let added = target.memory.word(0);
@@ -349,7 +388,10 @@ impl World {
             }
             assert!((originals.len() as u64..=asked).contains(&added), "additions once each");
             originals.sort_unstable();
-            assert!(originals.windows(2).all(|pair| pair[0] < pair[1]), "no two have found the same value");
+            assert!(
+                originals.windows(2).all(|pair| pair[0] < pair[1]),
+                "no two have found the same value"
+            );
             assert!(originals.last().is_none_or(|&last| last < added));
             let counters = target.dct.software_counters().unwrap();
             assert!(counters.open <= self.askers.len() as u64, "sessions pile up: {counters:?}");
@@ -368,7 +410,9 @@ impl World {
             let (written, beside) = found.split_at(step.len);
             assert!(*beside == [0; SLOT][step.len..], "it touched something else");
             // What failed has left some of what it was to leave.
-            let some = || written.iter().zip(step.bytes()).all(|(&found, &byte)| found == byte || found == 0);
+            let some = || {
+                written.iter().zip(step.bytes()).all(|(&found, &byte)| found == byte || found == 0)
+            };
             assert!(written == step.bytes() || !done && some());
         }
     }
@@ -396,8 +440,21 @@ fn run(seed: u64, verbose: bool) -> Outcome {
         Asker::new(&sides, side, &mut random, mtu, patient)
     });
     let askers = askers.collect();
-    trace.say(|| format!("seed {seed}: {mix:?}, {mtu:?}, patient {patient}, unrest {unrest}, {count} initiators"));
-    let mut world = World { trace, askers, targets, sides, network, patient, failed: 0, newest: HashMap::new() };
+    trace.say(|| {
+        format!(
+            "seed {seed}: {mix:?}, {mtu:?}, patient {patient}, unrest {unrest}, {count} initiators"
+        )
+    });
+    let mut world = World {
+        trace,
+        askers,
+        targets,
+        sides,
+        network,
+        patient,
+        failed: 0,
+        newest: HashMap::new(),
+    };
     let eager = random.u8(20..=100);
     let (mut idle, mut rounds) = (false, 0);
     while !idle || world.askers.iter().any(|asker| asker.done < STEPS) {
@@ -443,7 +500,9 @@ fn run(seed: u64, verbose: bool) -> Outcome {
 
 #[test]
 fn turning_from_target_to_target_is_exact() {
-    let Some(outcomes) = seeds("dynamic::turning_from_target_to_target_is_exact", 1.0, run) else { return };
+    let Some(outcomes) = seeds("dynamic::turning_from_target_to_target_is_exact", 1.0, run) else {
+        return;
+    };
     let turns: u64 = outcomes.iter().map(|outcome| outcome.turns).sum();
     let lost: u64 = outcomes.iter().map(|outcome| outcome.link.lost).sum();
     let failed = outcomes.iter().filter(|outcome| outcome.failed > 0).count();

@@ -5,7 +5,9 @@
 use std::time::Duration;
 
 use tokio_rdma::software::{Faults, Network};
-use tokio_rdma::types::{AckTimeout, Data, QpState, RecvWr, SendFlags, SendOp, SendWr, Transport, WcStatus, WrId};
+use tokio_rdma::types::{
+    AckTimeout, Data, QpState, RecvWr, SendFlags, SendOp, SendWr, Transport, WcStatus, WrId,
+};
 use tokio_rdma::verbs::Qp;
 
 use super::memory::Memory;
@@ -32,7 +34,13 @@ impl Pair {
 
     fn send(&self, side: usize, wr_id: u64, op: SendOp, len: usize) {
         let sges = [self.memories[side].sge(0, len)];
-        let wr = SendWr { wr_id: WrId(wr_id), op, flags: SendFlags::SIGNALED, data: Data::Sges(&sges), target: None };
+        let wr = SendWr {
+            wr_id: WrId(wr_id),
+            op,
+            flags: SendFlags::SIGNALED,
+            data: Data::Sges(&sges),
+            target: None,
+        };
         // SAFETY: the memory outlives the queue pairs and is looked at only after the completion.
         unsafe { self.qps[side].post_send(&[wr]) }.unwrap();
     }
@@ -104,7 +112,10 @@ fn a_dead_link_is_noticed_in_time() {
             // IBTA 9.7.6.1.3: each wait lasts from once to four times the timeout.
             let each = Duration::from_nanos(timeout.nanoseconds().unwrap());
             let expected = each * (u32::from(retry_count) + 1);
-            assert!((expected..=4 * expected).contains(&took), "{retry_count} retries of {each:?} took {took:?}");
+            assert!(
+                (expected..=4 * expected).contains(&took),
+                "{retry_count} retries of {each:?} took {took:?}"
+            );
             assert_eq!(pair.network.counters().lost, 3 * (u64::from(retry_count) + 1));
             // The other side has heard nothing, and tells when it is asked to do something.
             assert!(pair.network.run_until_idle(Duration::from_secs(1)));
@@ -149,7 +160,12 @@ fn what_was_done_and_not_answered_is_not_done_again() {
         let pair = Pair::new(Terms { retry_count, ..Terms::usual() });
         pair.send(0, 1, pair.add(), 8);
         assert_eq!(pair.deaf(1), [(1, WcStatus::RETRY_EXC_ERR)]);
-        assert_eq!(pair.memories[1].word(8), 1, "executed once, although sent {} times", retry_count + 1);
+        assert_eq!(
+            pair.memories[1].word(8),
+            1,
+            "executed once, although sent {} times",
+            retry_count + 1
+        );
         let pair = Pair::new(Terms { retry_count, ..Terms::usual() });
         pair.receive(1, 5);
         pair.receive(1, 6);

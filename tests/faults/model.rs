@@ -41,7 +41,15 @@ impl Model {
 
     /// Panics unless each byte of `found`, from `at`, is that of `base` or of one of the WRITEs from `first` to
     /// before `end`, which may or may not have been executed yet.
-    pub(crate) fn check(&self, what: &str, found: &[u8], at: usize, base: &[u8], first: usize, end: usize) {
+    pub(crate) fn check(
+        &self,
+        what: &str,
+        found: &[u8],
+        at: usize,
+        base: &[u8],
+        first: usize,
+        end: usize,
+    ) {
         assert_eq!(found.len(), base.len());
         if found == base {
             return;
@@ -49,7 +57,10 @@ impl Model {
         for (offset, (&found, &base)) in found.iter().zip(base).enumerate() {
             let mut later = self.writes.iter().filter(|write| (first..end).contains(&write.index));
             let right = found == base || later.any(|write| write.byte(at + offset) == Some(found));
-            assert!(right, "{what}: byte {offset} at {at} is {found}, expected {base}; WRITEs {first}..{end} are open");
+            assert!(
+                right,
+                "{what}: byte {offset} at {at} is {found}, expected {base}; WRITEs {first}..{end} are open"
+            );
         }
     }
 

@@ -6,7 +6,10 @@ use tokio_rdma::memory::HostMemory;
 use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::software::{Faults, Network};
 use tokio_rdma::types::{AckTimeout, RnrTimer, WcStatus};
-use tokio_rdma::{Access, CompletionMode, CompletionQueue, Device, ExposedRegion, Imm, Pool, QueuePair, RemoteRegion};
+use tokio_rdma::{
+    Access, CompletionMode, CompletionQueue, Device, ExposedRegion, Imm, Pool, QueuePair,
+    RemoteRegion,
+};
 
 use super::chance::noise;
 
@@ -63,8 +66,14 @@ async fn both_directions(mode: fn() -> CompletionMode, seed: u64) {
         let pd = device.protection_domain().unwrap();
         let queue = CompletionQueue::new(&device, mode()).unwrap();
         let qp = QueuePair::builder(&pd, &queue).max_send_wr(8).max_recv_wr(4).build().unwrap();
-        let region = ExposedRegion::new(&pd, HostMemory::zeroed(16384).unwrap(), Access::REMOTE_ALL);
-        let pool = Pool::builder(&pd).buffer_size(LARGEST).buffers(MESSAGES + 8).growing(true).build().unwrap();
+        let region =
+            ExposedRegion::new(&pd, HostMemory::zeroed(16384).unwrap(), Access::REMOTE_ALL);
+        let pool = Pool::builder(&pd)
+            .buffer_size(LARGEST)
+            .buffers(MESSAGES + 8)
+            .growing(true)
+            .build()
+            .unwrap();
         (qp, region.unwrap(), pool)
     });
     ends[0].0.connect_with(&ends[1].0.endpoint(), &options).unwrap();
@@ -85,7 +94,8 @@ async fn both_directions(mode: fn() -> CompletionMode, seed: u64) {
     // The link dies: whoever waits is told.
     network.set_loss(1.0);
     let [(qp, _, pool), (peer, ..)] = &ends;
-    let (first, second) = (qp.send(pool.copy_from(b"1").unwrap()), qp.send(pool.copy_from(b"2").unwrap()));
+    let (first, second) =
+        (qp.send(pool.copy_from(b"1").unwrap()), qp.send(pool.copy_from(b"2").unwrap()));
     let waiting = qp.recv(pool.try_alloc(8).unwrap());
     assert_eq!(first.await.unwrap_err().kind().status(), Some(WcStatus::RETRY_EXC_ERR));
     assert_eq!(second.await.unwrap_err().kind().status(), Some(WcStatus::WR_FLUSH_ERR));

@@ -9,8 +9,8 @@ use fastrand::Rng;
 use tokio_rdma::Imm;
 use tokio_rdma::software::{LinkCounters, Network};
 use tokio_rdma::types::{
-    AsyncEvent, Data, Mtu, QpState, RecvWr, SendFlags, SendOp, SendWr, Sge, SrqCaps, Transport, WcOpcode, WcStatus,
-    WorkCompletion, WrId,
+    AsyncEvent, Data, Mtu, QpState, RecvWr, SendFlags, SendOp, SendWr, Sge, SrqCaps, Transport,
+    WcOpcode, WcStatus, WorkCompletion, WrId,
 };
 use tokio_rdma::verbs::{Qp, Srq};
 
@@ -185,8 +185,10 @@ fn plan(random: &mut Rng, mtu: Mtu, results: &mut usize, count: usize, depth: us
             } else {
                 random.usize(..2 * LARGEST)
             };
-            let signaled =
-                !some_unsignaled || unsignaled + 1 >= depth.div_ceil(2) || index + 1 == count || random.bool();
+            let signaled = !some_unsignaled
+                || unsignaled + 1 >= depth.div_ceil(2)
+                || index + 1 == count
+                || random.bool();
             unsignaled = if signaled { 0 } else { unsignaled + 1 };
             Step {
                 kind,
@@ -265,7 +267,8 @@ impl Run {
                 let qp = here.queue_pair(Transport::Rc, srq, terms.caps);
                 let count = if random.u8(..8) == 0 { 0 } else { random.usize(1..24) };
                 let mut room = 0;
-                let plan = plan(&mut random, mtu, &mut room, count, terms.caps.max_send_wr as usize);
+                let plan =
+                    plan(&mut random, mtu, &mut room, count, terms.caps.max_send_wr as usize);
                 let pd = &here.pd;
                 let target = Memory::new(pd, TARGET);
                 let initial = &noise()[2 * LARGEST - 7 * pair..][..TARGET];
@@ -306,13 +309,18 @@ impl Run {
                     ended: false,
                 });
             }
-            connect([(&sides[0], &made[0].qp, &made[0].terms), (&sides[1], &made[1].qp, &made[1].terms)]);
+            connect([
+                (&sides[0], &made[0].qp, &made[0].terms),
+                (&sides[1], &made[1].qp, &made[1].terms),
+            ]);
             ends.append(&mut made);
         }
         for (number, queue) in queues.iter_mut().enumerate() {
-            let senders = (0..ends.len())
-                .filter(|&end| ends[end ^ 1].queue == number && ends[end ^ 1].side == ends[queue.end].side);
-            let steps = senders.flat_map(|end| &ends[end].plan).filter(|step| step.kind.consumes_receive());
+            let senders = (0..ends.len()).filter(|&end| {
+                ends[end ^ 1].queue == number && ends[end ^ 1].side == ends[queue.end].side
+            });
+            let steps =
+                senders.flat_map(|end| &ends[end].plan).filter(|step| step.kind.consumes_receive());
             let (mut count, mut largest) = (0, 0);
             for step in steps {
                 count += 1;
@@ -353,7 +361,9 @@ impl Run {
         let queue = &mut self.queues[number];
         let mut any = false;
         for _ in 0..most {
-            if queue.next >= queue.most || (queue.shared.is_none() && self.ends[queue.end].failed.is_some()) {
+            if queue.next >= queue.most
+                || (queue.shared.is_none() && self.ends[queue.end].failed.is_some())
+            {
                 break;
             }
             let Some(slot) = queue.free.pop() else { break };
@@ -403,8 +413,11 @@ impl Run {
                 }
                 _ => {}
             }
-            let memory =
-                if step.kind == Kind::Read || step.kind.is_atomic() { &this.results } else { &self.sources[side] };
+            let memory = if step.kind == Kind::Read || step.kind.is_atomic() {
+                &this.results
+            } else {
+                &self.sources[side]
+            };
             sges.push(cut(memory, step.local, step.len, step.pieces));
         }
         let list: Vec<_> = this.plan[first..last]
@@ -412,7 +425,8 @@ impl Run {
             .zip(&sges)
             .zip(first..)
             .map(|((step, sges), index)| {
-                let (remote, imm) = (peer.target.remote(step.remote), Imm(index as u32 ^ 0x5a00_0000));
+                let (remote, imm) =
+                    (peer.target.remote(step.remote), Imm(index as u32 ^ 0x5a00_0000));
                 let op = match step.kind {
                     Kind::Send => SendOp::Send,
                     Kind::SendImm => SendOp::SendWithImm(imm),
@@ -425,9 +439,11 @@ impl Run {
                         compare: step.compare + if miss { 1000 } else { 0 },
                         swap: step.swap,
                     },
-                    Kind::Contend => {
-                        SendOp::CompareSwap { remote: words.remote(CONTENDED), compare: step.compare, swap: step.swap }
-                    }
+                    Kind::Contend => SendOp::CompareSwap {
+                        remote: words.remote(CONTENDED),
+                        compare: step.compare,
+                        swap: step.swap,
+                    },
                 };
                 let mut flags = SendFlags::empty();
                 flags.set(SendFlags::FENCE, step.fence);
@@ -435,7 +451,13 @@ impl Run {
                 flags.set(SendFlags::SOLICITED, step.solicited);
                 let inline = &noise()[step.local % (2 * LARGEST)..][..step.len];
                 let data = if step.inline { Data::Inline(inline) } else { Data::Sges(sges) };
-                SendWr { wr_id: WrId((number as u64) << 32 | index as u64), op, flags, data, target: None }
+                SendWr {
+                    wr_id: WrId((number as u64) << 32 | index as u64),
+                    op,
+                    flags,
+                    data,
+                    target: None,
+                }
             })
             .collect();
         // SAFETY: sources are never written, results looked at only after their completion, and both outlive `qp`.
@@ -456,14 +478,23 @@ impl Run {
                 let step = &this.plan[index];
                 (step.kind, step.remote, step.len, step.local, step.fence)
             };
-            self.trace.say(|| format!("end {number} posts {index}: {kind:?} {len} bytes, remote {at}, fence {fence}"));
+            self.trace.say(|| {
+                format!(
+                    "end {number} posts {index}: {kind:?} {len} bytes, remote {at}, fence {fence}"
+                )
+            });
             if fence {
-                let open = this.plan[this.done..index].iter_mut().filter(|step| step.kind == Kind::Read);
+                let open =
+                    this.plan[this.done..index].iter_mut().filter(|step| step.kind == Kind::Read);
                 open.for_each(|step| _ = step.fenced_by.get_or_insert(index));
             }
             match kind {
-                Kind::Write | Kind::WriteImm => this.model.write(index, at, &noise()[local..local + len]),
-                Kind::Read => this.plan[index].snapshot = this.model.newest()[at..at + len].to_vec(),
+                Kind::Write | Kind::WriteImm => {
+                    this.model.write(index, at, &noise()[local..local + len])
+                }
+                Kind::Read => {
+                    this.plan[index].snapshot = this.model.newest()[at..at + len].to_vec()
+                }
                 _ => {}
             }
             if kind.consumes_receive() {
@@ -486,7 +517,14 @@ impl Run {
                     any = true;
                     self.completions += 1;
                     let good = if done.status.is_success() { u64::from(done.byte_len) } else { 0 };
-                    let values = [now, side as u64, done.wr_id.0, done.status.0.into(), good, number(done.qpn)];
+                    let values = [
+                        now,
+                        side as u64,
+                        done.wr_id.0,
+                        done.status.0.into(),
+                        good,
+                        number(done.qpn),
+                    ];
                     self.trace.add(&values);
                     self.trace.say(|| format!("{now} ns, side {side}: {done:?}"));
                     if receives {
@@ -503,15 +541,27 @@ impl Run {
     fn received(&mut self, side: usize, done: &WorkCompletion) {
         let queue = &mut self.queues[(done.wr_id.0 >> 40 & 0xffff) as usize];
         let id = done.wr_id.0 & 0xff_ffff_ffff;
-        let position = queue.posted.iter().position(|&(posted, _)| posted == id).expect("each receive completes once");
-        assert!(position == 0 || queue.shared.is_some(), "receives complete in the order in which they were posted");
+        let position = queue
+            .posted
+            .iter()
+            .position(|&(posted, _)| posted == id)
+            .expect("each receive completes once");
+        assert!(
+            position == 0 || queue.shared.is_some(),
+            "receives complete in the order in which they were posted"
+        );
         let (_, slot) = queue.posted.remove(position).unwrap();
-        let index = self.ends.iter().position(|end| end.side == side && end.qp.qpn() == done.qpn).unwrap();
+        let index =
+            self.ends.iter().position(|end| end.side == side && end.qp.qpn() == done.qpn).unwrap();
         let [this, peer] = self.ends.get_disjoint_mut([index, index ^ 1]).unwrap();
         assert!(id + 1 > this.newest_receive, "receives of a queue pair are taken in order");
         this.newest_receive = id + 1;
         if !done.status.is_success() {
-            assert_eq!(done.status, WcStatus::WR_FLUSH_ERR, "a receive fails only with its queue pair");
+            assert_eq!(
+                done.status,
+                WcStatus::WR_FLUSH_ERR,
+                "a receive fails only with its queue pair"
+            );
             assert!(
                 this.failed.is_some() || this.ended || is(&this.qp, QpState::Err),
                 "nothing is flushed in {:?}",
@@ -522,10 +572,13 @@ impl Run {
         assert!(!this.ended, "nothing arrives any more");
         let number = this.delivered;
         this.delivered += 1;
-        let message =
-            *peer.messages.get(number).unwrap_or_else(|| panic!("end {index}: message {number} was never sent"));
+        let message = *peer
+            .messages
+            .get(number)
+            .unwrap_or_else(|| panic!("end {index}: message {number} was never sent"));
         let step = &peer.plan[message];
-        let opcode = if step.kind == Kind::WriteImm { WcOpcode::RECV_RDMA_WITH_IMM } else { WcOpcode::RECV };
+        let opcode =
+            if step.kind == Kind::WriteImm { WcOpcode::RECV_RDMA_WITH_IMM } else { WcOpcode::RECV };
         let imm = (step.kind != Kind::Send).then_some(Imm(message as u32 ^ 0x5a00_0000));
         assert_eq!(
             (done.opcode, done.byte_len, done.imm()),
@@ -539,9 +592,16 @@ impl Run {
             let found = this.target.bytes(step.remote, step.len);
             peer.model.check("WRITE_WITH_IMM", &found, step.remote, sent, message + 1, peer.next);
         } else {
-            assert!(queue.memory.bytes(at, step.len) == sent, "message {number} has other contents");
+            assert!(
+                queue.memory.bytes(at, step.len) == sent,
+                "message {number} has other contents"
+            );
         }
-        assert_eq!(queue.memory.bytes(at + queue.slot - GUARD, GUARD), [0xa5; GUARD], "written beyond the receive");
+        assert_eq!(
+            queue.memory.bytes(at + queue.slot - GUARD, GUARD),
+            [0xa5; GUARD],
+            "written beyond the receive"
+        );
         queue.free.push(slot);
     }
 
@@ -558,19 +618,27 @@ impl Run {
         );
         match this.failed {
             Some(_) => {
-                assert_eq!(done.status, WcStatus::WR_FLUSH_ERR, "end {number}: {index} after a failure");
+                assert_eq!(
+                    done.status,
+                    WcStatus::WR_FLUSH_ERR,
+                    "end {number}: {index} after a failure"
+                );
                 assert_eq!(index, this.done, "end {number}: flushed in order, each of them");
                 this.done += 1;
                 return;
             }
             None => {
                 let mut skipped = this.plan[this.done..index].iter();
-                assert!(skipped.all(|step| !step.signaled), "end {number}: completion {index} overtook signaled ones");
+                assert!(
+                    skipped.all(|step| !step.signaled),
+                    "end {number}: completion {index} overtook signaled ones"
+                );
             }
         }
         if !done.status.is_success() {
-            let known = matches!(done.status, WcStatus::RETRY_EXC_ERR | WcStatus::RNR_RETRY_EXC_ERR)
-                || (this.ended && done.status == WcStatus::WR_FLUSH_ERR);
+            let known =
+                matches!(done.status, WcStatus::RETRY_EXC_ERR | WcStatus::RNR_RETRY_EXC_ERR)
+                    || (this.ended && done.status == WcStatus::WR_FLUSH_ERR);
             assert!(known, "end {number}: work request {index} fails as {:?}", done.status);
             if done.status == WcStatus::RNR_RETRY_EXC_ERR {
                 assert!(this.terms.rnr_retry < 7, "7 is without end");
@@ -590,7 +658,11 @@ impl Run {
                 }
                 Kind::Add => self.sums[peer.side].push(this.results.word(step.local)),
                 Kind::Chain(_) => {
-                    assert_eq!(this.results.word(step.local), step.compare, "end {number}: {good} swapped once");
+                    assert_eq!(
+                        this.results.word(step.local),
+                        step.compare,
+                        "end {number}: {good} swapped once"
+                    );
                 }
                 Kind::Contend => {
                     let old = this.results.word(step.local);
@@ -671,7 +743,14 @@ impl Run {
     fn state(&self) -> String {
         let ends = self.ends.iter().map(|end| {
             let (state, _) = end.qp.query().unwrap();
-            format!("{state:?} {}/{}/{} {:?} {}", end.done, end.next, end.plan.len(), end.failed, end.delivered)
+            format!(
+                "{state:?} {}/{}/{} {:?} {}",
+                end.done,
+                end.next,
+                end.plan.len(),
+                end.failed,
+                end.delivered
+            )
         });
         format!("{:?} at {:?}", ends.collect::<Vec<_>>(), self.network.now())
     }
@@ -684,7 +763,10 @@ impl Run {
         for (index, (end, before)) in self.ends.iter().zip(before).enumerate() {
             // Only what was underway when its sender gave up arrives so late.
             let late = end.delivered - before.1;
-            assert!(end.done == before.0 && (late == 0 || self.ends[index ^ 1].failed.is_some()), "completes late");
+            assert!(
+                end.done == before.0 && (late == 0 || self.ends[index ^ 1].failed.is_some()),
+                "completes late"
+            );
         }
         for index in 0..self.ends.len() {
             let this = &self.ends[index];
@@ -694,7 +776,10 @@ impl Run {
             // Also late answers changed nothing.
             for step in &this.plan[..this.next] {
                 if let Some(result) = &step.result {
-                    assert!(this.results.bytes(step.local, step.len) == *result, "a READ was changed afterwards");
+                    assert!(
+                        this.results.bytes(step.local, step.len) == *result,
+                        "a READ was changed afterwards"
+                    );
                 }
             }
             let found = peer.target.bytes(0, TARGET);
@@ -706,15 +791,29 @@ impl Run {
                     assert_eq!(word, this.chain);
                 }
                 Some((first, _)) => {
-                    this.model.check("WRITE", &found, 0, &this.model.before(first), first, this.next);
-                    let links =
-                        |steps: &[Step]| steps.iter().filter(|step| step.kind == Kind::Chain(false)).count() as u64;
-                    assert!((links(&this.plan[..first])..=links(&this.plan[..this.next])).contains(&word));
+                    this.model.check(
+                        "WRITE",
+                        &found,
+                        0,
+                        &this.model.before(first),
+                        first,
+                        this.next,
+                    );
+                    let links = |steps: &[Step]| {
+                        steps.iter().filter(|step| step.kind == Kind::Chain(false)).count() as u64
+                    };
+                    assert!(
+                        (links(&this.plan[..first])..=links(&this.plan[..this.next]))
+                            .contains(&word)
+                    );
                 }
             }
         }
         for queue in self.queues.iter().filter(|queue| queue.shared.is_none()) {
-            assert!(self.ends[queue.end].failed.is_none() || queue.posted.is_empty(), "receives fail with the sends");
+            assert!(
+                self.ends[queue.end].failed.is_none() || queue.posted.is_empty(),
+                "receives fail with the sends"
+            );
         }
         for side in 0..2 {
             self.check_words(side);
@@ -748,17 +847,25 @@ impl Run {
         sums.sort_unstable();
         let total = self.words[side].word(COUNTER);
         let sure = sums.len() as u64;
-        assert!((sure..=sure + unsure(Kind::Add).count() as u64).contains(&total), "each addition once");
+        assert!(
+            (sure..=sure + unsure(Kind::Add).count() as u64).contains(&total),
+            "each addition once"
+        );
         assert!(sums.windows(2).all(|two| two[0] < two[1]), "no old value twice: {sums:?}");
         assert!(sums.last().is_none_or(|&last| last < total));
         let swaps = &self.contended[side];
         let sure = || swaps.iter().filter(|(compare, _, old)| compare == old);
         let possible = |value: u64| {
-            value == 0 || sure().any(|swap| swap.1 == value) || unsure(Kind::Contend).any(|step| step.swap == value)
+            value == 0
+                || sure().any(|swap| swap.1 == value)
+                || unsure(Kind::Contend).any(|step| step.swap == value)
         };
         let mut won: Vec<_> = sure().map(|swap| swap.0).collect();
         won.sort_unstable();
-        assert!(won.windows(2).all(|two| two[0] < two[1]), "one value was swapped out twice: {swaps:?}");
+        assert!(
+            won.windows(2).all(|two| two[0] < two[1]),
+            "one value was swapped out twice: {swaps:?}"
+        );
         assert!(swaps.iter().all(|swap| possible(swap.2)), "a value that nobody stored: {swaps:?}");
         assert!(possible(self.words[side].word(CONTENDED)));
         if unsure(Kind::Contend).count() == 0 {
@@ -787,8 +894,13 @@ impl Run {
             if rest > 0 {
                 this.plan[this.next].kind = Kind::Send;
                 let wr_id = WrId((index as u64) << 32 | this.next as u64);
-                let wr =
-                    SendWr { wr_id, op: SendOp::Send, flags: SendFlags::empty(), data: Data::Sges(&[]), target: None };
+                let wr = SendWr {
+                    wr_id,
+                    op: SendOp::Send,
+                    flags: SendFlags::empty(),
+                    data: Data::Sges(&[]),
+                    target: None,
+                };
                 // SAFETY: no memory is named.
                 unsafe { this.qp.post_send(&[wr]) }.unwrap();
                 this.next += 1;
@@ -805,7 +917,10 @@ impl Run {
         assert!(!self.poll());
         for side in &self.sides {
             while let Some(event) = side.device.next_event().unwrap() {
-                let expected = matches!(event, AsyncEvent::LastWqeReached(_) | AsyncEvent::CommunicationEstablished(_));
+                let expected = matches!(
+                    event,
+                    AsyncEvent::LastWqeReached(_) | AsyncEvent::CommunicationEstablished(_)
+                );
                 assert!(expected, "{event:?}");
             }
         }
@@ -853,7 +968,10 @@ fn once_and_in_order_or_an_error() {
     );
     if outcomes.len() >= 500 {
         assert!(failed * 500 <= ends, "of {ends} ends with seven retries, {failed} gave up");
-        assert!(sum(|one| one.failed[1] as u64) > 0, "no impatient end failed: errors are not covered");
+        assert!(
+            sum(|one| one.failed[1] as u64) > 0,
+            "no impatient end failed: errors are not covered"
+        );
         assert!(sum(|one| one.not_ready.into()) > 0, "nobody was refused for good");
         assert!(sum(|one| one.link.lost) > 0 && sum(|one| one.link.rejected) > 0);
     }

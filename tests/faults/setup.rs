@@ -3,8 +3,8 @@
 use fastrand::Rng;
 use tokio_rdma::software::Network;
 use tokio_rdma::types::{
-    AckTimeout, AddressVector, Mtu, PortNum, Psn, Qkey, QpAttr, QpCaps, QpState, Qpn, RnrTimer, Transport,
-    WorkCompletion,
+    AckTimeout, AddressVector, Mtu, PortNum, Psn, Qkey, QpAttr, QpCaps, QpState, Qpn, RnrTimer,
+    Transport, WorkCompletion,
 };
 use tokio_rdma::verbs::{Cq, Qp, QpOptions, Srq};
 use tokio_rdma::{Access, Device, ProtectionDomain};
@@ -72,13 +72,20 @@ impl Terms {
             rnr_retry: 7,
             rnr_timer: RnrTimer::from_code(5),
             rd_atomic: 4,
-            caps: QpCaps { max_send_wr: 16, max_recv_wr: 16, max_send_sge: 4, max_recv_sge: 4, max_inline: 64 },
+            caps: QpCaps {
+                max_send_wr: 16,
+                max_recv_wr: 16,
+                max_send_sge: 4,
+                max_recv_sge: 4,
+                max_inline: 64,
+            },
         }
     }
 
     pub(crate) fn draw(random: &mut Rng, mtu: Mtu) -> Self {
         // Mostly about to wrap.
-        let psn = if random.u8(..4) == 0 { random.u32(..) } else { 0x100_0000 - random.u32(0..200) };
+        let psn =
+            if random.u8(..4) == 0 { random.u32(..) } else { 0x100_0000 - random.u32(0..200) };
         Self {
             mtu,
             psn: Psn::new(psn),

@@ -9,7 +9,8 @@ use fastrand::Rng;
 use tokio_rdma::Imm;
 use tokio_rdma::software::{LinkCounters, Network};
 use tokio_rdma::types::{
-    Data, Mtu, QpState, RecvWr, SendFlags, SendOp, SendWr, Transport, WcFlags, WcOpcode, WcStatus, WrId,
+    Data, Mtu, QpState, RecvWr, SendFlags, SendOp, SendWr, Transport, WcFlags, WcOpcode, WcStatus,
+    WrId,
 };
 
 use super::campaign::{Trace, seeds};
@@ -68,7 +69,8 @@ fn connection(seed: u64, verbose: bool) -> Outcome {
     let mut largest = [8, 8];
     let mut area = [8, 8];
     for side in 0..2 {
-        (terms[side].caps.max_recv_wr, terms[side].caps.max_send_wr) = (SLOTS as u32, MESSAGES as u32);
+        (terms[side].caps.max_recv_wr, terms[side].caps.max_send_wr) =
+            (SLOTS as u32, MESSAGES as u32);
         for _ in 0..MESSAGES {
             let (kind, len) = (random.u8(..4), size(&mut random, mtu, 8 * mtu.bytes()).max(8));
             plans[side].push(Message { kind, at: random.usize(..LARGEST), len, to: area[side] });
@@ -80,7 +82,8 @@ fn connection(seed: u64, verbose: bool) -> Outcome {
     let receives = [0, 1].map(|to: usize| Memory::new(&sides[to].pd, SLOTS * largest[1 - to]));
     let sources = [0, 1].map(|side: usize| Memory::new(&sides[side].pd, 2 * LARGEST));
     sources.iter().for_each(|source| source.fill(0, &noise()[..2 * LARGEST]));
-    let qps = [0, 1].map(|side: usize| sides[side].queue_pair(Transport::Uc, None, terms[side].caps));
+    let qps =
+        [0, 1].map(|side: usize| sides[side].queue_pair(Transport::Uc, None, terms[side].caps));
     connect([(&sides[0], &qps[0], &terms[0]), (&sides[1], &qps[1], &terms[1])]);
     let eager = random.u8(10..=100);
     let (mut next, mut done, mut arrived, mut posted) = ([0; 2], [0; 2], [0; 2], [0_u64; 2]);
@@ -107,7 +110,13 @@ fn connection(seed: u64, verbose: bool) -> Outcome {
                 };
                 let sges = [sources[side].sge(at, len)];
                 let data = Data::Sges(&sges);
-                let wr = SendWr { wr_id: WrId(index as u64), op, flags: SendFlags::SIGNALED, data, target: None };
+                let wr = SendWr {
+                    wr_id: WrId(index as u64),
+                    op,
+                    flags: SendFlags::SIGNALED,
+                    data,
+                    target: None,
+                };
                 // SAFETY: the sources outlive the queue pairs and are never written.
                 unsafe { qps[side].post_send(&[wr]) }.unwrap();
                 next[side] += 1;
@@ -124,10 +133,21 @@ fn connection(seed: u64, verbose: bool) -> Outcome {
         for side in 0..2 {
             for wc in sides[side].poll() {
                 let now = network.now().as_nanos() as u64;
-                trace.add(&[now, side as u64, wc.wr_id.0, wc.status.0.into(), wc.byte_len.into(), number(wc.qpn)]);
+                trace.add(&[
+                    now,
+                    side as u64,
+                    wc.wr_id.0,
+                    wc.status.0.into(),
+                    wc.byte_len.into(),
+                    number(wc.qpn),
+                ]);
                 trace.say(|| format!("{now} ns, side {side}: {wc:?}"));
                 idle = false;
-                assert_eq!(wc.status, WcStatus::SUCCESS, "an unreliable connection reports no fault of the network");
+                assert_eq!(
+                    wc.status,
+                    WcStatus::SUCCESS,
+                    "an unreliable connection reports no fault of the network"
+                );
                 if wc.wr_id.0 & RECEIVE == 0 {
                     assert_eq!(wc.wr_id.0, done[side] as u64);
                     done[side] += 1;
@@ -138,7 +158,10 @@ fn connection(seed: u64, verbose: bool) -> Outcome {
                 last_received[side] = order >> 16;
                 let slot = (order & 0xffff) as usize;
                 let index = wc.imm().expect("all of them have a number").0 as usize;
-                assert!(newest[side].is_none_or(|newest| newest < index), "{index} after {newest:?}: twice or late");
+                assert!(
+                    newest[side].is_none_or(|newest| newest < index),
+                    "{index} after {newest:?}: twice or late"
+                );
                 assert!(index < next[1 - side], "{index} was never sent");
                 newest[side] = Some(index);
                 arrived[side] += 1;
@@ -163,7 +186,10 @@ fn connection(seed: u64, verbose: bool) -> Outcome {
         for message in &plans[side] {
             let found = targets[side].bytes(message.to, message.len);
             let wrote = message.kind >= 2;
-            let right = found.iter().zip(message.bytes()).all(|(&found, &sent)| found == 0 || wrote && found == sent);
+            let right = found
+                .iter()
+                .zip(message.bytes())
+                .all(|(&found, &sent)| found == 0 || wrote && found == sent);
             assert!(right, "{message:?}");
         }
         end(&qps[side]);
@@ -190,11 +216,14 @@ fn datagrams(seed: u64, verbose: bool) -> Outcome {
     (caps.max_recv_wr, caps.max_send_wr) = (SLOTS as u32, 4 * MESSAGES as u32);
     let sources = [0, 1].map(|side: usize| Memory::new(&sides[side].pd, LARGEST));
     sources.iter().for_each(|source| source.fill(0, &noise()[..LARGEST]));
-    let memories: Vec<_> = (0..2 * EACH).map(|end| Memory::new(&sides[end % 2].pd, SLOTS * size)).collect();
-    let qps: Vec<_> = (0..2 * EACH).map(|end| sides[end % 2].queue_pair(Transport::Ud, None, caps)).collect();
+    let memories: Vec<_> =
+        (0..2 * EACH).map(|end| Memory::new(&sides[end % 2].pd, SLOTS * size)).collect();
+    let qps: Vec<_> =
+        (0..2 * EACH).map(|end| sides[end % 2].queue_pair(Transport::Ud, None, caps)).collect();
     qps.iter().for_each(|qp| activate(qp, Terms::draw(&mut random, Mtu::Mtu4096).psn));
-    let handles =
-        [0, 1].map(|from: usize| sides.each_ref().map(|to| sides[from].pd.address_handle(&to.address()).unwrap()));
+    let handles = [0, 1].map(|from: usize| {
+        sides.each_ref().map(|to| sides[from].pd.address_handle(&to.address()).unwrap())
+    });
     let eager = random.u8(10..=100);
     // By number: who sent what to whom, and how often it arrived.
     let mut sent: Vec<(usize, usize, Message)> = Vec::new();
@@ -211,8 +240,11 @@ fn datagrams(seed: u64, verbose: bool) -> Outcome {
         }
         if sent.len() < MESSAGES && random.bool() {
             let (from, to) = (random.usize(..2 * EACH), random.usize(..2 * EACH));
-            let len =
-                if random.bool() { random.usize(..=4096) } else { [0, 1, 255, 256, 4095, 4096][random.usize(..6)] };
+            let len = if random.bool() {
+                random.usize(..=4096)
+            } else {
+                [0, 1, 255, 256, 4095, 4096][random.usize(..6)]
+            };
             let message = Message { kind: 0, at: random.usize(..LARGEST - 4096), len, to: 0 };
             let index = sent.len();
             let sges = [sources[from % 2].sge(message.at, len)];
@@ -238,7 +270,14 @@ fn datagrams(seed: u64, verbose: bool) -> Outcome {
         for (side, here) in sides.iter().enumerate() {
             for wc in here.poll() {
                 let now = network.now().as_nanos() as u64;
-                trace.add(&[now, side as u64, wc.wr_id.0, wc.status.0.into(), wc.byte_len.into(), number(wc.qpn)]);
+                trace.add(&[
+                    now,
+                    side as u64,
+                    wc.wr_id.0,
+                    wc.status.0.into(),
+                    wc.byte_len.into(),
+                    number(wc.qpn),
+                ]);
                 trace.say(|| format!("{now} ns, side {side}: {wc:?}"));
                 idle = false;
                 assert_eq!(wc.status, WcStatus::SUCCESS);

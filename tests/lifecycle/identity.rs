@@ -18,12 +18,14 @@ use tokio_rdma::cm::{self, Options};
 use tokio_rdma::dc::{DcPool, DcTarget};
 use tokio_rdma::software::Network;
 use tokio_rdma::{
-    Access, Batch, CompletionQueue, Connection, ConnectionConfig, Device, ExposedRegion, Listener, Pool, QueuePair,
-    SharedReceiveQueue,
+    Access, Batch, CompletionQueue, Connection, ConnectionConfig, Device, ExposedRegion, Listener,
+    Pool, QueuePair, SharedReceiveQueue,
 };
 
 use crate::connected;
-use crate::torture::{self, Flavour, LONG, Mode, bounded, pair, slow_network, software, soon, yields};
+use crate::torture::{
+    self, Flavour, LONG, Mode, bounded, pair, slow_network, software, soon, yields,
+};
 
 /// What `will_wake` returns among the wakers of a test.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -65,7 +67,8 @@ struct Unique {
 }
 
 impl Unique {
-    const TABLE: RawWakerVTable = RawWakerVTable::new(Self::clone, Self::wake, Self::wake_by_ref, Self::drop);
+    const TABLE: RawWakerVTable =
+        RawWakerVTable::new(Self::clone, Self::wake, Self::wake_by_ref, Self::drop);
 
     fn waker(task: &Arc<Task>, poll: usize) -> Waker {
         // SAFETY: the table keeps the contract of `RawWaker`: each waker owns its box, and `Task` is `Send` and `Sync`.
@@ -204,7 +207,8 @@ fn everywhere<F: Future<Output = ()>>(
 
 #[test]
 fn wakers_of_the_tests_are_what_they_claim_to_be() {
-    let [never, always] = [Identity::Never, Identity::Always].map(|identity| Wakers::new(identity, Mode::Event));
+    let [never, always] =
+        [Identity::Never, Identity::Always].map(|identity| Wakers::new(identity, Mode::Event));
     let (one, two) = (never.odd("one", async {}), always.odd("two", async {}));
     let unique = Unique::waker(&one.task, 0);
     assert!(!unique.will_wake(&unique.clone()) && !unique.clone().will_wake(&unique));
@@ -228,7 +232,8 @@ fn operations_batches_and_waits_for_a_full_queue_end_whatever_will_wake_returns(
         let queue = CompletionQueue::new(&device, mode.make()).unwrap();
         let (a, b) = pair(&pd, &queue);
         let pool = Pool::new(&pd, 64, 64).unwrap();
-        let region = ExposedRegion::new(&pd, vec![0; 64], Access::REMOTE_ALL | Access::MW_BIND).unwrap();
+        let region =
+            ExposedRegion::new(&pd, vec![0; 64], Access::REMOTE_ALL | Access::MW_BIND).unwrap();
         let (new, remote) = (|| pool.try_alloc(8).unwrap(), region.grant().slice(..8).unwrap());
         for round in 0..4 {
             let what = |name: &str| format!("{name} in round {round}");
@@ -242,8 +247,11 @@ fn operations_batches_and_waits_for_a_full_queue_end_whatever_will_wake_returns(
             let mut batch = Batch::new();
             batch.write(new(), remote).write(new(), remote);
             let batch = wakers.odd("batch", a.post_batch(batch));
-            let all = async { tokio::join!(received, sent, inlined, written, read, swapped, added, batch) };
-            let (received, sent, inlined, written, read, swapped, added, batch) = soon(&what("operations"), all).await;
+            let all = async {
+                tokio::join!(received, sent, inlined, written, read, swapped, added, batch)
+            };
+            let (received, sent, inlined, written, read, swapped, added, batch) =
+                soon(&what("operations"), all).await;
             assert_eq!(received.unwrap().len, 8);
             sent.unwrap();
             inlined.unwrap();
@@ -252,7 +260,8 @@ fn operations_batches_and_waits_for_a_full_queue_end_whatever_will_wake_returns(
             swapped.unwrap();
             added.unwrap();
             assert!(batch.is_ok());
-            let lease = wakers.soon("lease", b.lease(&region, 0..8, Access::REMOTE_READ)).await.unwrap();
+            let lease =
+                wakers.soon("lease", b.lease(&region, 0..8, Access::REMOTE_READ)).await.unwrap();
             wakers.soon("invalidation", lease.invalidate()).await.unwrap();
         }
         let few = QueuePair::builder(&pd, &queue).max_send_wr(2).build().unwrap();
@@ -286,9 +295,10 @@ fn messages_waits_and_ends_of_a_connection_end_whatever_will_wake_returns() {
         let (a, b) = connected::pair(&config);
         // One byte more than is copied: the flush lasts until the peer has fetched the message.
         a.send(vec![7; 8193]).await.unwrap();
-        let (flushed, received) =
-            soon("fetch", async { tokio::join!(wakers.odd("flush", a.flush()), wakers.odd("receive", b.recv())) })
-                .await;
+        let (flushed, received) = soon("fetch", async {
+            tokio::join!(wakers.odd("flush", a.flush()), wakers.odd("receive", b.recv()))
+        })
+        .await;
         flushed.unwrap();
         assert_eq!(received.unwrap().unwrap().len(), 8193);
 
@@ -317,7 +327,8 @@ fn messages_waits_and_ends_of_a_connection_end_whatever_will_wake_returns() {
         let word = remote.grant().slice(..8).unwrap();
         wakers.soon("write", a.write(a.copy_from(b"8 bytes!").unwrap(), word)).await.unwrap();
         wakers.soon("read", a.read(a.alloc(8).unwrap(), word)).await.unwrap();
-        let ends = async { tokio::join!(wakers.odd("close", a.close()), wakers.odd("close", b.close())) };
+        let ends =
+            async { tokio::join!(wakers.odd("close", a.close()), wakers.odd("close", b.close())) };
         let (a_end, b_end) = soon("close", ends).await;
         a_end.unwrap();
         b_end.unwrap();
@@ -333,10 +344,18 @@ fn sinks_and_streams_of_a_connection_end_whatever_will_wake_returns() {
         const MESSAGES: usize = 20;
         let sending = async {
             for number in 0..MESSAGES {
-                wakers.odd("ready", poll_fn(|context| Pin::new(&mut sink).poll_ready(context))).await.unwrap();
-                Pin::new(&mut sink).start_send(vec![1; [10, 5000, 8193][number % 3]].into()).unwrap();
+                wakers
+                    .odd("ready", poll_fn(|context| Pin::new(&mut sink).poll_ready(context)))
+                    .await
+                    .unwrap();
+                Pin::new(&mut sink)
+                    .start_send(vec![1; [10, 5000, 8193][number % 3]].into())
+                    .unwrap();
                 if number % 4 == 0 {
-                    wakers.odd("sink's flush", SinkExt::<bytes::Bytes>::flush(&mut sink)).await.unwrap();
+                    wakers
+                        .odd("sink's flush", SinkExt::<bytes::Bytes>::flush(&mut sink))
+                        .await
+                        .unwrap();
                 }
             }
             wakers.odd("sink's close", SinkExt::<bytes::Bytes>::close(&mut sink)).await.unwrap();
@@ -364,14 +383,16 @@ fn sinks_and_streams_of_a_connection_end_whatever_will_wake_returns() {
 fn connecting_accepting_and_ending_by_address_end_whatever_will_wake_returns() {
     everywhere("connecting", &[Mode::Event, Mode::BusyPoll], async |wakers, mode| {
         let network = Network::new();
-        let [active, passive] = ["active", "passive"].map(|name| Device::software_in(&network, name).unwrap());
+        let [active, passive] =
+            ["active", "passive"].map(|name| Device::software_in(&network, name).unwrap());
         let config = ConnectionConfig::default().mode(mode.make());
         let address = (passive.default_path().unwrap().1.gid.to_ip(), 0);
         let listener = Listener::bind_with(&passive, address, &config);
         let listener = wakers.soon("bind", listener).await.unwrap();
         let to = listener.local_addr();
         let connect = || wakers.odd("connect", Connection::connect_with(&active, to, &config));
-        let accepted = async { tokio::join!(connect(), connect(), wakers.odd("accept", listener.accept())) };
+        let accepted =
+            async { tokio::join!(connect(), connect(), wakers.odd("accept", listener.accept())) };
         let (first, second, peer) = soon("accept", accepted).await;
         let (first, second) = (first.unwrap(), second.unwrap());
         let other = wakers.soon("second accept", listener.accept()).await.unwrap();
@@ -399,7 +420,8 @@ fn connecting_accepting_and_ending_by_address_end_whatever_will_wake_returns() {
         let ((a_pd, a_queue), (b_pd, b_queue)) = (make(&active), make(&passive));
         let options = Options::default();
         let asking = async {
-            let route = wakers.odd("resolve", cm::resolve(&active, listener.local_addr())).await.unwrap();
+            let route =
+                wakers.odd("resolve", cm::resolve(&active, listener.local_addr())).await.unwrap();
             let qp = route.prepare(QueuePair::builder(&a_pd, &a_queue)).build().unwrap();
             let link = wakers.odd("cm connect", route.connect(&qp, &options)).await.unwrap();
             (qp, link)
@@ -410,13 +432,21 @@ fn connecting_accepting_and_ending_by_address_end_whatever_will_wake_returns() {
             let link = wakers.odd("establish", request.accept(&qp, &options)).await.unwrap();
             (qp, link)
         };
-        let ((_qp, link), (_peer_qp, peer)) = soon("cm", async { tokio::join!(asking, answering) }).await;
+        let ((_qp, link), (_peer_qp, peer)) =
+            soon("cm", async { tokio::join!(asking, answering) }).await;
         let end = async {
-            tokio::join!(wakers.odd("disconnected", peer.disconnected()), wakers.odd("disconnect", link.disconnect()))
+            tokio::join!(
+                wakers.odd("disconnected", peer.disconnected()),
+                wakers.odd("disconnect", link.disconnect())
+            )
         };
         soon("end", end).await.1.unwrap();
-        let drained =
-            async { tokio::join!(wakers.odd("drained", link.drained()), wakers.odd("drained", peer.drained())) };
+        let drained = async {
+            tokio::join!(
+                wakers.odd("drained", link.drained()),
+                wakers.odd("drained", peer.drained())
+            )
+        };
         let drained = soon("timewait", drained).await;
         drained.0.unwrap();
         drained.1.unwrap();

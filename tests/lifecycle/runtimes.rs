@@ -8,14 +8,16 @@ use std::task::Poll;
 use std::thread;
 use std::time::Duration;
 
-use crate::torture::{Flavour, LONG, Mode, block_on, bounded, connect, device, pair, slow_network, soon};
+use crate::torture::{
+    Flavour, LONG, Mode, block_on, bounded, connect, device, pair, slow_network, soon,
+};
 use tokio::runtime::Builder;
 use tokio_rdma::cm::{self, ConnectError, Options};
 use tokio_rdma::error::NoRuntime;
 use tokio_rdma::software::Network;
 use tokio_rdma::{
-    Access, CloseReason, CompletionMode, CompletionQueue, Connection, ConnectionConfig, Device, EstablishError,
-    ExposedRegion, Listener, MessageError, Pool, QueuePair, RemoteRegion,
+    Access, CloseReason, CompletionMode, CompletionQueue, Connection, ConnectionConfig, Device,
+    EstablishError, ExposedRegion, Listener, MessageError, Pool, QueuePair, RemoteRegion,
 };
 
 /// A connected pair on a network where nothing is done at once.
@@ -30,7 +32,8 @@ struct Setup {
 impl Setup {
     fn new(mode: Mode) -> Self {
         let (device, pd) = device(&slow_network(3));
-        let queue = CompletionQueue::builder(&device).capacity(2048).mode(mode.make()).build().unwrap();
+        let queue =
+            CompletionQueue::builder(&device).capacity(2048).mode(mode.make()).build().unwrap();
         let (ours, theirs) = pair(&pd, &queue);
         let pool = Pool::new(&pd, 64, 64).unwrap();
         let region = ExposedRegion::new(&pd, vec![0; 64], Access::REMOTE_ALL).unwrap();
@@ -74,7 +77,9 @@ fn a_runtime_without_io_drives_its_operations_by_polling() {
 
 #[test]
 fn objects_outlive_the_runtime_that_used_them_first() {
-    for (mode, flavour) in Mode::ALL.into_iter().flat_map(|mode| Flavour::ALL.map(|flavour| (mode, flavour))) {
+    for (mode, flavour) in
+        Mode::ALL.into_iter().flat_map(|mode| Flavour::ALL.map(|flavour| (mode, flavour)))
+    {
         bounded("a second runtime", 2 * LONG, move || {
             let setup = Setup::new(mode);
             for _ in 0..4 {
@@ -98,7 +103,9 @@ fn objects_outlive_the_runtime_that_used_them_first() {
 
 #[test]
 fn an_operation_moves_from_a_runtime_that_ended_to_another() {
-    for (mode, flavour) in Mode::ALL.into_iter().flat_map(|mode| Flavour::ALL.map(|flavour| (mode, flavour))) {
+    for (mode, flavour) in
+        Mode::ALL.into_iter().flat_map(|mode| Flavour::ALL.map(|flavour| (mode, flavour)))
+    {
         bounded("moved", LONG, move || {
             let setup = Setup::new(mode);
             let mut receive = setup.theirs.recv(setup.pool.try_alloc(64).unwrap());
@@ -150,7 +157,9 @@ fn two_runtimes_share_a_queue() {
                     let pool = Pool::new(pd, 64, 4).unwrap();
                     let region = ExposedRegion::new(pd, vec![0; 64], Access::REMOTE_ALL).unwrap();
                     let mine = Setup { ours, theirs, queue: setup.queue.clone(), pool, region };
-                    scope.spawn(move || flavour.runtime().block_on(soon("exchange", mine.exchange(200))));
+                    scope.spawn(move || {
+                        flavour.runtime().block_on(soon("exchange", mine.exchange(200)))
+                    });
                 }
             });
             assert_eq!(setup.queue.counters().waiting, 0);
@@ -162,7 +171,9 @@ fn two_runtimes_share_a_queue() {
 /// looks at the channel right away, which must not ask again, and again.
 #[test]
 fn the_first_wait_of_a_task_without_budget_does_not_recurse() {
-    for (mode, flavour) in Mode::ALL.into_iter().flat_map(|mode| Flavour::ALL.map(|flavour| (mode, flavour))) {
+    for (mode, flavour) in
+        Mode::ALL.into_iter().flat_map(|mode| Flavour::ALL.map(|flavour| (mode, flavour)))
+    {
         bounded("no budget", LONG, move || {
             let setup = Setup::new(mode);
             flavour.runtime().block_on(async {
@@ -183,12 +194,16 @@ fn the_first_wait_of_a_task_without_budget_does_not_recurse() {
 /// A thread may wait in the context of a runtime that another thread drives, and ends.
 #[test]
 fn a_wait_outlives_the_reactor_it_relied_on() {
-    for (mode, flavour) in Mode::ALL.into_iter().flat_map(|mode| Flavour::ALL.map(|flavour| (mode, flavour))) {
+    for (mode, flavour) in
+        Mode::ALL.into_iter().flat_map(|mode| Flavour::ALL.map(|flavour| (mode, flavour)))
+    {
         bounded("a reactor that ends", LONG, move || {
             let (device, pd) = device(&slow_network(4));
             // Nobody else looks at the queue it waits for.
-            let [mine, other] = [mode, mode].map(|mode| CompletionQueue::new(&device, mode.make()).unwrap());
-            let (ours, theirs) = (QueuePair::new(&pd, &other).unwrap(), QueuePair::new(&pd, &mine).unwrap());
+            let [mine, other] =
+                [mode, mode].map(|mode| CompletionQueue::new(&device, mode.make()).unwrap());
+            let (ours, theirs) =
+                (QueuePair::new(&pd, &other).unwrap(), QueuePair::new(&pd, &mine).unwrap());
             connect(&ours, &theirs);
             let pool = Pool::new(&pd, 64, 2).unwrap();
             let runtime = flavour.runtime();
@@ -231,14 +246,17 @@ struct Awaited {
 impl Awaited {
     async fn new() -> Self {
         let network = Network::new();
-        let devices = ["active", "passive"].map(|name| Device::software_in(&network, name).unwrap());
+        let devices =
+            ["active", "passive"].map(|name| Device::software_in(&network, name).unwrap());
         let ip = devices[1].default_path().unwrap().1.gid.to_ip();
         let listener = Listener::bind(&devices[1], (ip, 0)).await.unwrap();
         let cm_listener = cm::Listener::bind(&devices[1], (ip, 0)).await.unwrap();
         let options = Options::default();
         let builders = devices.each_ref().map(|device| {
             let queue = CompletionQueue::new(device, CompletionMode::Event).unwrap();
-            QueuePair::builder(&device.protection_domain().unwrap(), &queue).max_send_wr(8).max_recv_wr(8)
+            QueuePair::builder(&device.protection_domain().unwrap(), &queue)
+                .max_send_wr(8)
+                .max_recv_wr(8)
         });
         let resolve = async || cm::resolve(&devices[0], cm_listener.local_addr()).await.unwrap();
         let active = async {
@@ -254,7 +272,8 @@ impl Awaited {
         let ((link, ours), (peer, theirs)) = tokio::join!(active, passive);
         // Peers that ask, and go on to.
         let asking = || {
-            let (device, to, builder) = (devices[0].clone(), cm_listener.local_addr(), builders[0].clone());
+            let (device, to, builder) =
+                (devices[0].clone(), cm_listener.local_addr(), builders[0].clone());
             tokio::spawn(async move {
                 let route = cm::resolve(&device, to).await.unwrap();
                 let qp = route.prepare(builder).build().unwrap();
@@ -262,12 +281,25 @@ impl Awaited {
             })
         };
         let _asking = [asking(), asking()];
-        let (request, refused) = (cm_listener.accept().await.unwrap(), cm_listener.accept().await.unwrap());
+        let (request, refused) =
+            (cm_listener.accept().await.unwrap(), cm_listener.accept().await.unwrap());
         let route = resolve().await;
         let qps = [route.prepare(builders[0].clone()), request.prepare(builders[1].clone())];
         let qps = qps.map(|builder| builder.build().unwrap());
         let _linked = [ours, theirs];
-        Self { devices, ip, listener, cm_listener, request, refused, route, qps, link, _peer: peer, _linked }
+        Self {
+            devices,
+            ip,
+            listener,
+            cm_listener,
+            request,
+            refused,
+            route,
+            qps,
+            link,
+            _peer: peer,
+            _linked,
+        }
     }
 
     /// What each of them misses.
@@ -292,7 +324,10 @@ impl Awaited {
             ("connect", of(Connection::connect(device, to).await)),
             ("connect by name", of(Connection::connect(device, "localhost:1").await)),
             ("bind", of(Listener::bind(passive, (ip, 0)).await)),
-            ("bind on a device that has never connected", of(Listener::bind(&fresh, "127.0.0.1:0").await)),
+            (
+                "bind on a device that has never connected",
+                of(Listener::bind(&fresh, "127.0.0.1:0").await),
+            ),
             ("accept", of(self.listener.accept().await)),
             ("request", of(self.listener.request().await)),
             ("cm connect", of_cm(cm::connect(device, to, &options, make).await)),
@@ -333,7 +368,8 @@ fn what_needs_a_runtime_or_a_driver_says_which_is_missing() {
 
         let without_io = Builder::new_current_thread().enable_time().build().unwrap();
         check(without_io.block_on(awaited().missed()), NoRuntime::Io);
-        without_io.block_on(async { assert_eq!(kind(device.events()), std::io::ErrorKind::Unsupported) });
+        without_io
+            .block_on(async { assert_eq!(kind(device.events()), std::io::ErrorKind::Unsupported) });
     });
 }
 
@@ -350,7 +386,8 @@ fn panic_hook_runs_at_most_once_for_a_runtime_without_io() {
             REPORTED.set(REPORTED.get() + 1);
             hook(panic);
         }));
-        let (full, without_io) = (Flavour::MultiThread.runtime(), Builder::new_current_thread().enable_time().build());
+        let (full, without_io) =
+            (Flavour::MultiThread.runtime(), Builder::new_current_thread().enable_time().build());
         let (without_io, device) = (without_io.unwrap(), Device::software().unwrap());
         for _ in 0..2 {
             let awaited = full.block_on(Awaited::new());
@@ -382,7 +419,8 @@ fn runtime_without_a_time_driver_makes_connections_and_keeps_deadlines() {
 /// A deadline that is waited for.
 const BRIEF: Duration = Duration::from_millis(50);
 
-const CLOSE_TIMEOUT: Result<(), MessageError> = Err(MessageError::Closed(CloseReason::CloseTimeout));
+const CLOSE_TIMEOUT: Result<(), MessageError> =
+    Err(MessageError::Closed(CloseReason::CloseTimeout));
 
 /// What becomes of a future, and of the runtime that polled it first.
 #[derive(Debug, Clone, Copy)]
@@ -398,7 +436,8 @@ enum Moved {
 /// Polls `future` first in a runtime that is not run any more then, and to the end elsewhere.
 fn moved<F: Future>(future: F, to: Moved) -> F::Output {
     let (mut future, first) = (Box::pin(future), Flavour::CurrentThread.runtime());
-    let polled = first.block_on(std::future::poll_fn(|context| Poll::Ready(future.as_mut().poll(context))));
+    let polled =
+        first.block_on(std::future::poll_fn(|context| Poll::Ready(future.as_mut().poll(context))));
     assert!(polled.is_pending(), "{to:?}: over at the first poll");
     let second = Flavour::CurrentThread.runtime();
     match to {
@@ -434,7 +473,8 @@ fn connect_that_changes_runtimes_goes_on_or_says_that_there_is_none() {
             let home = Flavour::MultiThread.runtime();
             // A network of its own, and nothing else that watches the devices' events.
             let network = slow_network(6);
-            let [one, two] = ["one", "two"].map(|name| Device::software_in(&network, name).unwrap());
+            let [one, two] =
+                ["one", "two"].map(|name| Device::software_in(&network, name).unwrap());
             let ip = two.default_path().unwrap().1.gid.to_ip();
             let listener = home.block_on(Listener::bind(&two, (ip, 0))).unwrap();
             let to_there = listener.local_addr();
@@ -463,8 +503,11 @@ fn accept_that_changes_runtimes_goes_on_or_says_that_there_is_none() {
             let listener = home.block_on(Listener::bind(&device, "127.0.0.1:0")).unwrap();
             let to_there = listener.local_addr();
             let connect = async || Connection::connect(&device, to_there).await;
-            let (mut accept, first) = (Box::pin(listener.accept()), Flavour::CurrentThread.runtime());
-            let polled = first.block_on(std::future::poll_fn(|context| Poll::Ready(accept.as_mut().poll(context))));
+            let (mut accept, first) =
+                (Box::pin(listener.accept()), Flavour::CurrentThread.runtime());
+            let polled = first.block_on(std::future::poll_fn(|context| {
+                Poll::Ready(accept.as_mut().poll(context))
+            }));
             assert!(polled.is_pending());
             // A peer that waits, for the software device answers it.
             let peer = home.block_on(connect()).unwrap();
@@ -537,9 +580,11 @@ fn clock_that_is_paused_changes_nothing_for_connections() {
             };
             let config = ConnectionConfig::default().mode(mode.make()).options(options);
             let config = config.receive_buffers(1).stall_timeout(Some(Duration::from_secs(1)));
-            let runtime = Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+            let runtime =
+                Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
             runtime.block_on(async {
-                let [one, two] = ["one", "two"].map(|name| Device::software_in(&network, name).unwrap());
+                let [one, two] =
+                    ["one", "two"].map(|name| Device::software_in(&network, name).unwrap());
                 let ip = two.default_path().unwrap().1.gid.to_ip();
                 let listener = Listener::bind_with(&two, (ip, 0), &config).await.unwrap();
                 let connect = Connection::connect_with(&one, listener.local_addr(), &config);

@@ -7,19 +7,20 @@ use std::fmt::Debug;
 use tokio_rdma::completion::*;
 use tokio_rdma::dc::*;
 use tokio_rdma::doctor::{
-    Ability, Container, DeviceReport, Examine, Finding, Host, KernelDevice, Library, LockLimit, NodeAccess,
-    PciFunction, PortReport, Report, Severity, Verdict,
+    Ability, Container, DeviceReport, Examine, Finding, Host, KernelDevice, Library, LockLimit,
+    NodeAccess, PciFunction, PortReport, Report, Severity, Verdict,
 };
 use tokio_rdma::error::*;
 use tokio_rdma::memory::*;
 use tokio_rdma::message::*;
 use tokio_rdma::op::*;
 use tokio_rdma::types::{
-    AckTimeout, AddressVector, AsyncEvent, AtomicCapability, Data, DcAttr, DcKey, DciStreams, DctTarget, DeviceAttr,
-    Gid, GidEntry, GidKind, GidReason, IpPrefix, LinkLayer, Lkey, Mtu, PortAttr, PortNum, PortState, Psn, Qkey, QpAttr,
-    QpAttrMask, QpCaps, QpState, Qpn, RankedGid, RecvWr, RemoteAddr, Rkey, RnrTimer, SendFlags, SendOp, SendTarget,
-    SendWr, Sge, SrqCaps, TransitionError, Transport, UdTarget, WcFlags, WcOpcode, WcStatus, WindowBind,
-    WorkCompletion, WrId,
+    AckTimeout, AddressVector, AsyncEvent, AtomicCapability, Data, DcAttr, DcKey, DciStreams,
+    DctTarget, DeviceAttr, Gid, GidEntry, GidKind, GidReason, IpPrefix, LinkLayer, Lkey, Mtu,
+    PortAttr, PortNum, PortState, Psn, Qkey, QpAttr, QpAttrMask, QpCaps, QpState, Qpn, RankedGid,
+    RecvWr, RemoteAddr, Rkey, RnrTimer, SendFlags, SendOp, SendTarget, SendWr, Sge, SrqCaps,
+    TransitionError, Transport, UdTarget, WcFlags, WcOpcode, WcStatus, WindowBind, WorkCompletion,
+    WrId,
 };
 use tokio_rdma::verbs::AddressHandle;
 use tokio_rdma::*;

@@ -18,9 +18,18 @@ fn ten_thousand_queue_pairs_on_one_completion_queue_are_all_served() {
             let (device, pd) = device(&Network::new());
             let count = many();
             let capacity = count as u32 * 2 * DEPTH;
-            let queue =
-                CompletionQueue::builder(&device).capacity(capacity).mode(CompletionMode::Event).build().unwrap();
-            let make = || QueuePair::builder(&pd, &queue).max_send_wr(DEPTH).max_recv_wr(DEPTH).build().unwrap();
+            let queue = CompletionQueue::builder(&device)
+                .capacity(capacity)
+                .mode(CompletionMode::Event)
+                .build()
+                .unwrap();
+            let make = || {
+                QueuePair::builder(&pd, &queue)
+                    .max_send_wr(DEPTH)
+                    .max_recv_wr(DEPTH)
+                    .build()
+                    .unwrap()
+            };
             let queue_pairs: Vec<_> = (0..count).map(|_| make()).collect();
             for two in queue_pairs.chunks(2) {
                 connect(&two[0], &two[1]);
@@ -31,15 +40,18 @@ fn ten_thousand_queue_pairs_on_one_completion_queue_are_all_served() {
 
             for round in 1..=3_u64 {
                 // Everything is in flight before the first is awaited.
-                let receives: Vec<_> =
-                    queue_pairs.iter().map(|queue_pair| queue_pair.recv(pool.try_alloc(8).unwrap())).collect();
+                let receives: Vec<_> = queue_pairs
+                    .iter()
+                    .map(|queue_pair| queue_pair.recv(pool.try_alloc(8).unwrap()))
+                    .collect();
                 let works: Vec<_> = queue_pairs
                     .iter()
                     .enumerate()
                     .map(|(at, queue_pair)| {
                         let word = remote.slice(8 * at as u64..8 * at as u64 + 8).unwrap();
                         let add = queue_pair.fetch_add(word, at as u64);
-                        let message = pool.copy_from(&(round << 32 | at as u64).to_ne_bytes()).unwrap();
+                        let message =
+                            pool.copy_from(&(round << 32 | at as u64).to_ne_bytes()).unwrap();
                         (add, queue_pair.send(message))
                     })
                     .collect();
@@ -50,7 +62,11 @@ fn ten_thousand_queue_pairs_on_one_completion_queue_are_all_served() {
                 for (at, receive) in receives.into_iter().enumerate() {
                     let received = soon("a receive", receive).await.unwrap();
                     let from = (at ^ 1) as u64;
-                    assert_eq!(received.buffer[..], (round << 32 | from).to_ne_bytes(), "the other of the two");
+                    assert_eq!(
+                        received.buffer[..],
+                        (round << 32 | from).to_ne_bytes(),
+                        "the other of the two"
+                    );
                     assert_eq!(received.qpn, queue_pairs[at].qpn());
                 }
             }
@@ -65,7 +81,11 @@ fn ten_thousand_queue_pairs_on_one_completion_queue_are_all_served() {
             assert_eq!((pool.available(), queue.counters().waiting), (pool.total(), 0));
             assert_eq!(queue.counters().reserved, capacity);
             drop(queue_pairs);
-            assert_eq!(queue.counters().reserved, 0, "room of queue pairs that are gone is free again");
+            assert_eq!(
+                queue.counters().reserved,
+                0,
+                "room of queue pairs that are gone is free again"
+            );
         });
     });
 }

@@ -14,8 +14,8 @@ use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::software::Network;
 use tokio_rdma::types::{AckTimeout, AsyncEvent, DcKey, Mtu, QpState, Qpn, WcStatus};
 use tokio_rdma::{
-    Access, Batch, CompletionMode, CompletionQueue, ExposedRegion, OpErrorKind, Pool, ProtectionDomain,
-    SharedReceiveQueue,
+    Access, Batch, CompletionMode, CompletionQueue, ExposedRegion, OpErrorKind, Pool,
+    ProtectionDomain, SharedReceiveQueue,
 };
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
@@ -174,7 +174,9 @@ fn what_was_acknowledged_is_not_lost_with_the_target() {
             act: {
                 let (late, initiator, peer) = (late.clone(), initiator.clone(), peer.clone());
                 move |_: &str| {
-                    late.lock().unwrap().get_or_insert_with(|| initiator.to(&peer).send_inline(b"late"));
+                    late.lock()
+                        .unwrap()
+                        .get_or_insert_with(|| initiator.to(&peer).send_inline(b"late"));
                 }
             },
         };
@@ -198,7 +200,8 @@ fn receives_are_there_for_the_next_target_however_many_have_ended_under_load() {
         let (acknowledged, arrived) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
         let stop = Arc::new(AtomicBool::new(false));
         let sender = {
-            let (pd, place, acknowledged, stop) = (pd.clone(), place.clone(), acknowledged.clone(), stop.clone());
+            let (pd, place, acknowledged, stop) =
+                (pd.clone(), place.clone(), acknowledged.clone(), stop.clone());
             thread::spawn(move || {
                 let initiator = hasty_initiator(&pd, &queue(&pd));
                 while !stop.load(Ordering::Relaxed) {
@@ -240,7 +243,8 @@ fn receives_are_there_for_the_next_target_however_many_have_ended_under_load() {
         sender.join().unwrap();
         rounds.join().unwrap();
         let left = receives.iter_mut().map(poll).filter(Poll::is_ready).count() as u64;
-        let (sent, got) = (acknowledged.load(Ordering::Relaxed), arrived.load(Ordering::Relaxed) + left);
+        let (sent, got) =
+            (acknowledged.load(Ordering::Relaxed), arrived.load(Ordering::Relaxed) + left);
         assert!(sent > 100, "{sent} messages show nothing");
         assert!(got >= sent, "{sent} acknowledged, {got} arrived");
     });
@@ -258,7 +262,9 @@ fn a_peer_that_takes_smaller_packets_is_refused_by_whoever_names_it() {
         let large = DcInitiator::builder(&pd, &completions).mtu(Mtu::Mtu4096).build().unwrap();
         let peer = small.peer(&target.address()).unwrap();
         torture::block_on(small.to(&peer).write_inline(b"12345678", region.grant())).unwrap();
-        let refused = torture::block_on(large.to(&peer).write_inline(b"12345678", region.grant())).unwrap_err().kind();
+        let refused = torture::block_on(large.to(&peer).write_inline(b"12345678", region.grant()))
+            .unwrap_err()
+            .kind();
         assert!(matches!(refused, OpErrorKind::Limit(_)), "{refused:?}");
         assert_eq!(large.query().unwrap().0, QpState::Rts);
     });
@@ -268,9 +274,11 @@ fn a_peer_that_takes_smaller_packets_is_refused_by_whoever_names_it() {
 #[test]
 fn every_operation_ends_though_its_initiator_is_reset_all_the_time() {
     for mode in Mode::ALL {
-        for (flavour, slow) in
-            [(Flavour::CurrentThread, false), (Flavour::MultiThread, false), (Flavour::MultiThread, true)]
-        {
+        for (flavour, slow) in [
+            (Flavour::CurrentThread, false),
+            (Flavour::MultiThread, false),
+            (Flavour::MultiThread, true),
+        ] {
             bounded("repair", 2 * LONG, move || {
                 flavour.runtime().block_on(async {
                     let (device, pd) = software(&network(slow));
@@ -351,12 +359,14 @@ fn batches_in_line_do_not_end_an_initiator_that_is_reset() {
                 let target = DcTarget::new(&pd, &srq).unwrap();
                 let pool = Pool::new(&pd, 64, 64).unwrap();
                 let region = ExposedRegion::new(&pd, vec![0; 64], Access::REMOTE_ALL).unwrap();
-                let initiator = DcInitiator::builder(&pd, &completions).max_send_wr(4).build().unwrap();
+                let initiator =
+                    DcInitiator::builder(&pd, &completions).max_send_wr(4).build().unwrap();
                 let peer = initiator.peer(&target.address()).unwrap();
                 let stop = Arc::new(AtomicBool::new(false));
                 let mut tasks = tokio::task::JoinSet::new();
                 for _ in 0..6 {
-                    let (initiator, peer, pool, stop) = (initiator.clone(), peer.clone(), pool.clone(), stop.clone());
+                    let (initiator, peer, pool, stop) =
+                        (initiator.clone(), peer.clone(), pool.clone(), stop.clone());
                     let grant = region.grant();
                     tasks.spawn(async move {
                         let mut done = 0_u32;
@@ -365,7 +375,8 @@ fn batches_in_line_do_not_end_an_initiator_that_is_reset() {
                             for _ in 0..3 {
                                 batch.write(pool.copy_from(b"a word").unwrap(), grant);
                             }
-                            let ended = soon("a batch", initiator.to(&peer).post_batch(batch)).await;
+                            let ended =
+                                soon("a batch", initiator.to(&peer).post_batch(batch)).await;
                             done += u32::from(ended.is_ok());
                             if initiator.query().is_err() {
                                 break;
@@ -388,7 +399,9 @@ fn batches_in_line_do_not_end_an_initiator_that_is_reset() {
                     done += more.unwrap();
                 }
                 initiator.repair().unwrap();
-                soon("a write", initiator.to(&peer).write_inline(b"12345678", region.grant())).await.unwrap();
+                soon("a write", initiator.to(&peer).write_inline(b"12345678", region.grant()))
+                    .await
+                    .unwrap();
                 println!("{mode:?}: {done} batches");
             });
         });
@@ -409,13 +422,21 @@ fn whatever_is_dropped_first_every_operation_ends() {
                     let srq = SharedReceiveQueue::new(&pd, &completions, 8, 1).unwrap();
                     let target = DcTarget::new(&pd, &srq).unwrap();
                     let pool = Pool::new(&pd, 1 << 16, 32).unwrap();
-                    let initiator =
-                        DcInitiator::builder(&pd, &sending).options(hasty()).max_send_wr(4).build().unwrap();
+                    let initiator = DcInitiator::builder(&pd, &sending)
+                        .options(hasty())
+                        .max_send_wr(4)
+                        .build()
+                        .unwrap();
                     let peer = initiator.peer(&target.address()).unwrap();
-                    let receives: Vec<_> =
-                        (0..8).map(|_| tokio::spawn(srq.recv(pool.try_alloc(1 << 16).unwrap()))).collect();
+                    let receives: Vec<_> = (0..8)
+                        .map(|_| tokio::spawn(srq.recv(pool.try_alloc(1 << 16).unwrap())))
+                        .collect();
                     let sends: Vec<_> = (0..12)
-                        .map(|_| tokio::spawn(initiator.to(&peer).send(pool.copy_from(&[1; 1 << 16]).unwrap())))
+                        .map(|_| {
+                            tokio::spawn(
+                                initiator.to(&peer).send(pool.copy_from(&[1; 1 << 16]).unwrap()),
+                            )
+                        })
                         .collect();
                     let mut things: Vec<Box<dyn std::any::Any + Send>> = vec![
                         Box::new(target),
@@ -458,7 +479,8 @@ fn a_device_that_is_lost_ends_all_of_its_dynamic_connections() {
                     let srq = SharedReceiveQueue::new(&pd, &completions, 8, 1).unwrap();
                     let target = DcTarget::new(&pd, &srq).unwrap();
                     let pool = Pool::new(&pd, 1 << 14, 64).unwrap();
-                    let initiator = DcInitiator::builder(&pd, &completions).max_send_wr(4).build().unwrap();
+                    let initiator =
+                        DcInitiator::builder(&pd, &completions).max_send_wr(4).build().unwrap();
                     let peer = initiator.peer(&target.address()).unwrap();
                     let receives: Vec<_> = (0..4)
                         .map(|_| {
@@ -476,7 +498,8 @@ fn a_device_that_is_lost_ends_all_of_its_dynamic_connections() {
                         .collect();
                     let sends: Vec<_> = (0..8)
                         .map(|_| {
-                            let (initiator, peer, pool) = (initiator.clone(), peer.clone(), pool.clone());
+                            let (initiator, peer, pool) =
+                                (initiator.clone(), peer.clone(), pool.clone());
                             tokio::spawn(async move {
                                 let mut buffer = pool.copy_from(&[1; 1 << 14]).unwrap();
                                 loop {

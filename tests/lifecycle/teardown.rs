@@ -12,8 +12,8 @@ use std::thread;
 use std::time::Duration;
 
 use crate::torture::{
-    self, Flavour, LONG, Mode, Seed, block_on, bounded, connect, device, narrow, pair, scaled, slow_network, software,
-    soon,
+    self, Flavour, LONG, Mode, Seed, block_on, bounded, connect, device, narrow, pair, scaled,
+    slow_network, software, soon,
 };
 use fastrand::Rng;
 use tokio_rdma::op::BatchOp;
@@ -21,8 +21,8 @@ use tokio_rdma::software::{Faults, Network};
 use tokio_rdma::types::{AsyncEvent, QpAttr, QpCaps, QpState, RecvWr, Transport, WrId};
 use tokio_rdma::verbs::{Qp, QpOptions};
 use tokio_rdma::{
-    Access, Batch, BufMut, CompletionMode, CompletionQueue, ExposedRegion, OpErrorKind, Pool, QueuePair, SetupError,
-    SharedReceiveQueue,
+    Access, Batch, BufMut, CompletionMode, CompletionQueue, ExposedRegion, OpErrorKind, Pool,
+    QueuePair, SetupError, SharedReceiveQueue,
 };
 
 /// Polls once, from nowhere.
@@ -135,10 +135,17 @@ fn a_batch_of_which_a_part_waits_for_room_keeps_its_buffers_until_the_queue_pair
         batch.read(pool.try_alloc(64).unwrap(), region.grant());
         batch.read(pool.try_alloc(64).unwrap(), region.grant());
         let batch = a.post_batch(batch);
-        assert_eq!((a.send_counters().in_flight, a.send_counters().waiting), (2, 1), "one part of it is posted");
+        assert_eq!(
+            (a.send_counters().in_flight, a.send_counters().waiting),
+            (2, 1),
+            "one part of it is posted"
+        );
 
-        let impatient =
-            Arc::new(Impatient { batch: Mutex::new(Some(batch)), taken: Mutex::new(None), network: network.clone() });
+        let impatient = Arc::new(Impatient {
+            batch: Mutex::new(Some(batch)),
+            taken: Mutex::new(None),
+            network: network.clone(),
+        });
         let waker = Waker::from(impatient.clone());
         let pending = {
             let mut batch = impatient.batch.lock().unwrap().take().unwrap();
@@ -149,10 +156,14 @@ fn a_batch_of_which_a_part_waits_for_room_keeps_its_buffers_until_the_queue_pair
         assert!(pending);
         drop(a);
         network.run_until_idle(Duration::from_secs(1));
-        let (buffers, succeeded) = impatient.taken.lock().unwrap().take().expect("the batch has ended");
+        let (buffers, succeeded) =
+            impatient.taken.lock().unwrap().take().expect("the batch has ended");
         assert_eq!(succeeded, [false, false], "nothing of it was done");
         for buffer in buffers {
-            assert!(buffer.iter().all(|&byte| byte == 0x55), "a READ landed in a buffer that was given back");
+            assert!(
+                buffer.iter().all(|&byte| byte == 0x55),
+                "a READ landed in a buffer that was given back"
+            );
         }
         assert!(
             matches!(block_on(first), Err(error) if matches!(error.kind(), OpErrorKind::Closed | OpErrorKind::Completion(_)))
@@ -167,16 +178,28 @@ fn a_queue_without_room_refuses_work_instead_of_waiting_for_ever() {
         let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
         let qp = QueuePair::builder(&pd, &queue).max_send_wr(0).max_recv_wr(0).build().unwrap();
         let pool = Pool::new(&pd, 64, 8).unwrap();
-        assert!(matches!(block_on(qp.recv(pool.try_alloc(8).unwrap())).unwrap_err().kind(), OpErrorKind::Limit(_)));
+        assert!(matches!(
+            block_on(qp.recv(pool.try_alloc(8).unwrap())).unwrap_err().kind(),
+            OpErrorKind::Limit(_)
+        ));
         connect(&qp, &QueuePair::new(&pd, &queue).unwrap());
-        assert!(matches!(block_on(qp.send(pool.try_alloc(8).unwrap())).unwrap_err().kind(), OpErrorKind::Limit(_)));
+        assert!(matches!(
+            block_on(qp.send(pool.try_alloc(8).unwrap())).unwrap_err().kind(),
+            OpErrorKind::Limit(_)
+        ));
         block_on(qp.close());
     });
 }
 
 /// Overruns a completion queue by means of a bare queue pair.
 fn overrun(pd: &tokio_rdma::ProtectionDomain, queue: &CompletionQueue) -> Qp {
-    let caps = QpCaps { max_send_wr: 1, max_recv_wr: 4096, max_send_sge: 1, max_recv_sge: 1, max_inline: 0 };
+    let caps = QpCaps {
+        max_send_wr: 1,
+        max_recv_wr: 4096,
+        max_send_sge: 1,
+        max_recv_sge: 1,
+        max_inline: 0,
+    };
     // SAFETY: the numbers posted below are of no operation.
     let cq = unsafe { queue.verbs() };
     let bare = Qp::new(pd, cq, cq, None, &QpOptions { transport: Transport::Rc, caps }).unwrap();
@@ -189,7 +212,8 @@ fn overrun(pd: &tokio_rdma::ProtectionDomain, queue: &CompletionQueue) -> Qp {
     bare.modify(&init).unwrap();
     bare.modify(&QpAttr::to_state(QpState::Err)).unwrap();
     // Flushed as they are posted. Whoever watches the queue takes some away meanwhile, so once may not be enough.
-    let list: Vec<_> = (0..4096).map(|number| RecvWr { wr_id: WrId(u64::MAX - number), sges: &[] }).collect();
+    let list: Vec<_> =
+        (0..4096).map(|number| RecvWr { wr_id: WrId(u64::MAX - number), sges: &[] }).collect();
     while queue.software_counters().is_some_and(|counters| counters.lost == 0) {
         // SAFETY: it names no memory.
         let _ = unsafe { bare.post_recv(&list) };
@@ -203,14 +227,21 @@ fn a_dead_completion_queue_ends_all_its_operations_and_takes_no_more() {
         bounded("overrun", LONG, move || {
             Flavour::MultiThread.runtime().block_on(async move {
                 let (device, pd) = software(&slow_network(5));
-                let queue = CompletionQueue::builder(&device).capacity(40).mode(mode.make()).build().unwrap();
+                let queue = CompletionQueue::builder(&device)
+                    .capacity(40)
+                    .mode(mode.make())
+                    .build()
+                    .unwrap();
                 let others = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
                 let pool = Pool::new(&pd, 64, 32).unwrap();
                 let srq = SharedReceiveQueue::new(&pd, &queue, 8, 1).unwrap();
-                let small = || QueuePair::builder(&pd, &queue).max_send_wr(8).max_recv_wr(8).build().unwrap();
+                let small = || {
+                    QueuePair::builder(&pd, &queue).max_send_wr(8).max_recv_wr(8).build().unwrap()
+                };
                 let (a, b) = (small(), small());
                 connect(&a, &b);
-                let mut waiting: Vec<_> = (0..12).map(|_| a.recv(pool.try_alloc(64).unwrap())).collect();
+                let mut waiting: Vec<_> =
+                    (0..12).map(|_| a.recv(pool.try_alloc(64).unwrap())).collect();
                 waiting.extend((0..12).map(|_| srq.recv(pool.try_alloc(64).unwrap())));
                 let waiting: Vec<_> = waiting.into_iter().map(tokio::spawn).collect();
                 tokio::task::yield_now().await;
@@ -235,7 +266,11 @@ fn a_shared_receive_queue_alone_on_a_dead_completion_queue_ends_too() {
         bounded("overrun", LONG, move || {
             Flavour::CurrentThread.runtime().block_on(async move {
                 let (device, pd) = software(&Network::new());
-                let queue = CompletionQueue::builder(&device).capacity(16).mode(mode.make()).build().unwrap();
+                let queue = CompletionQueue::builder(&device)
+                    .capacity(16)
+                    .mode(mode.make())
+                    .build()
+                    .unwrap();
                 let srq = SharedReceiveQueue::new(&pd, &queue, 8, 1).unwrap();
                 let pool = Pool::new(&pd, 64, 8).unwrap();
                 let waiting = tokio::spawn(srq.recv(pool.try_alloc(64).unwrap()));
@@ -250,22 +285,32 @@ fn a_shared_receive_queue_alone_on_a_dead_completion_queue_ends_too() {
 }
 
 #[test]
-fn a_shared_receive_queue_on_a_dead_completion_queue_ends_after_the_queue_pairs_that_draw_from_it() {
+fn a_shared_receive_queue_on_a_dead_completion_queue_ends_after_the_queue_pairs_that_draw_from_it()
+{
     for mode in Mode::ALL {
         bounded("overrun", LONG, move || {
             Flavour::CurrentThread.runtime().block_on(async move {
                 let (device, pd) = software(&Network::new());
-                let queue = CompletionQueue::builder(&device).capacity(16).mode(mode.make()).build().unwrap();
+                let queue = CompletionQueue::builder(&device)
+                    .capacity(16)
+                    .mode(mode.make())
+                    .build()
+                    .unwrap();
                 let other = CompletionQueue::new(&device, mode.make()).unwrap();
                 let srq = SharedReceiveQueue::new(&pd, &queue, 8, 1).unwrap();
                 // Only its receives complete on the queue that dies.
-                let drawing = QueuePair::builder(&pd, &other).shared_receive_queue(&srq).build().unwrap();
+                let drawing =
+                    QueuePair::builder(&pd, &other).shared_receive_queue(&srq).build().unwrap();
                 let pool = Pool::new(&pd, 64, 8).unwrap();
                 let waiting = tokio::spawn(srq.recv(pool.try_alloc(64).unwrap()));
                 tokio::task::yield_now().await;
                 let bare = overrun(&pd, &queue);
                 soon("the receive", waiting).await.unwrap().unwrap_err();
-                assert_eq!(drawing.query(), Err(SetupError::Closed), "its buffers are given back before");
+                assert_eq!(
+                    drawing.query(),
+                    Err(SetupError::Closed),
+                    "its buffers are given back before"
+                );
                 let refused = QueuePair::builder(&pd, &other).shared_receive_queue(&srq).build();
                 assert!(matches!(refused, Err(SetupError::Verb(_))), "{refused:?}");
                 drop(bare);
@@ -280,7 +325,8 @@ fn what_waits_for_room_is_posted_though_nobody_polls_anything_of_its_queue() {
         bounded("work in line", LONG, move || {
             Flavour::CurrentThread.runtime().block_on(async move {
                 let (device, pd) = device(&slow_network(3));
-                let [ours, theirs] = [(); 2].map(|()| CompletionQueue::new(&device, mode.make()).unwrap());
+                let [ours, theirs] =
+                    [(); 2].map(|()| CompletionQueue::new(&device, mode.make()).unwrap());
                 let sender = QueuePair::builder(&pd, &ours).max_send_wr(1).build().unwrap();
                 let receiver = QueuePair::new(&pd, &theirs).unwrap();
                 connect(&sender, &receiver);
@@ -328,9 +374,14 @@ fn waker_that_panics_leaves_no_other_operation_of_its_queue_pair_behind() {
             let waker = woken.clone().into();
             assert!(Pin::new(receive).poll(&mut Context::from_waker(&waker)).is_pending());
         }
-        let ends = || if reset { a.modify(&QpAttr::to_state(QpState::Reset)).unwrap() } else { drop(a) };
-        std::panic::catch_unwind(std::panic::AssertUnwindSafe(ends)).expect("the panic of another task's waker");
-        assert!(wakers[1..].iter().all(|woken| woken.0.load(Ordering::SeqCst)), "all others were woken");
+        let ends =
+            || if reset { a.modify(&QpAttr::to_state(QpState::Reset)).unwrap() } else { drop(a) };
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(ends))
+            .expect("the panic of another task's waker");
+        assert!(
+            wakers[1..].iter().all(|woken| woken.0.load(Ordering::SeqCst)),
+            "all others were woken"
+        );
         assert!(writes.iter_mut().all(|write| matches!(poll(write), Poll::Ready(Err(_)))));
         assert!(receives.iter_mut().all(|receive| matches!(poll(receive), Poll::Ready(Err(_)))));
         assert_eq!(pool.available(), 5);
@@ -353,8 +404,9 @@ fn nothing_is_created_on_a_dead_completion_queue_and_its_entries_are_released() 
         block_on(receive).unwrap_err();
         assert!(queue.failure().is_some_and(|error| error.errno == 5));
 
-        let is_dead =
-            |error: SetupError| assert!(matches!(error, SetupError::Verb(error) if error.errno == 5), "{error}");
+        let is_dead = |error: SetupError| {
+            assert!(matches!(error, SetupError::Verb(error) if error.errno == 5), "{error}")
+        };
         is_dead(SharedReceiveQueue::new(&pd, &queue, 4, 1).unwrap_err());
         is_dead(QueuePair::new(&pd, &queue).unwrap_err());
         is_dead(QueuePair::builder(&pd, &alive).receive_completions(&queue).build().unwrap_err());

@@ -9,11 +9,15 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread;
 use std::time::Duration;
 
-use crate::torture::{self, Flavour, LONG, Mode, block_on, bounded, device, pair, slow_network, software, soon};
+use crate::torture::{
+    self, Flavour, LONG, Mode, block_on, bounded, device, pair, slow_network, software, soon,
+};
 use tokio_rdma::op::{Recv, Write};
 use tokio_rdma::software::Network;
 use tokio_rdma::types::{QpAttr, QpState};
-use tokio_rdma::{Access, BufMut, CompletionMode, CompletionQueue, ExposedRegion, OpErrorKind, Pool, QueuePair};
+use tokio_rdma::{
+    Access, BufMut, CompletionMode, CompletionQueue, ExposedRegion, OpErrorKind, Pool, QueuePair,
+};
 
 /// Polls once, from nowhere.
 fn poll<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {
@@ -44,13 +48,16 @@ fn the_last_waker_of_a_task_may_end_the_queue_pair_it_waits_for() {
                 for _ in 0..100 {
                     let (a, b) = pair(&pd, &queue);
                     let pool = Pool::new(&pd, 64, 2).unwrap();
-                    let shared = Arc::new(tokio::sync::Mutex::new(a.recv(pool.try_alloc(64).unwrap())));
+                    let shared =
+                        Arc::new(tokio::sync::Mutex::new(a.recv(pool.try_alloc(64).unwrap())));
                     // The task owns both queue pairs, and is owned by the waker it leaves with the receive.
                     let receive = shared.clone();
                     let task = async move {
                         let _owned = (a, b);
                         let mut receive = receive.lock().await;
-                        let first = std::future::poll_fn(|context| Poll::Ready(Pin::new(&mut *receive).poll(context)));
+                        let first = std::future::poll_fn(|context| {
+                            Poll::Ready(Pin::new(&mut *receive).poll(context))
+                        });
                         assert!(first.await.is_pending());
                         drop(receive);
                         std::future::pending::<()>().await;
@@ -152,7 +159,8 @@ const TRIES: usize = 200;
 fn whoever_is_woken_by_an_operation_may_drop_all_that_it_is_of() {
     bounded("the last of its queue", LONG, || {
         for _ in 0..TRIES {
-            let Some(Together { queue, ends, mut write, receive, send, deed }) = Together::new(Mode::Hybrid, true)
+            let Some(Together { queue, ends, mut write, receive, send, deed }) =
+                Together::new(Mode::Hybrid, true)
             else {
                 continue;
             };
@@ -185,7 +193,8 @@ fn operation_that_wakes_a_waker_that_panics_has_its_result() {
         bounded("a waker that panics", LONG, move || {
             for _ in 0..TRIES {
                 let Some(mut together) = Together::new(mode, false) else { continue };
-                *together.deed.0.lock().unwrap() = Some(Box::new(|| resume_unwind(Box::new("woken"))));
+                *together.deed.0.lock().unwrap() =
+                    Some(Box::new(|| resume_unwind(Box::new("woken"))));
                 let found = catch_unwind(AssertUnwindSafe(|| poll(&mut together.write)));
                 let found = found.expect("the panic of another task's waker");
                 if together.deed.0.lock().unwrap().take().is_some() {
@@ -211,7 +220,9 @@ fn who_is_woken_by_a_reset_may_change_the_state_at_once() {
         let (receive, woken) = (qp.recv(pool.try_alloc(64).unwrap()), qp.clone());
         // Runs where it is woken.
         let task = async move {
-            assert!(matches!(receive.await, Err(error) if matches!(error.kind(), OpErrorKind::Closed)));
+            assert!(
+                matches!(receive.await, Err(error) if matches!(error.kind(), OpErrorKind::Closed))
+            );
             woken.modify(&QpAttr::to_state(QpState::Reset)).unwrap();
         };
         Waker::from(Arc::new(Lonely(Mutex::new(Some(Box::pin(task)))))).wake();
@@ -252,7 +263,8 @@ fn waker_that_panics_leaves_nobody_asleep() {
         let qp = QueuePair::new(&pd, &queue).unwrap();
         let pool = Pool::new(&pd, 64, 4).unwrap();
         let wakers = [(); 4].map(|()| Arc::new(Counting::default()));
-        let mut receives: Vec<_> = wakers.iter().map(|_| qp.recv(pool.try_alloc(64).unwrap())).collect();
+        let mut receives: Vec<_> =
+            wakers.iter().map(|_| qp.recv(pool.try_alloc(64).unwrap())).collect();
         for (receive, waker) in receives.iter_mut().zip(&wakers) {
             let_wait(&queue, &Waker::from(waker.clone()), receive);
         }
@@ -274,11 +286,14 @@ fn waker_that_panics_leaves_nobody_asleep() {
 
 /// Polls `future` until it is over, with a waker that panics.
 fn poll_with_a_panicking_waker<F: Future>(what: &str, future: F) -> F::Output {
-    let (mut future, waker) = (Box::pin(future), Arc::new(Counting { panics: true.into(), ..Counting::default() }));
+    let (mut future, waker) =
+        (Box::pin(future), Arc::new(Counting { panics: true.into(), ..Counting::default() }));
     let waker = Waker::from(waker);
     loop {
         let poll = || future.as_mut().poll(&mut Context::from_waker(&waker));
-        match catch_unwind(AssertUnwindSafe(poll)).unwrap_or_else(|_| panic!("{what}: its poll panicked")) {
+        match catch_unwind(AssertUnwindSafe(poll))
+            .unwrap_or_else(|_| panic!("{what}: its poll panicked"))
+        {
             Poll::Ready(output) => return output,
             Poll::Pending => thread::sleep(Duration::from_micros(10)),
         }
@@ -303,11 +318,16 @@ fn operation_that_wakes_its_own_task_survives_a_waker_that_panics() {
                     poll_with_a_panicking_waker("send", a.send(new())).unwrap();
                     poll_with_a_panicking_waker("receive", receive).unwrap();
                     poll_with_a_panicking_waker("write", a.write(new(), region.grant())).unwrap();
-                    poll_with_a_panicking_waker("inline write", a.write_inline(&[1; 8], word)).unwrap();
+                    poll_with_a_panicking_waker("inline write", a.write_inline(&[1; 8], word))
+                        .unwrap();
                     poll_with_a_panicking_waker("read", a.read(new(), region.grant())).unwrap();
                     poll_with_a_panicking_waker("addition", a.fetch_add(word, 1)).unwrap();
                     poll_with_a_panicking_waker("exchange", a.compare_swap(word, 1, 2)).unwrap();
-                    poll_with_a_panicking_waker("driver", queue.drive(b.read(new(), region.grant()))).unwrap();
+                    poll_with_a_panicking_waker(
+                        "driver",
+                        queue.drive(b.read(new(), region.grant())),
+                    )
+                    .unwrap();
                 }
                 poll_with_a_panicking_waker("close", a.close());
             });
@@ -341,7 +361,11 @@ impl Wake for Panicking {
 }
 
 /// Three rounds in which one receive has a waker that panics and another, of the same queue, has a task that waits.
-async fn panics_beside_a_task(queue: CompletionQueue, ends: [(QueuePair, QueuePair); 2], pool: Pool) {
+async fn panics_beside_a_task(
+    queue: CompletionQueue,
+    ends: [(QueuePair, QueuePair); 2],
+    pool: Pool,
+) {
     let [(a, b), (c, d)] = ends;
     for _ in 0..3 {
         let waker = Arc::new(Panicking::default());
@@ -369,14 +393,16 @@ fn waker_that_panics_affects_no_other_task_in_any_mode_on_any_runtime() {
                 let runtime = flavour.runtime();
                 let (device, pd) = device(&Network::new());
                 let queue = CompletionQueue::new(&device, mode.make()).unwrap();
-                let (ends, pool) = ([pair(&pd, &queue), pair(&pd, &queue)], Pool::new(&pd, 64, 8).unwrap());
+                let (ends, pool) =
+                    ([pair(&pd, &queue), pair(&pd, &queue)], Pool::new(&pd, 64, 8).unwrap());
                 let test = panics_beside_a_task(queue.clone(), ends, pool);
                 if mode == Mode::Cooperative {
                     // Without a driver each operation polls for itself, and no other wakes it.
                     runtime.block_on(queue.drive(test));
                 } else {
                     // As a task, so that the thread that waits here leaves the I/O driver to a worker.
-                    runtime.block_on(async { tokio::spawn(test).await.expect("it does not panic") });
+                    runtime
+                        .block_on(async { tokio::spawn(test).await.expect("it does not panic") });
                 }
             });
         }
@@ -391,11 +417,16 @@ fn task_that_returns_a_buffer_survives_the_waker_of_one_that_waits_for_it() {
         let buffer = pool.try_alloc(64).unwrap();
         let waker = Arc::new(Panicking { panics: true.into(), ..Panicking::default() });
         let mut first = Box::pin(pool.alloc(64));
-        assert!(first.as_mut().poll(&mut Context::from_waker(&Waker::from(waker.clone()))).is_pending());
+        assert!(
+            first.as_mut().poll(&mut Context::from_waker(&Waker::from(waker.clone()))).is_pending()
+        );
         drop(buffer);
         assert_eq!(waker.woken.load(Ordering::SeqCst), 1);
         drop(first);
-        assert!(pool.try_alloc(64).is_ok(), "the place of the first in the queue goes with its future");
+        assert!(
+            pool.try_alloc(64).is_ok(),
+            "the place of the first in the queue goes with its future"
+        );
     });
 }
 

@@ -15,7 +15,10 @@ use tokio::runtime::{Builder, Runtime};
 use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::software::{Faults, Network};
 use tokio_rdma::types::{AckTimeout, RnrTimer};
-use tokio_rdma::{Access, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, ProtectionDomain, QueuePair};
+use tokio_rdma::{
+    Access, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, ProtectionDomain,
+    QueuePair,
+};
 
 /// No wait of a test that works takes anywhere near this long, on however slow a machine.
 pub const LONG: Duration = Duration::from_secs(60);
@@ -37,7 +40,11 @@ fn patience(limit: Duration) -> Duration {
 }
 
 /// Runs `test` in a thread of its own, and fails if it does not end: a hang is a failure that names itself.
-pub fn bounded<T: Send + 'static>(what: &str, limit: Duration, test: impl FnOnce() -> T + Send + 'static) -> T {
+pub fn bounded<T: Send + 'static>(
+    what: &str,
+    limit: Duration,
+    test: impl FnOnce() -> T + Send + 'static,
+) -> T {
     let (limit, (done, ended)) = (patience(limit), channel());
     let thread = thread::Builder::new().name(what.to_owned()).spawn(move || {
         let result = test();
@@ -47,7 +54,9 @@ pub fn bounded<T: Send + 'static>(what: &str, limit: Duration, test: impl FnOnce
     let thread = thread.expect("a thread can be started");
     match ended.recv_timeout(limit) {
         // Disconnected without a word: it panicked, which `join` tells.
-        Ok(()) | Err(RecvTimeoutError::Disconnected) => thread.join().unwrap_or_else(|panic| resume_unwind(panic)),
+        Ok(()) | Err(RecvTimeoutError::Disconnected) => {
+            thread.join().unwrap_or_else(|panic| resume_unwind(panic))
+        }
         Err(RecvTimeoutError::Timeout) => panic!("{what}: hangs, given up after {limit:?}"),
     }
 }
@@ -152,13 +161,20 @@ impl Flavour {
 
 /// A network on which nothing is done before the posting verb has returned.
 pub fn slow_network(seed: u64) -> Network {
-    Network::with_faults(seed, Faults::none().delay(Duration::from_micros(1)..Duration::from_micros(40)))
+    Network::with_faults(
+        seed,
+        Faults::none().delay(Duration::from_micros(1)..Duration::from_micros(40)),
+    )
 }
 
 /// Receivers are late on purpose, so those who find none try again soon. Nothing is lost, so acknowledgements are
 /// waited for as long as a loaded machine may take.
 pub fn impatient() -> ConnectOptions {
-    ConnectOptions { timeout: AckTimeout::from_code(18), rnr_timer: RnrTimer::from_code(4), ..Default::default() }
+    ConnectOptions {
+        timeout: AckTimeout::from_code(18),
+        rnr_timer: RnrTimer::from_code(4),
+        ..Default::default()
+    }
 }
 
 /// Connects two queue pairs with each other.
@@ -206,7 +222,8 @@ pub fn narrow(buffers: usize) -> (Network, [QueuePair; 2], Pool, ExposedRegion) 
     let network = Network::simulated(1, Faults::none());
     let (device, pd) = software(&network);
     let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
-    let [a, b] = [(); 2].map(|()| QueuePair::builder(&pd, &queue).max_send_wr(2).max_recv_wr(1).build().unwrap());
+    let [a, b] = [(); 2]
+        .map(|()| QueuePair::builder(&pd, &queue).max_send_wr(2).max_recv_wr(1).build().unwrap());
     connect(&a, &b);
     let region = ExposedRegion::new(&pd, vec![0; 64], Access::REMOTE_ALL).unwrap();
     (network, [a, b], Pool::new(&pd, 64, buffers).unwrap(), region)

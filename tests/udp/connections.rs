@@ -13,8 +13,9 @@ use tokio_rdma::cm::{self, ConnectError, Disconnection};
 use tokio_rdma::op::{ConnectOptions, Recv};
 use tokio_rdma::types::{AckTimeout, WcStatus};
 use tokio_rdma::{
-    Access, BufMut, CloseReason, CompletionMode, CompletionQueue, Connection, ConnectionConfig, Device, EstablishError,
-    Listener, MessageError, Pool, ProtectionDomain, QueuePair, RemoteRegion,
+    Access, BufMut, CloseReason, CompletionMode, CompletionQueue, Connection, ConnectionConfig,
+    Device, EstablishError, Listener, MessageError, Pool, ProtectionDomain, QueuePair,
+    RemoteRegion,
 };
 
 /// Set in the other process.
@@ -23,7 +24,8 @@ const ROLE: &str = "TOKIO_RDMA_CONNECTIONS_UDP";
 /// 33 ms, seven times: a machine with other things to do is no peer that is gone, and one that is gone is found out in a
 /// second or so.
 fn config() -> ConnectionConfig {
-    let options = ConnectOptions { timeout: AckTimeout::from_code(13), retry_count: 7, ..Default::default() };
+    let options =
+        ConnectOptions { timeout: AckTimeout::from_code(13), retry_count: 7, ..Default::default() };
     ConnectionConfig::default().options(options)
 }
 
@@ -57,11 +59,14 @@ impl Peer {
             .unwrap();
         let stdin = child.stdin.take();
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
-        let said = lines.find_map(|line| line.unwrap().split_once("PEER ").map(|(_, rest)| rest.to_owned()));
+        let said = lines
+            .find_map(|line| line.unwrap().split_once("PEER ").map(|(_, rest)| rest.to_owned()));
         let said = said.expect("the other process says where it is");
         let (address, plain) = said.split_once(' ').unwrap();
         // What it says later must go somewhere.
-        std::thread::spawn(move || lines.for_each(|line| println!("  peer: {}", line.unwrap_or_default())));
+        std::thread::spawn(move || {
+            lines.for_each(|line| println!("  peer: {}", line.unwrap_or_default()))
+        });
         Self { child, address: address.parse().unwrap(), plain: plain.parse().unwrap(), stdin }
     }
 
@@ -76,8 +81,13 @@ impl Peer {
         assert!(self.child.wait().unwrap().success());
     }
 
-    async fn connect(&self, device: &Device, wish: &'static str) -> Result<Connection, EstablishError> {
-        soon("connect", Connection::connect_with(device, self.address, &config().user_data(wish))).await
+    async fn connect(
+        &self,
+        device: &Device,
+        wish: &'static str,
+    ) -> Result<Connection, EstablishError> {
+        soon("connect", Connection::connect_with(device, self.address, &config().user_data(wish)))
+            .await
     }
 }
 
@@ -98,7 +108,9 @@ fn the_peer() {
     Flavour::MultiThread.runtime().block_on(async {
         let device = device();
         let ip = device.default_path().unwrap().1.gid.to_ip();
-        let listener = Listener::bind_with(&device, (ip, 0), &config().user_data("from the peer")).await.unwrap();
+        let listener = Listener::bind_with(&device, (ip, 0), &config().user_data("from the peer"))
+            .await
+            .unwrap();
         // The unspecified address is that of the device.
         let plain = cm::Listener::bind(&device, "0.0.0.0:0").await.unwrap();
         let plain_address = SocketAddr::new(ip, plain.local_addr().port());
@@ -107,7 +119,10 @@ fn the_peer() {
         tokio::spawn(serve(listener));
         tokio::spawn(answer(plain, device.clone()));
         let told = tokio::task::spawn_blocking(|| std::io::stdin().read(&mut [0]).unwrap());
-        tokio::time::timeout(2 * LONG, told).await.expect("the other process is forgotten").unwrap();
+        tokio::time::timeout(2 * LONG, told)
+            .await
+            .expect("the other process is forgotten")
+            .unwrap();
     });
 }
 
@@ -151,7 +166,8 @@ async fn answer(listener: cm::Listener, device: Device) {
     let pool = Pool::new(&pd, 4096, 64).unwrap();
     loop {
         let request = listener.accept().await.unwrap();
-        let (qp, pool) = (request.prepare(QueuePair::builder(&pd, &queue)).build().unwrap(), pool.clone());
+        let (qp, pool) =
+            (request.prepare(QueuePair::builder(&pd, &queue)).build().unwrap(), pool.clone());
         tokio::spawn(async move {
             if request.private_data().starts_with(b"no") {
                 return request.reject(b"no, then").await.unwrap();
@@ -172,7 +188,10 @@ async fn answer(listener: cm::Listener, device: Device) {
 }
 
 fn queues(device: &Device) -> (ProtectionDomain, CompletionQueue) {
-    (device.protection_domain().unwrap(), CompletionQueue::new(device, CompletionMode::Event).unwrap())
+    (
+        device.protection_domain().unwrap(),
+        CompletionQueue::new(device, CompletionMode::Event).unwrap(),
+    )
 }
 
 #[test]
@@ -183,9 +202,11 @@ fn a_thousand_messages_of_mixed_sizes_go_and_come_back() {
         assert_eq!(connection.user_data(), "from the peer");
         assert_eq!(connection.peer_addr(), Some(peer.address));
         // Up to 8 KiB into a receive, above fetched; around the MTU, and several times it.
-        let lengths = [0, 1, 5, 64, 1023, 1024, 1025, 4095, 4096, 4097, 8192, 8193, 20_000, 65_536, 200_001];
-        let length =
-            |number: usize| if number % 100 == 99 { 3_000_000 + number } else { lengths[number % lengths.len()] };
+        let lengths =
+            [0, 1, 5, 64, 1023, 1024, 1025, 4095, 4096, 4097, 8192, 8193, 20_000, 65_536, 200_001];
+        let length = |number: usize| {
+            if number % 100 == 99 { 3_000_000 + number } else { lengths[number % lengths.len()] }
+        };
         let sending = async {
             for number in 0..1000 {
                 connection.send(pattern(length(number), number as u64)).await.unwrap();
@@ -195,7 +216,11 @@ fn a_thousand_messages_of_mixed_sizes_go_and_come_back() {
         let receiving = async {
             for number in 0..1000 {
                 let message = recv(&connection).await;
-                assert!(message == pattern(length(number), number as u64), "message {number}, {} bytes", message.len());
+                assert!(
+                    message == pattern(length(number), number as u64),
+                    "message {number}, {} bytes",
+                    message.len()
+                );
             }
             assert_eq!(soon("the end", connection.recv()).await.unwrap(), None);
         };
@@ -254,13 +279,17 @@ fn requests_are_refused_with_what_the_other_side_has_to_say() {
     run("refusals", || async {
         let (peer, device) = (Peer::start(), device());
         match peer.connect(&device, "refuse me").await {
-            Err(EstablishError::Rejected { user_data, .. }) => assert_eq!(&user_data[..], b"as you wish"),
+            Err(EstablishError::Rejected { user_data, .. }) => {
+                assert_eq!(&user_data[..], b"as you wish")
+            }
             other => panic!("{other:?}"),
         }
         // The process is there, and nobody in it listens.
         let nobody = SocketAddr::new(peer.address.ip(), 1);
         match soon("refusal", Connection::connect_with(&device, nobody, &config())).await {
-            Err(EstablishError::Connect(ConnectError::Refused { address })) => assert_eq!(address, nobody),
+            Err(EstablishError::Connect(ConnectError::Refused { address })) => {
+                assert_eq!(address, nobody)
+            }
             other => panic!("{other:?}"),
         }
         // Without messages.
@@ -269,7 +298,9 @@ fn requests_are_refused_with_what_the_other_side_has_to_say() {
         let qp = route.prepare(QueuePair::builder(&pd, &queue)).build().unwrap();
         let options = cm::Options::default().private_data(b"no".to_vec());
         match soon("refusal", route.connect(&qp, &options)).await {
-            Err(ConnectError::Rejected { private_data, .. }) => assert_eq!(&private_data[..8], b"no, then"),
+            Err(ConnectError::Rejected { private_data, .. }) => {
+                assert_eq!(&private_data[..8], b"no, then")
+            }
             other => panic!("{other:?}"),
         }
         peer.finish();
@@ -312,17 +343,22 @@ fn memory_of_the_other_process_is_read_and_written_beside_messages() {
         let connection = peer.connect(&device, "expose").await.unwrap();
         let remote = RemoteRegion::from_bytes(&recv(&connection).await).unwrap();
         let most = remote.len() as usize;
-        for (at, len) in [1, 8, 1023, 1024, 1025, 4096, 4097, 100_000, most].into_iter().enumerate() {
+        for (at, len) in [1, 8, 1023, 1024, 1025, 4096, 4097, 100_000, most].into_iter().enumerate()
+        {
             let text = pattern(len, at as u64);
             let there = remote.slice(..len as u64).unwrap();
             let written = connection.write(connection.copy_from(&text).unwrap(), there);
             soon("write", written).await.unwrap();
-            let found = soon("read", connection.read(connection.alloc(len).unwrap(), there)).await.unwrap();
+            let found =
+                soon("read", connection.read(connection.alloc(len).unwrap(), there)).await.unwrap();
             assert!(found[..] == text[..], "{len} bytes");
         }
         let counter = remote.slice(..8).unwrap();
         let before = soon("add", connection.fetch_add(counter, 2)).await.unwrap();
-        assert_eq!(soon("swap", connection.compare_swap(counter, before + 2, 7)).await.unwrap(), before + 2);
+        assert_eq!(
+            soon("swap", connection.compare_swap(counter, before + 2, 7)).await.unwrap(),
+            before + 2
+        );
         assert_eq!(soon("add", connection.fetch_add(counter, 0)).await.unwrap(), 7);
         soon("close", connection.close()).await.unwrap();
         peer.finish();
@@ -330,7 +366,11 @@ fn memory_of_the_other_process_is_read_and_written_beside_messages() {
 }
 
 /// A link without messages to the other process, idle, with a receive that waits.
-async fn idle(peer: &Peer, device: &Device, options: &cm::Options) -> (cm::Link, QueuePair, Recv<BufMut>) {
+async fn idle(
+    peer: &Peer,
+    device: &Device,
+    options: &cm::Options,
+) -> (cm::Link, QueuePair, Recv<BufMut>) {
     let (pd, queue) = queues(device);
     let pool = Pool::new(&pd, 4096, 4).unwrap();
     let route = cm::resolve(device, peer.plain).await.unwrap();
@@ -345,17 +385,29 @@ fn process_that_is_killed_while_nothing_is_in_flight_is_noticed_by_keepalive() {
     run("killed while idle", || async {
         for signal in ["TERM", "KILL"] {
             let (mut peer, device) = (Peer::start(), device());
-            let transport = ConnectOptions { timeout: AckTimeout::from_code(13), retry_count: 7, ..Default::default() };
-            let options = cm::Options::default().transport(transport).keepalive(Some(Duration::from_millis(50)));
+            let transport = ConnectOptions {
+                timeout: AckTimeout::from_code(13),
+                retry_count: 7,
+                ..Default::default()
+            };
+            let options = cm::Options::default()
+                .transport(transport)
+                .keepalive(Some(Duration::from_millis(50)));
             let (link, qp, waits) = idle(&peer, &device, &options).await;
             eventually("probes", || qp.send_counters().posted >= 2).await;
             assert!(link.is_connected());
             let pid = peer.child.id().to_string();
-            assert!(Command::new("kill").args([format!("-{signal}"), pid]).status().unwrap().success());
+            assert!(
+                Command::new("kill").args([format!("-{signal}"), pid]).status().unwrap().success()
+            );
             peer.child.wait().unwrap();
             let error = soon("the receive", waits).await.unwrap_err();
             assert_eq!(error.kind().status(), Some(WcStatus::WR_FLUSH_ERR), "SIG{signal}");
-            assert_eq!(soon("the end", link.disconnected()).await, Disconnection::Silent, "SIG{signal}");
+            assert_eq!(
+                soon("the end", link.disconnected()).await,
+                Disconnection::Silent,
+                "SIG{signal}"
+            );
         }
     });
 }
@@ -377,7 +429,10 @@ fn process_that_returns_from_main_disconnects_its_peers() {
 fn peer_that_is_killed_is_an_error_and_its_address_can_be_used_again() {
     run("kill", || async {
         let (mut peer, device) = (Peer::start(), device());
-        let (echo, idle) = (peer.connect(&device, "echo").await.unwrap(), peer.connect(&device, "echo").await.unwrap());
+        let (echo, idle) = (
+            peer.connect(&device, "echo").await.unwrap(),
+            peer.connect(&device, "echo").await.unwrap(),
+        );
         echo.send("there?").await.unwrap();
         assert_eq!(recv(&echo).await, "there?");
         peer.kill();
@@ -415,7 +470,12 @@ fn address_of_nobody_is_given_up_at_the_deadline() {
         let device = device();
         let nobody = SocketAddr::new(udp::address(), 7471);
         let after = Duration::from_millis(1_500);
-        match soon("no answer", Connection::connect_with(&device, nobody, &config().connect_timeout(after))).await {
+        match soon(
+            "no answer",
+            Connection::connect_with(&device, nobody, &config().connect_timeout(after)),
+        )
+        .await
+        {
             Err(EstablishError::Connect(ConnectError::TimedOut { .. })) => {}
             other => panic!("{other:?}"),
         }

@@ -13,7 +13,8 @@ use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::software::{UdpConfig, UdpError};
 use tokio_rdma::types::{AckTimeout, WcStatus};
 use tokio_rdma::{
-    Access, CompletionMode, CompletionQueue, Connection, Device, ExposedRegion, Listener, OpErrorKind, Pool, QueuePair,
+    Access, CompletionMode, CompletionQueue, Connection, Device, ExposedRegion, Listener,
+    OpErrorKind, Pool, QueuePair,
 };
 
 /// Only a hang takes this long.
@@ -21,7 +22,9 @@ const HANG: Duration = Duration::from_secs(60);
 
 /// False, with a word, where there is no software device over UDP.
 fn runs() -> bool {
-    if let Some(name) = std::env::var("TOKIO_RDMA_DEVICE").ok().filter(|name| name != Device::SOFTWARE) {
+    if let Some(name) =
+        std::env::var("TOKIO_RDMA_DEVICE").ok().filter(|name| name != Device::SOFTWARE)
+    {
         eprintln!("SKIPPED: TOKIO_RDMA_DEVICE names {name}");
         return false;
     }
@@ -67,7 +70,8 @@ fn device_is_at_its_address_alone_until_it_is_gone() {
     let (device, address) = somewhere();
     assert_eq!((address_of(&device), device.name()), (address, &*address.to_string()));
     let name = Some(device.name().to_owned());
-    let taken = UdpError::PortTaken { address, port: UdpConfig::PORT, soft_roce: false, device: name };
+    let taken =
+        UdpError::PortTaken { address, port: UdpConfig::PORT, soft_roce: false, device: name };
     assert!(taken.to_string().contains("of this process"), "{taken}");
     assert_eq!(refused(Device::open_default_at(address)), taken);
     assert_eq!(io::Error::from(taken).kind(), io::ErrorKind::AddrInUse);
@@ -97,13 +101,15 @@ fn clients_of_a_service_have_an_address_each_and_reach_it() {
         let listener = Listener::bind(&server, (at, 0)).await.unwrap();
         let address = listener.local_addr();
         for (client, from) in clients.iter().zip([one, two]) {
-            let (theirs, ours) = tokio::join!(Connection::connect(client, address), listener.accept());
+            let (theirs, ours) =
+                tokio::join!(Connection::connect(client, address), listener.accept());
             let (theirs, ours) = (theirs.unwrap(), ours.unwrap());
             theirs.send(from.to_string().into_bytes()).await.unwrap();
             assert_eq!(&ours.recv().await.unwrap().unwrap()[..], from.to_string().as_bytes());
         }
     };
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     runtime.block_on(async { tokio::time::timeout(HANG, scenario).await.expect("hangs") });
 }
 
@@ -120,7 +126,8 @@ fn end(device: &Device) -> (QueuePair, Pool, ExposedRegion) {
 async fn write_from(writer: &Device, target: &Device) -> (Result<(), OpErrorKind>, u8) {
     let ((qp, pool, _ours), (theirs, _pool, region)) = (end(writer), end(target));
     // The fewest repetitions that a busy machine does not exceed: the writer that is not heard has to use them all.
-    let options = ConnectOptions { timeout: AckTimeout::from_code(16), retry_count: 3, ..Default::default() };
+    let options =
+        ConnectOptions { timeout: AckTimeout::from_code(16), retry_count: 3, ..Default::default() };
     qp.connect_with(&theirs.endpoint(), &options).unwrap();
     theirs.connect_with(&qp.endpoint(), &options).unwrap();
     let written = qp.write(pool.copy_from(&[7; 8]).unwrap(), region.grant()).await;
@@ -140,12 +147,19 @@ fn client_of_one_service_executes_nothing_from_a_third_address() {
     let open = Device::open_default_towards(at).unwrap();
     let scenario = async {
         let (refused, byte) = write_from(&third, &client).await;
-        let Err(OpErrorKind::Completion(error)) = refused else { panic!("executed: {refused:?}, {byte}") };
+        let Err(OpErrorKind::Completion(error)) = refused else {
+            panic!("executed: {refused:?}, {byte}")
+        };
         assert_eq!((error.status, byte), (WcStatus::RETRY_EXC_ERR, 0));
         assert_eq!(write_from(&server, &client).await, (Ok(()), 7), "the service is heard");
-        assert_eq!(write_from(&third, &open).await, (Ok(()), 7), "a client of several hosts hears all of them");
+        assert_eq!(
+            write_from(&third, &open).await,
+            (Ok(()), 7),
+            "a client of several hosts hears all of them"
+        );
     };
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     runtime.block_on(async { tokio::time::timeout(HANG, scenario).await.expect("hangs") });
 }
 
@@ -201,6 +215,9 @@ fn addresses_that_cannot_work_are_refused() {
     // Without its interface.
     let link_local: IpAddr = "fe80::1".parse().unwrap();
     let error = refused(Device::open_default_to(link_local));
-    assert!(matches!(error, UdpError::NoRoute { peer, error } if peer == link_local && error.errno != 0), "{error:?}");
+    assert!(
+        matches!(error, UdpError::NoRoute { peer, error } if peer == link_local && error.errno != 0),
+        "{error:?}"
+    );
     assert_eq!(io::Error::from(OpenError::from(error)).kind(), io::ErrorKind::NetworkUnreachable);
 }

@@ -9,7 +9,8 @@ use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::software::{Network, UdpConfig, UdpError};
 use tokio_rdma::types::{AckTimeout, QpState, WcStatus};
 use tokio_rdma::{
-    Access, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, OpErrorKind, Pool, QueuePair,
+    Access, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, OpErrorKind, Pool,
+    QueuePair,
 };
 
 /// Only a hang takes this long.
@@ -37,7 +38,11 @@ impl End {
     }
 
     fn connect(&self, to: &Self) {
-        let options = ConnectOptions { timeout: AckTimeout::from_code(14), retry_count: 3, ..Default::default() };
+        let options = ConnectOptions {
+            timeout: AckTimeout::from_code(14),
+            retry_count: 3,
+            ..Default::default()
+        };
         self.qp.connect_with(&to.qp.endpoint(), &options).unwrap();
     }
 
@@ -59,7 +64,8 @@ fn only(network: &Network) -> (Device, SocketAddr) {
 }
 
 fn run(scenario: impl Future<Output = ()>) {
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     runtime.block_on(async { tokio::time::timeout(HANG, scenario).await.expect("hangs") });
 }
 
@@ -69,7 +75,12 @@ fn port_is_taken_until_the_network_is_gone() {
     let (device, address) = only(&network);
     let config = UdpConfig::new().device("two", address.ip()).port(address.port());
     let name = Some(device.name().to_owned());
-    let taken = UdpError::PortTaken { address: address.ip(), port: address.port(), soft_roce: false, device: name };
+    let taken = UdpError::PortTaken {
+        address: address.ip(),
+        port: address.port(),
+        soft_roce: false,
+        device: name,
+    };
     assert_eq!(Network::udp(&config).unwrap_err(), taken);
     drop(network);
     assert_eq!(Network::udp(&config).unwrap_err(), taken, "the device is open");
@@ -98,7 +109,10 @@ fn devices_are_those_of_the_configuration() {
         }
         other => panic!("{other:?}"),
     }
-    let (one, two) = (Device::software_in(&network, "one").unwrap(), Device::software_in(&network, "two").unwrap());
+    let (one, two) = (
+        Device::software_in(&network, "one").unwrap(),
+        Device::software_in(&network, "two").unwrap(),
+    );
     let gid = |device: &Device| device.default_path().unwrap().1.gid;
     assert_ne!(gid(&one), gid(&two));
     assert_eq!(gid(&Device::software_in(&network, "one").unwrap()), gid(&one), "the same device");
@@ -109,7 +123,8 @@ fn ipv6_carries_the_same() {
     let loopback = IpAddr::V6(Ipv6Addr::LOCALHOST);
     // Other programs may have the port of the only address there is.
     let network = (0..100).find_map(|offset| {
-        Network::udp(&UdpConfig::new().device("one", loopback).port(UdpConfig::PORT + 100 + offset)).ok()
+        Network::udp(&UdpConfig::new().device("one", loopback).port(UdpConfig::PORT + 100 + offset))
+            .ok()
     });
     let network = network.expect("a free port of 100, and IPv6");
     run(async {
@@ -163,13 +178,16 @@ fn peers_that_are_not_allowed_are_not_heard() {
     let here = udp::network(&["one"]);
     let (mine, address) = only(&here);
     let elsewhere: IpAddr = "127.0.0.200".parse().unwrap();
-    let theirs = udp::configured(&["one"], |config| config.port(address.port()).allow(elsewhere, 32));
+    let theirs =
+        udp::configured(&["one"], |config| config.port(address.port()).allow(elsewhere, 32));
     run(async {
         let (a, b) = (End::new(&mine), End::new(&Device::software_in(&theirs, "one").unwrap()));
         a.connect(&b);
         b.connect(&a);
         let error = a.qp.write(a.buffer(8), b.region.grant()).await.unwrap_err();
-        assert!(matches!(error.kind(), OpErrorKind::Completion(error) if error.status == WcStatus::RETRY_EXC_ERR));
+        assert!(
+            matches!(error.kind(), OpErrorKind::Completion(error) if error.status == WcStatus::RETRY_EXC_ERR)
+        );
         // The last may still lie in the socket.
         counted(&theirs, |counters| counters.unwanted >= 4);
         assert_eq!(theirs.counters().sent, 0);
@@ -179,7 +197,8 @@ fn peers_that_are_not_allowed_are_not_heard() {
 /// Somebody who knows all numbers of a connection, but is at another address.
 #[test]
 fn queue_pair_hears_its_peer_only() {
-    let (here, there, elsewhere) = (udp::network(&["one"]), udp::network(&["one"]), udp::network(&["one"]));
+    let (here, there, elsewhere) =
+        (udp::network(&["one"]), udp::network(&["one"]), udp::network(&["one"]));
     run(async {
         let end = |network| End::new(&Device::software_in(network, "one").unwrap());
         let (a, b, stranger) = (end(&here), end(&there), end(&elsewhere));
@@ -187,7 +206,9 @@ fn queue_pair_hears_its_peer_only() {
         b.connect(&a);
         stranger.connect(&b);
         let error = stranger.qp.write(stranger.buffer(8), b.region.grant()).await.unwrap_err();
-        assert!(matches!(error.kind(), OpErrorKind::Completion(error) if error.status == WcStatus::RETRY_EXC_ERR));
+        assert!(
+            matches!(error.kind(), OpErrorKind::Completion(error) if error.status == WcStatus::RETRY_EXC_ERR)
+        );
         assert_eq!(b.qp.query().unwrap().0, QpState::Rts, "nothing happened to the connection");
         a.qp.write(a.buffer(8), b.region.grant()).await.unwrap();
     });
@@ -228,7 +249,8 @@ fn peers_are_served_while_the_runtime_that_received_does_something_else() {
 #[test]
 fn no_packet_is_overlooked_by_many_who_would_receive() {
     let (here, there) = (udp::network(&["one"]), udp::network(&["one"]));
-    let (mine, theirs) = (Device::software_in(&here, "one").unwrap(), Device::software_in(&there, "one").unwrap());
+    let (mine, theirs) =
+        (Device::software_in(&here, "one").unwrap(), Device::software_in(&there, "one").unwrap());
     let modes = [
         CompletionMode::Event,
         CompletionMode::Event,
@@ -250,7 +272,10 @@ fn no_packet_is_overlooked_by_many_who_would_receive() {
                         let len = if round % 8 == 0 { 5000 } else { 8 };
                         let (written, read) = tokio::join!(
                             a.qp.write(a.buffer(len), b.region.grant()),
-                            b.qp.read(b.pool.try_alloc(len).unwrap(), a.region.grant().slice(..len as u64).unwrap()),
+                            b.qp.read(
+                                b.pool.try_alloc(len).unwrap(),
+                                a.region.grant().slice(..len as u64).unwrap()
+                            ),
                         );
                         written.unwrap();
                         read.unwrap();
@@ -269,12 +294,16 @@ fn no_packet_is_overlooked_by_many_who_would_receive() {
 fn many_queue_pairs_share_the_way_to_a_peer() {
     let (here, there) = (udp::network(&["one"]), udp::network(&["one"]));
     run(async {
-        let (mine, theirs) = (Device::software_in(&here, "one").unwrap(), Device::software_in(&there, "one").unwrap());
+        let (mine, theirs) = (
+            Device::software_in(&here, "one").unwrap(),
+            Device::software_in(&there, "one").unwrap(),
+        );
         let pairs: Vec<_> = (0..48).map(|_| (End::new(&mine), End::new(&theirs))).collect();
         let mut work = tokio::task::JoinSet::new();
         for (a, b) in pairs {
             // Of so many some wait long for their turn on a busy machine.
-            let options = ConnectOptions { timeout: AckTimeout::from_code(17), ..Default::default() };
+            let options =
+                ConnectOptions { timeout: AckTimeout::from_code(17), ..Default::default() };
             a.qp.connect_with(&b.qp.endpoint(), &options).unwrap();
             b.qp.connect_with(&a.qp.endpoint(), &options).unwrap();
             work.spawn(async move {

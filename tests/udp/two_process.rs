@@ -24,10 +24,12 @@ use tokio::task::JoinSet;
 use tokio_rdma::memory::HostMemory;
 use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::software::{Faults, Network, UdpConfig};
-use tokio_rdma::types::{AckTimeout, AddressVector, Gid, Mtu, PortNum, Qkey, QpState, RnrTimer, Transport, WcStatus};
+use tokio_rdma::types::{
+    AckTimeout, AddressVector, Gid, Mtu, PortNum, Qkey, QpState, RnrTimer, Transport, WcStatus,
+};
 use tokio_rdma::{
-    Access, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Imm, OpErrorKind, Pool, ProtectionDomain,
-    QueuePair, QueuePairEndpoint, RemoteRegion,
+    Access, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Imm, OpErrorKind, Pool,
+    ProtectionDomain, QueuePair, QueuePairEndpoint, RemoteRegion,
 };
 
 /// Only a hang takes this long.
@@ -87,7 +89,9 @@ impl Meeting {
             self.0.read_exact(&mut theirs).await.unwrap();
             theirs
         };
-        tokio::time::timeout(HANG, exchange).await.expect("the other process does not come to the meeting")
+        tokio::time::timeout(HANG, exchange)
+            .await
+            .expect("the other process does not come to the meeting")
     }
 
     async fn meet(&mut self) {
@@ -120,11 +124,15 @@ impl End {
         let builder = if let Some(peer) = meeting.1 { builder.peer(peer) } else { builder };
         let builder = if transport == Transport::Ud { builder.qkey(QKEY) } else { builder };
         let qp = builder.build().unwrap();
-        let pool = Pool::builder(&pd).buffer_size(LARGEST).buffers(4).growing(true).build().unwrap();
-        let region = ExposedRegion::new(&pd, HostMemory::zeroed(LARGEST + 64).unwrap(), Access::REMOTE_ALL).unwrap();
+        let pool =
+            Pool::builder(&pd).buffer_size(LARGEST).buffers(4).growing(true).build().unwrap();
+        let region =
+            ExposedRegion::new(&pd, HostMemory::zeroed(LARGEST + 64).unwrap(), Access::REMOTE_ALL)
+                .unwrap();
         let theirs = meeting.swap(&qp.endpoint().to_bytes()).await;
         let mut peer = QueuePairEndpoint::from_bytes(&theirs).unwrap();
-        let remote = RemoteRegion::from_bytes(&meeting.swap(&region.grant().to_bytes()).await).unwrap();
+        let remote =
+            RemoteRegion::from_bytes(&meeting.swap(&region.grant().to_bytes()).await).unwrap();
         peer.mtu = peer.mtu.min(mtu);
         if transport == Transport::Ud {
             qp.activate().unwrap();
@@ -152,7 +160,9 @@ impl End {
 
 /// Bytes that tell their place and `seed`.
 fn pattern(len: usize, seed: u8) -> Vec<u8> {
-    (0..len).map(|at| (at as u32).wrapping_mul(0x9e37_79b1).wrapping_add(at as u32 >> 8) as u8 ^ seed).collect()
+    (0..len)
+        .map(|at| (at as u32).wrapping_mul(0x9e37_79b1).wrapping_add(at as u32 >> 8) as u8 ^ seed)
+        .collect()
 }
 
 /// Every operation in both directions; both processes run it at once.
@@ -168,28 +178,48 @@ async fn every_operation(end: &End, meeting: &mut Meeting, role: Role, lengths: 
                 qp.send(end.buffer(&bytes)).await.unwrap();
                 qp.send_with_imm(end.buffer(&bytes), Imm(len as u32)).await.unwrap();
                 qp.write(end.buffer(&bytes), end.remote).await.unwrap();
-                qp.write_with_imm(end.buffer(&bytes[..len / 2]), end.remote, Imm(!0)).await.unwrap();
+                qp.write_with_imm(end.buffer(&bytes[..len / 2]), end.remote, Imm(!0))
+                    .await
+                    .unwrap();
                 meeting.meet().await;
                 if transport == Transport::Rc {
-                    let back = qp.read(end.room(len), end.remote.slice(..len as u64).unwrap()).await.unwrap();
+                    let back = qp
+                        .read(end.room(len), end.remote.slice(..len as u64).unwrap())
+                        .await
+                        .unwrap();
                     assert_eq!(&back[..], bytes, "READ of {len}");
                     let word = end.remote.slice(LARGEST as u64..LARGEST as u64 + 8).unwrap();
                     let before = qp.fetch_add(word, 3).await.unwrap();
-                    assert_eq!(qp.compare_swap(word, before + 3, before + 4).await.unwrap(), before + 3);
-                    assert_eq!(qp.compare_swap(word, before, 0).await.unwrap(), before + 4, "another value");
+                    assert_eq!(
+                        qp.compare_swap(word, before + 3, before + 4).await.unwrap(),
+                        before + 3
+                    );
+                    assert_eq!(
+                        qp.compare_swap(word, before, 0).await.unwrap(),
+                        before + 4,
+                        "another value"
+                    );
                 }
             } else {
                 end.region.write(0, &vec![0; len]).unwrap();
                 let before = end.region.load(LARGEST).unwrap();
-                let receives = [qp.recv(end.room(len)), qp.recv(end.room(len)), qp.recv(end.room(0))];
+                let receives =
+                    [qp.recv(end.room(len)), qp.recv(end.room(len)), qp.recv(end.room(0))];
                 meeting.meet().await;
                 let [plain, imm, written] = receives;
                 let plain = plain.await.unwrap();
                 assert_eq!((&plain.buffer[..], plain.imm), (&bytes[..], None), "SEND of {len}");
                 let imm = imm.await.unwrap();
-                assert_eq!((&imm.buffer[..], imm.imm), (&bytes[..], Some(Imm(len as u32))), "SEND_IMM of {len}");
+                assert_eq!(
+                    (&imm.buffer[..], imm.imm),
+                    (&bytes[..], Some(Imm(len as u32))),
+                    "SEND_IMM of {len}"
+                );
                 let written = written.await.unwrap();
-                assert_eq!((written.len, written.imm, written.written), (len / 2, Some(Imm(!0)), true));
+                assert_eq!(
+                    (written.len, written.imm, written.written),
+                    (len / 2, Some(Imm(!0)), true)
+                );
                 assert_eq!(end.written(len), bytes, "WRITE of {len}");
                 meeting.meet().await;
                 meeting.meet().await;
@@ -212,7 +242,8 @@ fn status(kind: OpErrorKind) -> Option<WcStatus> {
 
 async fn datagrams(end: &End, meeting: &mut Meeting, role: Role) {
     let index = end.pd.device().default_path().unwrap().1.index;
-    let route = end.pd.address_handle(&AddressVector::new(PortNum(1), index, end.peer.gid)).unwrap();
+    let route =
+        end.pd.address_handle(&AddressVector::new(PortNum(1), index, end.peer.gid)).unwrap();
     for active in [role == Role::Client, role == Role::Server] {
         for len in LENGTHS.into_iter().filter(|&len| len <= 4096) {
             let bytes = pattern(len, 9);
@@ -248,7 +279,10 @@ async fn leases(end: &End, meeting: &mut Meeting, role: Role) {
             let receive = end.qp.recv(end.room(4));
             meeting.swap(&lease.grant().to_bytes()).await;
             let received = receive.await.unwrap();
-            assert_eq!((&received.buffer[..], received.invalidated), (&b"done"[..], Some(lease.rkey())));
+            assert_eq!(
+                (&received.buffer[..], received.invalidated),
+                (&b"done"[..], Some(lease.rkey()))
+            );
             meeting.meet().await;
             let mut bytes = [0; 100];
             region.read(0, &mut bytes).unwrap();
@@ -280,7 +314,11 @@ async fn load(device: &Device, meeting: &mut Meeting, options: &ConnectOptions, 
                 sent.unwrap();
                 written.unwrap();
                 assert_eq!(added.unwrap(), round as u64, "once each, in order");
-                let back = end.qp.read(end.room(BLOCK), target.slice(..BLOCK as u64).unwrap()).await.unwrap();
+                let back = end
+                    .qp
+                    .read(end.room(BLOCK), target.slice(..BLOCK as u64).unwrap())
+                    .await
+                    .unwrap();
                 assert_eq!(&back[..], bytes);
                 let received = receives.remove(0).await.unwrap();
                 assert_eq!(&received.buffer[..], bytes);
@@ -320,7 +358,8 @@ async fn clean(network: &Network, meeting: &mut Meeting, role: Role) {
             meeting.meet().await;
         }
     }
-    let end = End::new(&device, meeting, Transport::Ud, Mtu::Mtu4096, &ConnectOptions::default()).await;
+    let end =
+        End::new(&device, meeting, Transport::Ud, Mtu::Mtu4096, &ConnectOptions::default()).await;
     datagrams(&end, meeting, role).await;
     meeting.meet().await;
     load(&device, meeting, &patient(), 20).await;
@@ -339,7 +378,9 @@ async fn lossy(network: &Network, meeting: &mut Meeting, role: Role) {
     let counters = network.counters();
     let each = [counters.lost, counters.corrupted, counters.duplicated, counters.reordered];
     assert!(each.iter().all(|&count| count > 0), "{counters:?}");
-    let rejected = u64::from_be_bytes(meeting.swap(&counters.corrupted.to_be_bytes()).await.try_into().unwrap());
+    let rejected = u64::from_be_bytes(
+        meeting.swap(&counters.corrupted.to_be_bytes()).await.try_into().unwrap(),
+    );
     // Some were lost, some arrived twice; a flipped congestion bit is no damage.
     assert!(counters.rejected > rejected / 2, "{counters:?}, the peer damaged {rejected}");
     network.set_faults(Faults::none());
@@ -351,16 +392,22 @@ async fn refusals(network: &Network, meeting: &mut Meeting, role: Role) {
     let device = Device::software_in(network, "one").unwrap();
     let client = role == Role::Client;
     // A key that nobody has.
-    let end = End::new(&device, meeting, Transport::Rc, Mtu::Mtu1024, &ConnectOptions::default()).await;
+    let end =
+        End::new(&device, meeting, Transport::Rc, Mtu::Mtu1024, &ConnectOptions::default()).await;
     if client {
-        let region = RemoteRegion::new(end.remote.addr(), 8, tokio_rdma::types::Rkey(end.remote.rkey().0 ^ 0x5500));
+        let region = RemoteRegion::new(
+            end.remote.addr(),
+            8,
+            tokio_rdma::types::Rkey(end.remote.rkey().0 ^ 0x5500),
+        );
         let error = end.qp.write(end.buffer(b"x"), region).await.unwrap_err();
         assert_eq!(status(error.kind()), Some(WcStatus::REM_ACCESS_ERR));
     }
     meeting.meet().await;
     assert_eq!(end.qp.query().unwrap().0, QpState::Err, "both ends");
     // A message that its receive does not hold.
-    let end = End::new(&device, meeting, Transport::Rc, Mtu::Mtu1024, &ConnectOptions::default()).await;
+    let end =
+        End::new(&device, meeting, Transport::Rc, Mtu::Mtu1024, &ConnectOptions::default()).await;
     let receive = end.qp.recv(end.room(2));
     meeting.meet().await;
     if client {
@@ -390,7 +437,8 @@ async fn refusals(network: &Network, meeting: &mut Meeting, role: Role) {
 /// The server is killed with work under way.
 async fn killed(network: &Network, meeting: &mut Meeting, role: Role, child: Option<&mut Child>) {
     let device = Device::software_in(network, "one").unwrap();
-    let options = ConnectOptions { timeout: AckTimeout::from_code(14), retry_count: 3, ..Default::default() };
+    let options =
+        ConnectOptions { timeout: AckTimeout::from_code(14), retry_count: 3, ..Default::default() };
     let end = End::new(&device, meeting, Transport::Rc, Mtu::Mtu1024, &options).await;
     if role == Role::Server {
         // Until it is killed.
@@ -459,7 +507,9 @@ fn between_processes(name: &str) {
             .stdout(Stdio::null())
             .spawn();
         let mut other = Other(child.unwrap());
-        let accepted = tokio::time::timeout(HANG, listener.accept()).await.expect("the other process does not start");
+        let accepted = tokio::time::timeout(HANG, listener.accept())
+            .await
+            .expect("the other process does not start");
         let stream = accepted.unwrap().0;
         stream.set_nodelay(true).unwrap();
         let mut meeting = Meeting(Box::new(stream), None);
@@ -489,7 +539,9 @@ fn the_peer() {
 #[test]
 fn one_end_of_a_wire() {
     let Ok(said) = std::env::var("TOKIO_RDMA_WIRE") else { return };
-    let [role, address, device, wire] = said.split(' ').collect::<Vec<_>>()[..] else { panic!("{said}") };
+    let [role, address, device, wire] = said.split(' ').collect::<Vec<_>>()[..] else {
+        panic!("{said}")
+    };
     let address: SocketAddr = address.parse().unwrap();
     let device = match device.parse() {
         Ok(ip) => {
@@ -503,7 +555,10 @@ fn one_end_of_a_wire() {
             "listen" => {
                 let listener = TcpListener::bind(address).await.unwrap();
                 println!("listening");
-                (tokio::time::timeout(HANG, listener.accept()).await.unwrap().unwrap().0, Role::Server)
+                (
+                    tokio::time::timeout(HANG, listener.accept()).await.unwrap().unwrap().0,
+                    Role::Server,
+                )
             }
             _ => (TcpStream::connect(address).await.unwrap(), Role::Client),
         };
@@ -532,7 +587,10 @@ async fn wired(device: &Device, meeting: &mut Meeting, role: Role, lossy: bool, 
         let end = End::new(device, meeting, transport, mtu, &options).await;
         every_operation(&end, meeting, role, lengths).await;
         meeting.meet().await;
-        println!("{transport:?}, {mtu:?}: every operation, both ways, up to {} bytes", lengths[lengths.len() - 1]);
+        println!(
+            "{transport:?}, {mtu:?}: every operation, both ways, up to {} bytes",
+            lengths[lengths.len() - 1]
+        );
     }
     if v4 {
         let end = End::new(device, meeting, Transport::Ud, Mtu::Mtu4096, &options).await;
@@ -545,7 +603,12 @@ async fn wired(device: &Device, meeting: &mut Meeting, role: Role, lossy: bool, 
 }
 
 /// A network with one device at `near`, and the shim that stands in for the one at `far`; `None` if an address is taken.
-async fn shimmed(near: IpAddr, far: IpAddr, paths: (&Path, &Path), seed: u64) -> Option<(Network, shim::Shim)> {
+async fn shimmed(
+    near: IpAddr,
+    far: IpAddr,
+    paths: (&Path, &Path),
+    seed: u64,
+) -> Option<(Network, shim::Shim)> {
     let network = Network::udp(&UdpConfig::new().port(SHIM_PORT).device("one", near)).ok()?;
     let shim = shim::Shim::start(near, SocketAddr::new(far, SHIM_PORT), paths, seed).await?;
     Some((network, shim))
@@ -555,7 +618,13 @@ async fn shimmed(near: IpAddr, far: IpAddr, paths: (&Path, &Path), seed: u64) ->
 const SHIM_PORT: u16 = UdpConfig::PORT + 2;
 
 /// Campaigns over a wire with faults; both processes run it at once.
-async fn over_the_shim(network: &Network, shim: &shim::Shim, meeting: &mut Meeting, role: Role, seeds: (u64, u64)) {
+async fn over_the_shim(
+    network: &Network,
+    shim: &shim::Shim,
+    meeting: &mut Meeting,
+    role: Role,
+    seeds: (u64, u64),
+) {
     let device = Device::software_in(network, "one").unwrap();
     campaign::campaign(&device, meeting, role, seeds.0..seeds.0 + seeds.1).await;
     let faults = &shim.faults;
@@ -592,14 +661,18 @@ fn long(seeds: u64) -> Duration {
 #[test]
 fn the_peer_behind_the_shim() {
     let Ok(said) = std::env::var("TOKIO_RDMA_SHIM") else { return };
-    let [directory, near, far, first, count] = said.split(' ').collect::<Vec<_>>()[..] else { panic!("{said}") };
+    let [directory, near, far, first, count] = said.split(' ').collect::<Vec<_>>()[..] else {
+        panic!("{said}")
+    };
     let (near, far) = (near.parse().unwrap(), far.parse().unwrap());
     let seeds: (u64, u64) = (first.parse().unwrap(), count.parse().unwrap());
     let directory = Path::new(directory);
     runtime().block_on(async {
         let paths = (&*directory.join("there"), &*directory.join("here"));
-        let (network, shim) = shimmed(near, far, paths, !seeds.0).await.expect("a namespace of its own is free");
-        let mut meeting = Meeting(Box::new(UnixStream::connect(directory.join("meeting")).await.unwrap()), None);
+        let (network, shim) =
+            shimmed(near, far, paths, !seeds.0).await.expect("a namespace of its own is free");
+        let mut meeting =
+            Meeting(Box::new(UnixStream::connect(directory.join("meeting")).await.unwrap()), None);
         let run = over_the_shim(&network, &shim, &mut meeting, Role::Server, seeds);
         tokio::time::timeout(long(seeds.1), run).await.expect("hangs");
     });
@@ -619,12 +692,15 @@ fn everything_happens_once_over_a_wire_with_faults() {
     let Some(mut command) = shim::in_namespace(&std::env::current_exe().unwrap()) else {
         let required = std::env::var("TOKIO_RDMA_SHIM_REQUIRED").is_ok();
         assert!(!required, "no network namespaces for users, by `unshare --user --net` and `ip`");
-        eprintln!("SKIPPED everything_happens_once_over_a_wire_with_faults: no network namespace without privilege");
+        eprintln!(
+            "SKIPPED everything_happens_once_over_a_wire_with_faults: no network namespace without privilege"
+        );
         return;
     };
     let seeds = seeds();
     runtime().block_on(async {
-        let directory = Directory(std::env::temp_dir().join(format!("tokio-rdma-shim-{}", std::process::id())));
+        let directory =
+            Directory(std::env::temp_dir().join(format!("tokio-rdma-shim-{}", std::process::id())));
         std::fs::create_dir(&directory.0).unwrap();
         let paths = (&*directory.0.join("here"), &*directory.0.join("there"));
         let mut made = None;
@@ -639,13 +715,20 @@ fn everything_happens_once_over_a_wire_with_faults() {
         let listener = UnixListener::bind(directory.0.join("meeting")).unwrap();
         let said = format!("{} {far} {near} {} {}", directory.0.display(), seeds.0, seeds.1);
         let child = command
-            .args(["--exact", "two_process::the_peer_behind_the_shim", "--nocapture", "--test-threads=1"])
+            .args([
+                "--exact",
+                "two_process::the_peer_behind_the_shim",
+                "--nocapture",
+                "--test-threads=1",
+            ])
             .env("TOKIO_RDMA_SHIM", said)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .spawn();
         let mut other = Other(child.unwrap());
-        let accepted = tokio::time::timeout(HANG, listener.accept()).await.expect("the other process does not start");
+        let accepted = tokio::time::timeout(HANG, listener.accept())
+            .await
+            .expect("the other process does not start");
         let mut meeting = Meeting(Box::new(accepted.unwrap().0), None);
         let run = over_the_shim(&network, &shim, &mut meeting, Role::Client, seeds);
         tokio::time::timeout(long(seeds.1), run).await.expect("hangs");

@@ -21,7 +21,10 @@ fn main() -> Result<(), Box<dyn Error>> {
         // A device may be removed between the two calls.
         let Some(context) = Context::open(&name)? else { continue };
         let attr = context.attr();
-        println!("{name}: firmware {}, {} queue pairs, {} ports", attr.firmware, attr.max_qp, attr.ports);
+        println!(
+            "{name}: firmware {}, {} queue pairs, {} ports",
+            attr.firmware, attr.max_qp, attr.ports
+        );
         for port in (1..=attr.ports).map(PortNum) {
             let port = context.port(port)?;
             println!(

@@ -8,8 +8,9 @@ use std::ptr;
 use rdma_sys::*;
 
 use rdma_provider::types::{
-    Access, AckTimeout, AddressVector, Gid, LinkLayer, Lkey, Mtu, PortNum, PortState, Psn, Qkey, QpAttr, QpAttrMask,
-    QpCaps, QpState, Qpn, RnrTimer, SendFlags, Sge, Transport, WcFlags, WcOpcode, WindowBind, WorkCompletion,
+    Access, AckTimeout, AddressVector, Gid, LinkLayer, Lkey, Mtu, PortNum, PortState, Psn, Qkey,
+    QpAttr, QpAttrMask, QpCaps, QpState, Qpn, RnrTimer, SendFlags, Sge, Transport, WcFlags,
+    WcOpcode, WindowBind, WorkCompletion,
 };
 
 // A scatter/gather list is handed over as it is.
@@ -37,7 +38,10 @@ pub(super) fn access_flags(access: Access) -> u32 {
         (Access::MW_BIND, ibv_access_flags::IBV_ACCESS_MW_BIND),
         (Access::ON_DEMAND, ibv_access_flags::IBV_ACCESS_ON_DEMAND),
     ];
-    PAIRS.iter().filter(|(ours, _)| access.contains(*ours)).fold(0, |flags, (_, theirs)| flags | theirs.0)
+    PAIRS
+        .iter()
+        .filter(|(ours, _)| access.contains(*ours))
+        .fold(0, |flags, (_, theirs)| flags | theirs.0)
 }
 
 /// What a window is bound to.
@@ -101,7 +105,11 @@ pub(super) fn gid_from(gid: &ibv_gid) -> Gid {
 
 pub(super) fn mtu_from(code: ibv_mtu::Type) -> Mtu {
     // A code beyond those of the specification is larger than all of them.
-    u8::try_from(code).ok().and_then(Mtu::from_code).unwrap_or(if code == 0 { Mtu::Mtu256 } else { Mtu::Mtu4096 })
+    u8::try_from(code).ok().and_then(Mtu::from_code).unwrap_or(if code == 0 {
+        Mtu::Mtu256
+    } else {
+        Mtu::Mtu4096
+    })
 }
 
 pub(super) fn port_state(state: ibv_port_state::Type) -> PortState {
@@ -165,7 +173,9 @@ fn state_from(code: ibv_qp_state::Type) -> QpState {
 /// a word.
 pub(super) fn fits(attr: &QpAttr) -> bool {
     let three_bits = |value: Option<u8>| value.is_none_or(|value| value < 1 << 3);
-    three_bits(attr.retry_count) && three_bits(attr.rnr_retry) && attr.dest_qpn.is_none_or(|qpn| qpn.0 < 1 << 24)
+    three_bits(attr.retry_count)
+        && three_bits(attr.rnr_retry)
+        && attr.dest_qpn.is_none_or(|qpn| qpn.0 < 1 << 24)
 }
 
 /// Values for `ibv_modify_qp(3)`; which of them count is in [`QpAttr::mask`], whose bits are the same.
@@ -228,7 +238,8 @@ pub(super) fn qp_attr_from(raw: &ibv_qp_attr, transport: Transport) -> (QpState,
     let state = state_from(raw.qp_state);
     let mut attr = QpAttr { state: Some(state), ..QpAttr::default() };
     let reliable = matches!(transport, Transport::Rc | Transport::Dci);
-    let (connected, datagrams) = (matches!(transport, Transport::Rc | Transport::Uc), transport == Transport::Ud);
+    let (connected, datagrams) =
+        (matches!(transport, Transport::Rc | Transport::Uc), transport == Transport::Ud);
     if state != QpState::Reset {
         attr.pkey_index = Some(raw.pkey_index);
         attr.port = Some(PortNum(raw.port_num));
@@ -263,20 +274,28 @@ pub(super) fn qp_attr_from(raw: &ibv_qp_attr, transport: Transport) -> (QpState,
 
 // Completions are written by libibverbs where they are to be.
 const _: () = {
-    assert!(size_of::<WorkCompletion>() == size_of::<ibv_wc>() && align_of::<WorkCompletion>() == align_of::<ibv_wc>());
+    assert!(
+        size_of::<WorkCompletion>() == size_of::<ibv_wc>()
+            && align_of::<WorkCompletion>() == align_of::<ibv_wc>()
+    );
     assert!(mem::offset_of!(WorkCompletion, wr_id) == mem::offset_of!(ibv_wc, wr_id));
     assert!(mem::offset_of!(WorkCompletion, status) == mem::offset_of!(ibv_wc, status));
     assert!(mem::offset_of!(WorkCompletion, opcode) == mem::offset_of!(ibv_wc, opcode));
     assert!(mem::offset_of!(WorkCompletion, vendor_error) == mem::offset_of!(ibv_wc, vendor_err));
     assert!(mem::offset_of!(WorkCompletion, byte_len) == mem::offset_of!(ibv_wc, byte_len));
-    assert!(mem::offset_of!(WorkCompletion, imm_or_rkey) == mem::offset_of!(ibv_wc, imm_data_invalidated_rkey_union));
+    assert!(
+        mem::offset_of!(WorkCompletion, imm_or_rkey)
+            == mem::offset_of!(ibv_wc, imm_data_invalidated_rkey_union)
+    );
     assert!(mem::offset_of!(WorkCompletion, qpn) == mem::offset_of!(ibv_wc, qp_num));
     assert!(mem::offset_of!(WorkCompletion, src_qpn) == mem::offset_of!(ibv_wc, src_qp));
     assert!(mem::offset_of!(WorkCompletion, flags) == mem::offset_of!(ibv_wc, wc_flags));
     assert!(mem::offset_of!(WorkCompletion, pkey_index) == mem::offset_of!(ibv_wc, pkey_index));
     assert!(mem::offset_of!(WorkCompletion, src_lid) == mem::offset_of!(ibv_wc, slid));
     assert!(mem::offset_of!(WorkCompletion, service_level) == mem::offset_of!(ibv_wc, sl));
-    assert!(mem::offset_of!(WorkCompletion, dest_path_bits) == mem::offset_of!(ibv_wc, dlid_path_bits));
+    assert!(
+        mem::offset_of!(WorkCompletion, dest_path_bits) == mem::offset_of!(ibv_wc, dlid_path_bits)
+    );
     assert!(WcFlags::GRH.bits() == ibv_wc_flags::IBV_WC_GRH.0);
     assert!(WcFlags::WITH_IMM.bits() == ibv_wc_flags::IBV_WC_WITH_IMM.0);
     assert!(WcFlags::WITH_INV.bits() == ibv_wc_flags::IBV_WC_WITH_INV.0);

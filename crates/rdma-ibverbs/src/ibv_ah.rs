@@ -26,7 +26,11 @@ impl Ah {
     pub(super) fn new(pd: NonNull<ibv_pd>, address: &AddressVector) -> Result<Self, VerbError> {
         let mut attr = convert::address_to(address);
         // SAFETY: S3: the protection domain is alive, the attributes ours.
-        Ok(Self { raw: sys::handle("ibv_create_ah", unsafe { ibv_create_ah(pd.as_ptr(), &raw mut attr) })? })
+        Ok(Self {
+            raw: sys::handle("ibv_create_ah", unsafe {
+                ibv_create_ah(pd.as_ptr(), &raw mut attr)
+            })?,
+        })
     }
 }
 

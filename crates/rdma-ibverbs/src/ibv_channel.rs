@@ -28,7 +28,9 @@ unsafe impl Sync for Channel {}
 impl Channel {
     pub(super) fn new(context: NonNull<ibv_context>) -> Result<Self, VerbError> {
         // SAFETY: S3: the context is open.
-        let raw = sys::handle("ibv_create_comp_channel", unsafe { ibv_create_comp_channel(context.as_ptr()) })?;
+        let raw = sys::handle("ibv_create_comp_channel", unsafe {
+            ibv_create_comp_channel(context.as_ptr())
+        })?;
         let channel = Self { raw };
         do_not_block(contract::Channel::fd(&channel))?;
         Ok(channel)

@@ -16,7 +16,8 @@ use super::{Ibverbs, convert, mlx5_dc, sys};
 use rdma_provider::VerbError;
 use rdma_provider::contract::{self, Context as _, Pd as _, QpInit};
 use rdma_provider::types::{
-    AsyncEvent, AtomicCapability, DeviceAttr, GidEntry, GidKind, PortAttr, PortNum, QpCaps, Qpn, Transport,
+    AsyncEvent, AtomicCapability, DeviceAttr, GidEntry, GidKind, PortAttr, PortNum, QpCaps, Qpn,
+    Transport,
 };
 
 /// The devices there are, freed on drop.
@@ -94,7 +95,9 @@ impl Context {
     /// Opens the device called `name`; `None` if there is none.
     pub fn open(name: &str) -> Result<Option<Self>, VerbError> {
         let list = List::new()?;
-        let Some((device, _)) = list.iter().find(|(_, found)| found == name) else { return Ok(None) };
+        let Some((device, _)) = list.iter().find(|(_, found)| found == name) else {
+            return Ok(None);
+        };
         // SAFETY: S3: a device of a list that lives.
         let raw = sys::handle("ibv_open_device", unsafe { ibv_open_device(device) })?;
         // From here on dropped, and so closed, if anything is refused.
@@ -104,7 +107,12 @@ impl Context {
         context.extended = match std::env::var("TOKIO_RDMA_POST").as_deref() {
             Ok("extended") => true,
             Ok("chain") => false,
-            Ok(_) => return Err(VerbError::new("TOKIO_RDMA_POST (extended or chain)", VerbError::EINVAL)),
+            Ok(_) => {
+                return Err(VerbError::new(
+                    "TOKIO_RDMA_POST (extended or chain)",
+                    VerbError::EINVAL,
+                ));
+            }
             // That of SoftRoCE forgets that data is inline and all but the first length of a list (rdma-core 44).
             Err(_) => context.attr.vendor_id != SOFT_ROCE,
         };
@@ -121,8 +129,9 @@ impl Context {
     fn query(&self, name: &str) -> Result<DeviceAttr, VerbError> {
         let raw = self.raw.as_ptr();
         // SAFETY: S3: a structure of numbers; the context is open, and without an input the call takes null.
-        let all: ibv_device_attr_ex =
-            unsafe { filled("ibv_query_device_ex", |all| ibv_query_device_ex(raw, ptr::null(), all)) }?;
+        let all: ibv_device_attr_ex = unsafe {
+            filled("ibv_query_device_ex", |all| ibv_query_device_ex(raw, ptr::null(), all))
+        }?;
         let raw = &all.orig_attr;
         // Counts are signed in C and never negative.
         let count = |value: i32| u32::try_from(value).unwrap_or(0);
@@ -149,12 +158,14 @@ impl Context {
         attr.vendor_id = raw.vendor_id;
         attr.vendor_part_id = raw.vendor_part_id;
         // Ends in a zero, or is as long as its place.
-        let firmware: Vec<u8> = raw.fw_ver.iter().map(|&c| c as u8).take_while(|&c| c != 0).collect();
+        let firmware: Vec<u8> =
+            raw.fw_ver.iter().map(|&c| c as u8).take_while(|&c| c != 0).collect();
         attr.firmware = String::from_utf8_lossy(&firmware).into_owned();
-        let windows =
-            ibv_device_cap_flags::IBV_DEVICE_MEM_WINDOW_TYPE_2A | ibv_device_cap_flags::IBV_DEVICE_MEM_WINDOW_TYPE_2B;
+        let windows = ibv_device_cap_flags::IBV_DEVICE_MEM_WINDOW_TYPE_2A
+            | ibv_device_cap_flags::IBV_DEVICE_MEM_WINDOW_TYPE_2B;
         attr.max_mw = if raw.device_cap_flags & windows.0 != 0 { count(raw.max_mw) } else { 0 };
-        attr.on_demand_paging = all.odp_caps.general_caps & u64::from(ibv_odp_general_caps::IBV_ODP_SUPPORT.0) != 0;
+        attr.on_demand_paging =
+            all.odp_caps.general_caps & u64::from(ibv_odp_general_caps::IBV_ODP_SUPPORT.0) != 0;
         attr.atomic = match raw.atomic_cap {
             ibv_atomic_cap::IBV_ATOMIC_NONE => AtomicCapability::None,
             ibv_atomic_cap::IBV_ATOMIC_GLOB => AtomicCapability::Global,
@@ -172,13 +183,16 @@ impl Context {
     fn gid_table(&self, port: PortNum) -> Result<Vec<GidEntry>, VerbError> {
         let mut entries: Vec<ibv_gid_entry> = Vec::with_capacity(self.gids);
         // SAFETY: S3: there is room for as many entries as the ports said.
-        let found = unsafe { ibv_query_gid_table(self.raw.as_ptr(), entries.as_mut_ptr(), entries.capacity(), 0) };
+        let found = unsafe {
+            ibv_query_gid_table(self.raw.as_ptr(), entries.as_mut_ptr(), entries.capacity(), 0)
+        };
         let found = sys::count("ibv_query_gid_table", found)?;
         // SAFETY: S4: so many entries have been written, at most the room there was.
         unsafe { entries.set_len(found.min(entries.capacity())) };
         let of_port = entries.iter().filter(|entry| entry.port_num == u32::from(port.0));
         // A route names its entry in 8 bits.
-        let reachable = of_port.filter_map(|entry| Some((u8::try_from(entry.gid_index).ok()?, entry)));
+        let reachable =
+            of_port.filter_map(|entry| Some((u8::try_from(entry.gid_index).ok()?, entry)));
         Ok(reachable
             .map(|(index, entry)| {
                 let kind = match entry.gid_type {
@@ -186,7 +200,8 @@ impl Context {
                     1 => GidKind::RoceV1,
                     _ => GidKind::RoceV2,
                 };
-                GidEntry::new(index, convert::gid_from(&entry.gid), kind).on_interface(entry.ndev_ifindex)
+                GidEntry::new(index, convert::gid_from(&entry.gid), kind)
+                    .on_interface(entry.ndev_ifindex)
             })
             .collect())
     }
@@ -196,11 +211,26 @@ impl Context {
         let largest = || -> Result<u32, VerbError> {
             let (pd, cq) = (self.create_pd()?, self.create_cq(1, None, 0, 0)?);
             let granted = |max_inline| {
-                let caps = QpCaps { max_send_wr: 1, max_recv_wr: 1, max_send_sge: 1, max_recv_sge: 1, max_inline };
-                let init = QpInit { transport: Transport::Rc, send_cq: &cq, recv_cq: &cq, srq: None, caps };
+                let caps = QpCaps {
+                    max_send_wr: 1,
+                    max_recv_wr: 1,
+                    max_send_sge: 1,
+                    max_recv_sge: 1,
+                    max_inline,
+                };
+                let init = QpInit {
+                    transport: Transport::Rc,
+                    send_cq: &cq,
+                    recv_cq: &cq,
+                    srq: None,
+                    caps,
+                };
                 pd.create_qp(&init).map(|qp| contract::Qp::caps(&qp).max_inline)
             };
-            Ok([1024, 512, 256, 220, 128, 64, 32].into_iter().find_map(|size| granted(size).ok()).unwrap_or(0))
+            Ok([1024, 512, 256, 220, 128, 64, 32]
+                .into_iter()
+                .find_map(|size| granted(size).ok())
+                .unwrap_or(0))
         };
         largest().unwrap_or_else(|error| {
             tracing::warn!(%error, "inline data is not used: a queue pair to find its limit was refused");
@@ -214,7 +244,10 @@ impl Context {
 /// # Safety
 ///
 /// All zero is a `T`, and `query` may be called with a pointer to one.
-unsafe fn filled<T>(verb: &'static str, query: impl FnOnce(*mut T) -> c_int) -> Result<T, VerbError> {
+unsafe fn filled<T>(
+    verb: &'static str,
+    query: impl FnOnce(*mut T) -> c_int,
+) -> Result<T, VerbError> {
     let mut value = MaybeUninit::zeroed();
     sys::status(verb, query(value.as_mut_ptr()))?;
     // SAFETY: S3: zero, and filled in.
@@ -232,7 +265,9 @@ impl contract::Context<Ibverbs> for Context {
     }
 
     fn random(&self) -> Result<u64, VerbError> {
-        getrandom::u64().map_err(|error| VerbError::new("getrandom", error.raw_os_error().unwrap_or(VerbError::EIO)))
+        getrandom::u64().map_err(|error| {
+            VerbError::new("getrandom", error.raw_os_error().unwrap_or(VerbError::EIO))
+        })
     }
 
     fn port(&self, port: PortNum) -> Result<PortAttr, VerbError> {
@@ -266,7 +301,13 @@ impl contract::Context<Ibverbs> for Context {
         Channel::new(self.raw)
     }
 
-    fn create_cq(&self, capacity: u32, channel: Option<&Channel>, vector: u32, cookie: u64) -> Result<Cq, VerbError> {
+    fn create_cq(
+        &self,
+        capacity: u32,
+        channel: Option<&Channel>,
+        vector: u32,
+        cookie: u64,
+    ) -> Result<Cq, VerbError> {
         Cq::new(self.raw, capacity, channel, vector, cookie)
     }
 

@@ -45,7 +45,8 @@ impl Events {
     pub(super) unsafe fn take(cq: *mut ibv_cq, events: *mut c_void) -> u64 {
         let events: *const Self = events.cast_const().cast();
         // SAFETY: S3: the queue is not destroyed before this event is acknowledged, and keeps its `Events` until then.
-        let (cookie, before) = unsafe { ((*events).cookie, (*events).given.fetch_add(1, Ordering::AcqRel)) };
+        let (cookie, before) =
+            unsafe { ((*events).cookie, (*events).given.fetch_add(1, Ordering::AcqRel)) };
         // From here on the queue may be gone, unless it is this event that it waits for.
         if before & ENDING != 0 {
             // SAFETY: S3: it is.
@@ -119,23 +120,32 @@ impl contract::Cq for Cq {
 
     fn arm(&self, solicited_only: bool) -> Result<(), VerbError> {
         // SAFETY: S3: the queue is alive.
-        sys::status("ibv_req_notify_cq", unsafe { ibv_req_notify_cq(self.raw(), solicited_only.into()) })
+        sys::status("ibv_req_notify_cq", unsafe {
+            ibv_req_notify_cq(self.raw(), solicited_only.into())
+        })
     }
 
     fn moderate(&self, completions: u16, period: u16) -> Result<(), VerbError> {
         let moderate = ibv_moderate_cq { cq_count: completions, cq_period: period };
-        let mut attr = ibv_modify_cq_attr { attr_mask: ibv_cq_attr_mask::IBV_CQ_ATTR_MODERATE.0, moderate };
+        let mut attr =
+            ibv_modify_cq_attr { attr_mask: ibv_cq_attr_mask::IBV_CQ_ATTR_MODERATE.0, moderate };
         // SAFETY: S3: the queue is alive, the attributes ours.
         sys::status("ibv_modify_cq", unsafe { ibv_modify_cq(self.raw(), &raw mut attr) })
     }
 
     fn ack(&self, events: u32) {
         let count = |given: u32| Some(given - events.min(given));
-        let given = match self.events.given.fetch_update(Ordering::AcqRel, Ordering::Acquire, count) {
+        let given = match self.events.given.fetch_update(Ordering::AcqRel, Ordering::Acquire, count)
+        {
             Ok(given) | Err(given) => given,
         };
         if given < events {
-            tracing::error!(cq = self.id(), events, given, "acknowledged more events than were given");
+            tracing::error!(
+                cq = self.id(),
+                events,
+                given,
+                "acknowledged more events than were given"
+            );
         }
         // SAFETY: S3: the queue is alive; so many events were given.
         unsafe { ibv_ack_cq_events(self.raw(), events.min(given)) };

@@ -48,7 +48,11 @@ impl Pd {
         self.raw
     }
 
-    pub(super) fn new(context: NonNull<ibv_context>, device: DeviceAttr, extended: bool) -> Result<Self, VerbError> {
+    pub(super) fn new(
+        context: NonNull<ibv_context>,
+        device: DeviceAttr,
+        extended: bool,
+    ) -> Result<Self, VerbError> {
         // SAFETY: S3: the context is open.
         let raw = sys::handle("ibv_alloc_pd", unsafe { ibv_alloc_pd(context.as_ptr()) })?;
         Ok(Self { raw, device, extended })
@@ -75,13 +79,21 @@ impl Pd {
         match self.reg_dma_buf(-1, nothing, Access::LOCAL_WRITE) {
             Ok(_) => true,
             // Of a library or kernel that does not know the verb, of a driver that does not, of one that cannot.
-            Err(error) => !matches!(error.errno, VerbError::EOPNOTSUPP | VerbError::ENOSYS | EPROTONOSUPPORT),
+            Err(error) => {
+                !matches!(error.errno, VerbError::EOPNOTSUPP | VerbError::ENOSYS | EPROTONOSUPPORT)
+            }
         }
     }
 }
 
 impl contract::Pd<Ibverbs> for Pd {
-    unsafe fn register(&self, addr: NonNull<u8>, len: usize, access: Access, _shared: bool) -> Result<Mr, VerbError> {
+    unsafe fn register(
+        &self,
+        addr: NonNull<u8>,
+        len: usize,
+        access: Access,
+        _shared: bool,
+    ) -> Result<Mr, VerbError> {
         let verb = "ibv_reg_mr";
         let flags = convert::access_flags(access);
         // SAFETY: S1, S2: the caller keeps the range allocated and unaliased; the protection domain is alive.
@@ -89,7 +101,12 @@ impl contract::Pd<Ibverbs> for Pd {
         Ok(Mr::new(sys::handle(verb, raw)?))
     }
 
-    fn register_dma_buf(&self, fd: BorrowedFd<'_>, range: DmaBufRange, access: Access) -> Result<Mr, VerbError> {
+    fn register_dma_buf(
+        &self,
+        fd: BorrowedFd<'_>,
+        range: DmaBufRange,
+        access: Access,
+    ) -> Result<Mr, VerbError> {
         self.reg_dma_buf(fd.as_raw_fd(), range, access)
     }
 

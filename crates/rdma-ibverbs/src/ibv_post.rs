@@ -13,7 +13,8 @@ use super::{convert, sys};
 use rdma_provider::VerbError;
 use rdma_provider::contract::PostError;
 use rdma_provider::types::{
-    Data, DctTarget, RecvWr, RemoteAddr, SendOp, SendTarget, SendWr, Transport, UdTarget, WindowBind,
+    Data, DctTarget, RecvWr, RemoteAddr, SendOp, SendTarget, SendWr, Transport, UdTarget,
+    WindowBind,
 };
 
 /// Work requests of one chain: a longer list rings one doorbell for each so many. They stand on the stack while posted.
@@ -95,7 +96,10 @@ pub(super) unsafe fn send_in_place(qp: *mut ibv_qp, wr: &SendWr<'_>) -> Result<(
 ///
 /// As [`send_in_place`]; the queue pair was made for those calls.
 #[inline(always)]
-pub(super) unsafe fn extended_in_place(qp: *mut ibv_qp_ex, wr: &SendWr<'_>) -> Result<(), VerbError> {
+pub(super) unsafe fn extended_in_place(
+    qp: *mut ibv_qp_ex,
+    wr: &SendWr<'_>,
+) -> Result<(), VerbError> {
     // SAFETY: S1, S3: as the caller promises; as in `extended`.
     let result = unsafe {
         ibv_wr_start(qp);
@@ -126,7 +130,13 @@ pub(super) fn sends<'a>(
                 break;
             }
             // SAFETY: S3: `length` is within the chain, which nobody else looks at.
-            unsafe { write_send(first.wrapping_add(length), first.wrapping_add(length + 1).cast(), wr.borrow()) };
+            unsafe {
+                write_send(
+                    first.wrapping_add(length),
+                    first.wrapping_add(length + 1).cast(),
+                    wr.borrow(),
+                )
+            };
             length += 1;
         }
         if length > 0 {
@@ -157,10 +167,21 @@ pub(super) fn receives(
     let first = chain.as_mut_ptr().cast::<ibv_recv_wr>();
     for (round, part) in list.chunks(CHAIN).enumerate() {
         for (index, wr) in part.iter().enumerate() {
-            let next = if index + 1 < part.len() { first.wrapping_add(index + 1) } else { ptr::null_mut() };
+            let next = if index + 1 < part.len() {
+                first.wrapping_add(index + 1)
+            } else {
+                ptr::null_mut()
+            };
             let (sg_list, num_sge) = (convert::sge_list(wr.sges), wr.sges.len() as i32);
             // SAFETY: S3: `index` is within the chain, which nobody else looks at.
-            unsafe { first.wrapping_add(index).write(ibv_recv_wr { wr_id: wr.wr_id.0, next, sg_list, num_sge }) };
+            unsafe {
+                first.wrapping_add(index).write(ibv_recv_wr {
+                    wr_id: wr.wr_id.0,
+                    next,
+                    sg_list,
+                    num_sge,
+                })
+            };
         }
         let mut refused = ptr::null_mut();
         if let Err(error) = post(first, &raw mut refused) {
@@ -192,7 +213,8 @@ unsafe fn write_send(element: *mut Element, next: *mut ibv_send_wr, wr: &SendWr<
             (*raw).wr.rdma.rkey = at.rkey.0;
         };
         let atomic = |at: RemoteAddr, compare_add, swap| {
-            (*raw).wr.atomic = atomic_t { remote_addr: at.addr, compare_add, swap, rkey: at.rkey.0 };
+            (*raw).wr.atomic =
+                atomic_t { remote_addr: at.addr, compare_add, swap, rkey: at.rkey.0 };
         };
 
         let opcode = match wr.op {
@@ -241,8 +263,11 @@ unsafe fn write_send(element: *mut Element, next: *mut ibv_send_wr, wr: &SendWr<
         (*raw).opcode = opcode;
         // What names a DC target is not posted in a chain.
         if let Some(SendTarget::Datagram(UdTarget { handle, qpn, qkey, .. })) = wr.target {
-            (*raw).wr.ud =
-                ud_t { ah: ptr::with_exposed_provenance_mut(handle), remote_qpn: qpn.0, remote_qkey: qkey.0 };
+            (*raw).wr.ud = ud_t {
+                ah: ptr::with_exposed_provenance_mut(handle),
+                remote_qpn: qpn.0,
+                remote_qkey: qkey.0,
+            };
         }
         let flags = convert::send_flags(wr.flags);
         match wr.data {
@@ -252,7 +277,11 @@ unsafe fn write_send(element: *mut Element, next: *mut ibv_send_wr, wr: &SendWr<
                 (*raw).send_flags = flags;
             }
             Data::Inline(bytes) => {
-                (*element).inline = ibv_sge { addr: bytes.as_ptr().addr() as u64, length: bytes.len() as u32, lkey: 0 };
+                (*element).inline = ibv_sge {
+                    addr: bytes.as_ptr().addr() as u64,
+                    length: bytes.len() as u32,
+                    lkey: 0,
+                };
                 (*raw).sg_list = &raw mut (*element).inline;
                 (*raw).num_sge = 1;
                 (*raw).send_flags = flags | ibv_send_flags::IBV_SEND_INLINE.0;
@@ -261,8 +290,11 @@ unsafe fn write_send(element: *mut Element, next: *mut ibv_send_wr, wr: &SendWr<
                 (*raw).sg_list = ptr::null_mut();
                 (*raw).num_sge = 0;
                 (*raw).send_flags = flags;
-                (*raw).bind_mw_tso_union.bind_mw =
-                    bind_mw_t { mw: window(bind), rkey: bind.rkey.0, bind_info: convert::bind_info(bind) };
+                (*raw).bind_mw_tso_union.bind_mw = bind_mw_t {
+                    mw: window(bind),
+                    rkey: bind.rkey.0,
+                    bind_info: convert::bind_info(bind),
+                };
             }
         }
     }
@@ -367,12 +399,16 @@ unsafe fn request(qp: *mut ibv_qp_ex, dc: Option<NonNull<mlx5dv_qp_ex>>, wr: &Se
             SendOp::SendWithImm(imm) => call!(wr_send_imm, imm.0.to_be()),
             SendOp::SendWithInvalidate(rkey) => call!(wr_send_inv, rkey.0),
             SendOp::Write(at) => call!(wr_rdma_write, at.rkey.0, at.addr),
-            SendOp::WriteWithImm(at, imm) => call!(wr_rdma_write_imm, at.rkey.0, at.addr, imm.0.to_be()),
+            SendOp::WriteWithImm(at, imm) => {
+                call!(wr_rdma_write_imm, at.rkey.0, at.addr, imm.0.to_be())
+            }
             SendOp::Read(at) => call!(wr_rdma_read, at.rkey.0, at.addr),
             SendOp::CompareSwap { remote, compare, swap } => {
                 call!(wr_atomic_cmp_swp, remote.rkey.0, remote.addr, compare, swap);
             }
-            SendOp::FetchAdd { remote, add } => call!(wr_atomic_fetch_add, remote.rkey.0, remote.addr, add),
+            SendOp::FetchAdd { remote, add } => {
+                call!(wr_atomic_fetch_add, remote.rkey.0, remote.addr, add)
+            }
         }
         match wr.target {
             None => {}
@@ -388,7 +424,9 @@ unsafe fn request(qp: *mut ibv_qp_ex, dc: Option<NonNull<mlx5dv_qp_ex>>, wr: &Se
         match wr.data {
             Data::Sges(&[sge]) => call!(wr_set_sge, sge.lkey.0, sge.addr, sge.length),
             Data::Sges(sges) => call!(wr_set_sge_list, sges.len(), convert::sge_list(sges)),
-            Data::Inline(bytes) => call!(wr_set_inline_data, bytes.as_ptr().cast_mut().cast(), bytes.len()),
+            Data::Inline(bytes) => {
+                call!(wr_set_inline_data, bytes.as_ptr().cast_mut().cast(), bytes.len())
+            }
             Data::Window(_) => return false,
         }
     }

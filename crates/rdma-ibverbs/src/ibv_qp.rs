@@ -15,7 +15,9 @@ use super::owned::Owned;
 use super::{Ibverbs, convert, ibv_post, sys};
 use rdma_provider::VerbError;
 use rdma_provider::contract::{self, PostError, QpInit};
-use rdma_provider::types::{AtomicCapability, DeviceAttr, QpAttr, QpCaps, QpState, Qpn, RecvWr, SendWr, Transport};
+use rdma_provider::types::{
+    AtomicCapability, DeviceAttr, QpAttr, QpCaps, QpState, Qpn, RecvWr, SendWr, Transport,
+};
 
 /// `ibv_qp`.
 #[derive(Debug)]
@@ -83,15 +85,19 @@ impl Qp {
         raw.pd = pd.as_ptr();
         if extended {
             let mut wanted = raw;
-            wanted.comp_mask =
-                (ibv_qp_init_attr_mask::IBV_QP_INIT_ATTR_PD | ibv_qp_init_attr_mask::IBV_QP_INIT_ATTR_SEND_OPS_FLAGS).0;
+            wanted.comp_mask = (ibv_qp_init_attr_mask::IBV_QP_INIT_ATTR_PD
+                | ibv_qp_init_attr_mask::IBV_QP_INIT_ATTR_SEND_OPS_FLAGS)
+                .0;
             wanted.send_ops_flags = u64::from(send_operations(init.transport, device).0);
             // SAFETY: S3: the protection domain and the queues are alive, the attributes ours.
             let qp = unsafe { ibv_create_qp_ex(pd.as_ref().context, &raw mut wanted) };
             if let Ok(qp) = sys::handle("ibv_create_qp_ex", qp) {
                 // SAFETY: S3: just made.
                 let extended = NonNull::new(unsafe { ibv_qp_to_qp_ex(qp.as_ptr()) });
-                return Ok(Self { receives, ..Self::made(qp, extended, init.transport, &wanted.cap) });
+                return Ok(Self {
+                    receives,
+                    ..Self::made(qp, extended, init.transport, &wanted.cap)
+                });
             }
         }
         // The structure starts as `ibv_qp_init_attr` does, and goes on where that ends.
@@ -111,7 +117,16 @@ impl Qp {
         let in_place = if transport == Transport::Rc { QpState::Rts as u8 } else { u8::MAX };
         // SAFETY: S3: just made, and ours.
         let raw = unsafe { Owned::new(raw) };
-        Self { raw, extended, dc: None, receives: true, transport, caps: convert::caps_from(granted), state, in_place }
+        Self {
+            raw,
+            extended,
+            dc: None,
+            receives: true,
+            transport,
+            caps: convert::caps_from(granted),
+            state,
+            in_place,
+        }
     }
 
     fn raw(&self) -> *mut ibv_qp {
@@ -124,7 +139,10 @@ impl Qp {
     ///
     /// As [`post_send`](contract::Qp::post_send).
     #[inline(never)]
-    unsafe fn post_list<'a>(&self, list: impl Iterator<Item = impl Borrow<SendWr<'a>>>) -> Result<(), PostError> {
+    unsafe fn post_list<'a>(
+        &self,
+        list: impl Iterator<Item = impl Borrow<SendWr<'a>>>,
+    ) -> Result<(), PostError> {
         self.check("ibv_post_send", QpState::Rts as u8)?;
         match self.extended {
             // SAFETY: S1: the memory of the list is kept by the caller; S3: the queue pair is alive.
@@ -160,11 +178,15 @@ fn send_operations(transport: Transport, device: &DeviceAttr) -> ibv_qp_create_s
                 all |= op::IBV_QP_EX_WITH_SEND_WITH_INV;
             }
             if device.atomic != AtomicCapability::None {
-                all = all | op::IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP | op::IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD;
+                all = all
+                    | op::IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP
+                    | op::IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD;
             }
             if device.max_mw > 0 && transport == Transport::Rc {
-                all =
-                    all | op::IBV_QP_EX_WITH_SEND_WITH_INV | op::IBV_QP_EX_WITH_LOCAL_INV | op::IBV_QP_EX_WITH_BIND_MW;
+                all = all
+                    | op::IBV_QP_EX_WITH_SEND_WITH_INV
+                    | op::IBV_QP_EX_WITH_LOCAL_INV
+                    | op::IBV_QP_EX_WITH_BIND_MW;
             }
             all
         }
@@ -206,16 +228,22 @@ impl contract::Qp for Qp {
 
     fn query(&self) -> Result<(QpState, QpAttr), VerbError> {
         // SAFETY: S3: all zero is a value of these structures of numbers and pointers.
-        let (mut raw, mut init) = unsafe { (mem::zeroed::<ibv_qp_attr>(), mem::zeroed::<ibv_qp_init_attr>()) };
+        let (mut raw, mut init) =
+            unsafe { (mem::zeroed::<ibv_qp_attr>(), mem::zeroed::<ibv_qp_init_attr>()) };
         // Every attribute that `ibv_query_qp(3)` knows.
         let mask = (1 << 21) - 1;
         // SAFETY: S3: the queue pair is alive, both structures ours.
-        sys::status("ibv_query_qp", unsafe { ibv_query_qp(self.raw(), &raw mut raw, mask, &raw mut init) })?;
+        sys::status("ibv_query_qp", unsafe {
+            ibv_query_qp(self.raw(), &raw mut raw, mask, &raw mut init)
+        })?;
         Ok(convert::qp_attr_from(&raw, self.transport))
     }
 
     #[inline(always)]
-    unsafe fn post_send<'a>(&self, list: impl IntoIterator<Item = impl Borrow<SendWr<'a>>>) -> Result<(), PostError> {
+    unsafe fn post_send<'a>(
+        &self,
+        list: impl IntoIterator<Item = impl Borrow<SendWr<'a>>>,
+    ) -> Result<(), PostError> {
         let mut list = list.into_iter();
         if list.size_hint().1 != Some(1) {
             // SAFETY: S1: the caller's promise is passed on unchanged.
@@ -224,17 +252,18 @@ impl contract::Qp for Qp {
         let Some(wr) = list.next() else { return Ok(()) };
         // A copy, so that its fields stay in registers: only `post_list` needs it in memory.
         let wr = *wr.borrow();
-        let posted = if self.state.load(Ordering::Acquire) >= self.in_place && ibv_post::is_plain(&wr) {
-            match self.extended {
-                // SAFETY: S1: the memory of the request is kept by the caller; S3: the queue pair is alive.
-                Some(qp) => unsafe { ibv_post::extended_in_place(qp.as_ptr(), &wr) },
-                // SAFETY: S1, S3: as above.
-                None => unsafe { ibv_post::send_in_place(self.raw(), &wr) },
-            }
-        } else {
-            // SAFETY: S1: as above.
-            unsafe { self.post_list([wr].iter()) }.map_err(|refused| refused.error)
-        };
+        let posted =
+            if self.state.load(Ordering::Acquire) >= self.in_place && ibv_post::is_plain(&wr) {
+                match self.extended {
+                    // SAFETY: S1: the memory of the request is kept by the caller; S3: the queue pair is alive.
+                    Some(qp) => unsafe { ibv_post::extended_in_place(qp.as_ptr(), &wr) },
+                    // SAFETY: S1, S3: as above.
+                    None => unsafe { ibv_post::send_in_place(self.raw(), &wr) },
+                }
+            } else {
+                // SAFETY: S1: as above.
+                unsafe { self.post_list([wr].iter()) }.map_err(|refused| refused.error)
+            };
         posted.map_err(|error| PostError { posted: 0, error })
     }
 

@@ -37,8 +37,12 @@ impl Srq {
             attr: ibv_srq_attr { max_wr: caps.max_wr, max_sge: caps.max_sge, srq_limit: 0 },
         };
         // SAFETY: S3: the protection domain is alive, the attributes ours; granted sizes come back in them.
-        let raw = sys::handle("ibv_create_srq", unsafe { ibv_create_srq(pd.as_ptr(), &raw mut init) })?;
-        let caps = SrqCaps { max_wr: init.attr.max_wr.max(caps.max_wr), max_sge: init.attr.max_sge.max(caps.max_sge) };
+        let raw =
+            sys::handle("ibv_create_srq", unsafe { ibv_create_srq(pd.as_ptr(), &raw mut init) })?;
+        let caps = SrqCaps {
+            max_wr: init.attr.max_wr.max(caps.max_wr),
+            max_sge: init.attr.max_sge.max(caps.max_sge),
+        };
         // SAFETY: S3: just made, and ours; its queue pairs go before it.
         Ok(Self { raw: unsafe { Owned::new(raw) }, caps })
     }
@@ -75,7 +79,9 @@ impl contract::Srq for Srq {
     unsafe fn post_recv(&self, list: &[RecvWr<'_>]) -> Result<(), PostError> {
         ibv_post::receives(list, |first, refused| {
             // SAFETY: S1: the memory of the list is kept by the caller; S3: the queue is alive, the chain ours.
-            sys::status("ibv_post_srq_recv", unsafe { ibv_post_srq_recv(self.raw(), first, refused) })
+            sys::status("ibv_post_srq_recv", unsafe {
+                ibv_post_srq_recv(self.raw(), first, refused)
+            })
         })
     }
 

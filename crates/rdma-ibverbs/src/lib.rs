@@ -39,7 +39,10 @@
 //!
 //! `examples/devices.rs` opens the devices and lists their ports and GIDs.
 
-#![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::todo, clippy::unimplemented))]
+#![cfg_attr(
+    not(test),
+    deny(clippy::unwrap_used, clippy::expect_used, clippy::todo, clippy::unimplemented)
+)]
 
 mod cm;
 mod convert;

@@ -14,7 +14,9 @@ use super::owned::Owned;
 use super::{Ibverbs, convert, sys};
 use rdma_provider::VerbError;
 use rdma_provider::contract::{self, Context as _, DctInit, Pd as _, QpInit};
-use rdma_provider::types::{DcAttr, DcKey, DciStreams, DeviceAttr, QpAttr, QpCaps, QpState, Qpn, SrqCaps, Transport};
+use rdma_provider::types::{
+    DcAttr, DcKey, DciStreams, DeviceAttr, QpAttr, QpCaps, QpState, Qpn, SrqCaps, Transport,
+};
 
 use super::ibv_context::Context;
 
@@ -22,16 +24,25 @@ use super::ibv_context::Context;
 const NONE: VerbError = VerbError::new("mlx5dv_create_qp", VerbError::EOPNOTSUPP);
 
 /// What `context` can do of DC: nothing without feature `mlx5`, without libmlx5, or if it is no device of that.
-pub(super) fn attributes(context: &Context, raw: NonNull<ibv_context>, device: &DeviceAttr) -> Option<DcAttr> {
+pub(super) fn attributes(
+    context: &Context,
+    raw: NonNull<ibv_context>,
+    device: &DeviceAttr,
+) -> Option<DcAttr> {
     if !cfg!(feature = "mlx5") {
         return None;
     }
     use mlx5dv_context_comp_mask as field;
     // SAFETY: S3: all zero is a value of this structure of numbers and pointers.
     let mut found: mlx5dv_context = unsafe { mem::zeroed() };
-    found.comp_mask = (field::MLX5DV_CONTEXT_MASK_DCI_STREAMS | field::MLX5DV_CONTEXT_MASK_MAX_DC_RD_ATOM).0.into();
+    found.comp_mask = (field::MLX5DV_CONTEXT_MASK_DCI_STREAMS
+        | field::MLX5DV_CONTEXT_MASK_MAX_DC_RD_ATOM)
+        .0
+        .into();
     // SAFETY: S3: the context is open, the result ours; of another driver's device the library says so.
-    let asked = sys::status("mlx5dv_query_device", unsafe { mlx5dv_query_device(raw.as_ptr(), &raw mut found) });
+    let asked = sys::status("mlx5dv_query_device", unsafe {
+        mlx5dv_query_device(raw.as_ptr(), &raw mut found)
+    });
     if let Err(error) = asked {
         tracing::debug!(%error, "no DC");
         return None;
@@ -68,8 +79,15 @@ pub(super) fn attributes(context: &Context, raw: NonNull<ibv_context>, device: &
 fn try_both(context: &Context, attr: DcAttr) -> Result<(), VerbError> {
     let (pd, cq) = (context.create_pd()?.with_dc(attr), context.create_cq(2, None, 0, 0)?);
     let srq = pd.create_srq(SrqCaps { max_wr: 1, max_sge: 1 })?;
-    let caps = QpCaps { max_send_wr: 1, max_recv_wr: 0, max_send_sge: 1, max_recv_sge: 0, max_inline: 0 };
-    pd.create_qp(&QpInit { transport: Transport::Dci, send_cq: &cq, recv_cq: &cq, srq: None, caps })?;
+    let caps =
+        QpCaps { max_send_wr: 1, max_recv_wr: 0, max_send_sge: 1, max_recv_sge: 0, max_inline: 0 };
+    pd.create_qp(&QpInit {
+        transport: Transport::Dci,
+        send_cq: &cq,
+        recv_cq: &cq,
+        srq: None,
+        caps,
+    })?;
     pd.create_dct(&DctInit { srq: &srq, recv_cq: &cq, key: DcKey(0) })?;
     Ok(())
 }
@@ -127,8 +145,8 @@ impl Initiator {
         // SAFETY: S3: just made, with extended operations.
         let extended = unsafe { ibv_qp_to_qp_ex(raw.as_ptr()) };
         // SAFETY: S3: as above; null is not passed on.
-        let dc =
-            NonNull::new(extended).and_then(|qp| NonNull::new(unsafe { mlx5dv_qp_ex_from_ibv_qp_ex(qp.as_ptr()) }));
+        let dc = NonNull::new(extended)
+            .and_then(|qp| NonNull::new(unsafe { mlx5dv_qp_ex_from_ibv_qp_ex(qp.as_ptr()) }));
         match (NonNull::new(extended), dc) {
             (Some(extended), Some(dc)) => Ok(Self { raw, extended, dc, granted: attr.cap }),
             _ => {
@@ -195,7 +213,8 @@ impl contract::Dct for Dct {
         };
         if known.0 == QpState::Rtr {
             // SAFETY: S3: the target is alive, and its number is written by the call above, under our lock.
-            self.number.store(unsafe { ptr::read(&raw const (*qp.as_ptr()).qp_num) }, Ordering::Release);
+            self.number
+                .store(unsafe { ptr::read(&raw const (*qp.as_ptr()).qp_num) }, Ordering::Release);
         }
         Ok(())
     }

@@ -123,11 +123,16 @@ mod tests {
             // SAFETY: the number outlives its owner.
             let mut owned = unsafe { Owned::new(NonNull::from(&mut number)) };
             for attempt in 0..tries {
-                let expected = if attempt < refusals { Err(VerbError::new("v", 16)) } else { Ok(()) };
+                let expected =
+                    if attempt < refusals { Err(VerbError::new("v", 16)) } else { Ok(()) };
                 assert_eq!(owned.end(), expected);
             }
             drop(owned);
-            assert_eq!(number.0, (refusals - tries - 1).max(-1), "its drop tries once more, if it has not ended");
+            assert_eq!(
+                number.0,
+                (refusals - tries - 1).max(-1),
+                "its drop tries once more, if it has not ended"
+            );
         }
     }
 }

@@ -16,8 +16,8 @@ use std::ptr::NonNull;
 use super::cm_contract::{CmChannel, CmId};
 use crate::error::VerbError;
 use crate::types::{
-    Access, AddressVector, AsyncEvent, DcKey, DeviceAttr, Lkey, PortAttr, PortNum, QpAttr, QpCaps, QpState, Qpn,
-    RecvWr, Rkey, SendWr, SrqCaps, Transport, WorkCompletion,
+    Access, AddressVector, AsyncEvent, DcKey, DeviceAttr, Lkey, PortAttr, PortNum, QpAttr, QpCaps,
+    QpState, Qpn, RecvWr, Rkey, SendWr, SrqCaps, Transport, WorkCompletion,
 };
 
 /// The object types of one provider.
@@ -123,7 +123,13 @@ pub trait Pd<P: Provider>: Debug + Send + Sync {
     /// `addr..addr + len` stays allocated until the registration is dropped. While it may be
     /// written by the device (a posted work request names it, or `access` lets peers in), nobody
     /// holds a reference to it.
-    unsafe fn register(&self, addr: NonNull<u8>, len: usize, access: Access, shared: bool) -> Result<P::Mr, VerbError>;
+    unsafe fn register(
+        &self,
+        addr: NonNull<u8>,
+        len: usize,
+        access: Access,
+        shared: bool,
+    ) -> Result<P::Mr, VerbError>;
 
     /// `ibv_reg_dmabuf_mr(3)`: `len` bytes from `offset` of what the dma-buf `fd` names, which work and peers know as
     /// `iova` and onwards. The registration keeps the memory, whatever becomes of `fd`; programs reach it by mappings of
@@ -131,7 +137,12 @@ pub trait Pd<P: Provider>: Debug + Send + Sync {
     ///
     /// EOPNOTSUPP if [`DeviceAttr::dma_buf`] is false; EINVAL if `iova` and `offset` are at different places in a page, or
     /// the range is not within the memory.
-    fn register_dma_buf(&self, fd: BorrowedFd<'_>, range: DmaBufRange, access: Access) -> Result<P::Mr, VerbError>;
+    fn register_dma_buf(
+        &self,
+        fd: BorrowedFd<'_>,
+        range: DmaBufRange,
+        access: Access,
+    ) -> Result<P::Mr, VerbError>;
 
     /// `ibv_alloc_mw(3)` of type 2, bound to nothing. A device whose `max_mw` is 0 has none.
     fn create_mw(&self) -> Result<P::Mw, VerbError>;
@@ -357,7 +368,10 @@ pub trait Qp: Debug + Send + Sync {
     ///
     /// The memory that the list names stays valid and untouched until its completion has been
     /// polled or the queue pair was dropped. The registration that a window is bound to outlives the window.
-    unsafe fn post_send<'a>(&self, list: impl IntoIterator<Item = impl Borrow<SendWr<'a>>>) -> Result<(), PostError>;
+    unsafe fn post_send<'a>(
+        &self,
+        list: impl IntoIterator<Item = impl Borrow<SendWr<'a>>>,
+    ) -> Result<(), PostError>;
 
     /// Posts a list, `ibv_post_recv(3)`.
     ///

@@ -22,7 +22,10 @@
 //! assert!(to_rts.required.contains(QpAttrMask::SQ_PSN | QpAttrMask::TIMEOUT));
 //! ```
 
-#![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::todo, clippy::unimplemented))]
+#![cfg_attr(
+    not(test),
+    deny(clippy::unwrap_used, clippy::expect_used, clippy::todo, clippy::unimplemented)
+)]
 
 pub mod cm_contract;
 pub mod contract;

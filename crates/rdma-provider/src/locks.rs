@@ -30,7 +30,9 @@ impl<T> Mutex<T> {
     pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
         match self.0.try_lock() {
             Ok(guard) => Some(MutexGuard(self, Some(guard))),
-            Err(TryLockError::Poisoned(poisoned)) => Some(MutexGuard(self, Some(poisoned.into_inner()))),
+            Err(TryLockError::Poisoned(poisoned)) => {
+                Some(MutexGuard(self, Some(poisoned.into_inner())))
+            }
             Err(TryLockError::WouldBlock) => None,
         }
     }
@@ -85,7 +87,8 @@ impl Condvar {
 
     pub fn wait_for<T>(&self, guard: &mut MutexGuard<'_, T>, time: Duration) {
         if let Some(locked) = guard.1.take() {
-            guard.1 = Some(self.0.wait_timeout(locked, time).unwrap_or_else(PoisonError::into_inner).0);
+            guard.1 =
+                Some(self.0.wait_timeout(locked, time).unwrap_or_else(PoisonError::into_inner).0);
         }
     }
 

@@ -33,7 +33,8 @@ pub unsafe fn store(from: *const u8, to: *mut u8, len: usize) {
     // unaligned.
     unsafe {
         if len == 8 && to.cast::<u64>().is_aligned() {
-            AtomicU64::from_ptr(to.cast()).store(from.cast::<u64>().read_unaligned(), Ordering::Release);
+            AtomicU64::from_ptr(to.cast())
+                .store(from.cast::<u64>().read_unaligned(), Ordering::Release);
             return;
         }
         split(to, len, |offset, word, last| {
@@ -133,7 +134,8 @@ mod tests {
 
     #[test]
     fn every_alignment_and_length_is_copied_and_nothing_else() {
-        let (step, lengths) = if cfg!(miri) { (4, vec![0, 1, 7, 8, 9, 31]) } else { (1, (0..40).collect()) };
+        let (step, lengths) =
+            if cfg!(miri) { (4, vec![0, 1, 7, 8, 9, 31]) } else { (1, (0..40).collect()) };
         for offset in (0..9).step_by(step) {
             for &len in &lengths {
                 let private: Vec<u8> = (1..=len as u8).collect();
@@ -147,7 +149,9 @@ mod tests {
                 }
                 assert_eq!(back, private, "offset {offset}, {len} bytes");
                 let bytes: Vec<u8> = shared.iter().flat_map(|word| word.to_ne_bytes()).collect();
-                assert!(bytes[..offset].iter().chain(&bytes[offset + len..]).all(|&byte| byte == 0));
+                assert!(
+                    bytes[..offset].iter().chain(&bytes[offset + len..]).all(|&byte| byte == 0)
+                );
             }
         }
     }
@@ -155,11 +159,17 @@ mod tests {
     #[test]
     fn exchange_copies_every_pair_of_alignments_and_nothing_else() {
         // Miri takes a second for some ten copies.
-        let (step, lengths) = if cfg!(miri) { (4, vec![0, 1, 8, 9]) } else { (1, (0..26).collect()) };
-        let pairs = (0..9).step_by(step).flat_map(|source| (0..9).step_by(step).map(move |target| (source, target)));
-        for (len, (source, target)) in lengths.into_iter().flat_map(|len| pairs.clone().map(move |pair| (len, pair))) {
-            let mut from: [u64; 8] =
-                std::array::from_fn(|word| u64::from_ne_bytes([word as u8 + 1; 8]) ^ 0x0706_0504_0302_0100);
+        let (step, lengths) =
+            if cfg!(miri) { (4, vec![0, 1, 8, 9]) } else { (1, (0..26).collect()) };
+        let pairs = (0..9)
+            .step_by(step)
+            .flat_map(|source| (0..9).step_by(step).map(move |target| (source, target)));
+        for (len, (source, target)) in
+            lengths.into_iter().flat_map(|len| pairs.clone().map(move |pair| (len, pair)))
+        {
+            let mut from: [u64; 8] = std::array::from_fn(|word| {
+                u64::from_ne_bytes([word as u8 + 1; 8]) ^ 0x0706_0504_0302_0100
+            });
             let before: Vec<u8> = from.iter().flat_map(|word| word.to_ne_bytes()).collect();
             let mut to = [0_u64; 8];
             // SAFETY: S2: both lie within their arrays (9 + 26 < 64), which only this thread reaches.
@@ -187,7 +197,10 @@ mod tests {
                 assert!(step == next && !ended, "{len} bytes at {offset}: {step}");
                 let aligned = (offset + step).is_multiple_of(8);
                 assert!(!word || aligned, "a word is aligned");
-                assert!(word || cfg!(miri) || !aligned || len - step < 8, "no word goes byte by byte");
+                assert!(
+                    word || cfg!(miri) || !aligned || len - step < 8,
+                    "no word goes byte by byte"
+                );
                 next += if word { 8 } else { 1 };
                 ended = last;
             });

@@ -15,8 +15,9 @@ use std::ptr::NonNull;
 
 use rdma_soft::contract::{Context as _, Cq as _, Mr as _, Pd as _, Qp as _, QpInit};
 use rdma_soft::types::{
-    Access, AckTimeout, AddressVector, Data, Mtu, PortNum, Psn, QpAttr, QpCaps, QpState, RemoteAddr, RnrTimer,
-    SendFlags, SendOp, SendWr, Sge, Transport, WcStatus, WorkCompletion, WrId,
+    Access, AckTimeout, AddressVector, Data, Mtu, PortNum, Psn, QpAttr, QpCaps, QpState,
+    RemoteAddr, RnrTimer, SendFlags, SendOp, SendWr, Sge, Transport, WcStatus, WorkCompletion,
+    WrId,
 };
 use rdma_soft::{Context, Cq, Network, Pd, Qp};
 
@@ -33,7 +34,13 @@ impl Side {
         let context = network.open(name)?;
         let pd = context.create_pd()?;
         let cq = context.create_cq(16, None, 0, 0)?;
-        let caps = QpCaps { max_send_wr: 4, max_recv_wr: 4, max_send_sge: 1, max_recv_sge: 1, max_inline: 0 };
+        let caps = QpCaps {
+            max_send_wr: 4,
+            max_recv_wr: 4,
+            max_send_sge: 1,
+            max_recv_sge: 1,
+            max_inline: 0,
+        };
         let init = QpInit { transport: Transport::Rc, send_cq: &cq, recv_cq: &cq, srq: None, caps };
         let qp = pd.create_qp(&init)?;
         Ok(Self { qp, cq, pd, context })

@@ -6,8 +6,8 @@
 use std::collections::VecDeque;
 
 use rdma_provider::types::{
-    Access, AsyncEvent, DcKey, Gid, Imm, Lkey, Mtu, Psn, Qkey, QpState, Qpn, RecvWr, RemoteAddr, Rkey, RnrTimer, Sge,
-    Transport, WorkCompletion, WrId,
+    Access, AsyncEvent, DcKey, Gid, Imm, Lkey, Mtu, Psn, Qkey, QpState, Qpn, RecvWr, RemoteAddr,
+    Rkey, RnrTimer, Sge, Transport, WorkCompletion, WrId,
 };
 
 use super::dc::{Header, Outcome, SessionNumber, Surroundings, Target};
@@ -72,7 +72,11 @@ impl Region {
 /// a peer may say, or beside it. Nothing but the region changes, and there are no more replies than what asks for one.
 pub fn requests(bytes: &[u8]) {
     let Some(region) = Region::new() else { return };
-    let transport = if bytes.first().is_some_and(|first| first & 1 == 1) { Transport::Uc } else { Transport::Rc };
+    let transport = if bytes.first().is_some_and(|first| first & 1 == 1) {
+        Transport::Uc
+    } else {
+        Transport::Rc
+    };
     let mut responder = Responder::new(config(transport, false));
     let mut log = Log::default();
     responder.start(Psn::new(0xff_fff0));
@@ -98,12 +102,21 @@ pub fn requests(bytes: &[u8]) {
             ack_request: head[1] & 4 != 0,
             body: body(head, region.addr(), region.key),
         };
-        responder.on_request(&packet, Gid::default(), &Payload::Bytes(payload), &region.keys, &mut log);
+        responder.on_request(
+            &packet,
+            Gid::default(),
+            &Payload::Bytes(payload),
+            &region.keys,
+            &mut log,
+        );
         if psn == next {
             next = next.add(1);
         }
         if head[1] & 8 != 0 {
-            drain(|gather, log| responder.next_reply(&region.keys, gather, log).is_some(), &mut log);
+            drain(
+                |gather, log| responder.next_reply(&region.keys, gather, log).is_some(),
+                &mut log,
+            );
         }
     }
     drain(|gather, log| responder.next_reply(&region.keys, gather, log).is_some(), &mut log);
@@ -142,7 +155,10 @@ pub fn sessions(bytes: &[u8]) {
                 *count = count.wrapping_add(u32::from(head[4] & 1));
                 *next = Psn::new(u32::from(head[4]) << 16);
                 let key = if head[4] & 0x1e == 0 { DcKey(6) } else { KEY };
-                (Body::Open { key, mtu: if head[4] & 0xe0 == 0 { Mtu::Mtu512 } else { MTU } }, *next)
+                (
+                    Body::Open { key, mtu: if head[4] & 0xe0 == 0 { Mtu::Mtu512 } else { MTU } },
+                    *next,
+                )
             }
             1 if head[4] & 3 == 0 => (Body::Close, *next),
             _ if head[1] & 1 == 0 => (body(head, region.addr(), region.key), *next),
@@ -150,13 +166,23 @@ pub fn sessions(bytes: &[u8]) {
         };
         let lies = head[12] & 0x78 == 0;
         let session = SessionNumber { incarnation: u32::from(head[12] >> 7), count: *count };
-        let header = Header { source: Qpn(which as u32), session, cookie: cookie.wrapping_add(u32::from(lies)) };
+        let header = Header {
+            source: Qpn(which as u32),
+            session,
+            cookie: cookie.wrapping_add(u32::from(lies)),
+        };
         let packet = Packet { ack_request: head[1] & 4 != 0, ..Packet::of_dc(Qpn(2), psn, body) };
         if psn == *next {
             *next = psn.add(1);
         }
         let payload = Payload::Bytes(payload);
-        match target.on_request((&packet, &header), Gid::default(), &payload, &region.keys, &mut log) {
+        match target.on_request(
+            (&packet, &header),
+            Gid::default(),
+            &payload,
+            &region.keys,
+            &mut log,
+        ) {
             Outcome::Nothing => {}
             Outcome::Answer((answer, header)) => {
                 if answer.body == Body::Accept {
@@ -168,12 +194,19 @@ pub fn sessions(bytes: &[u8]) {
         assert!(target.counters().open <= LIMIT as u64, "more sessions than the target takes");
         if head[1] & 8 != 0 {
             while let Some(key) = target.take_due() {
-                drain(|gather, log| target.next_reply(&key, &region.keys, gather, log).is_some(), &mut log);
+                drain(
+                    |gather, log| target.next_reply(&key, &region.keys, gather, log).is_some(),
+                    &mut log,
+                );
             }
         }
     }
     target.set_state(QpState::Err, &mut log);
-    assert_eq!(log.taken + log.receives.len() as u64, posted, "each receive completes once, or is there");
+    assert_eq!(
+        log.taken + log.receives.len() as u64,
+        posted,
+        "each receive completes once, or is there"
+    );
     region.check();
 }
 
@@ -198,7 +231,11 @@ fn config(transport: Transport, shared: bool) -> ReceiveConfig {
 
 /// Where a receive goes.
 fn sge(head: &[u8; 16], region: &Region) -> Sge {
-    Sge { addr: region.addr() + u64::from(head[2]), length: u32::from(head[3]) * 4, lkey: Lkey(region.key) }
+    Sge {
+        addr: region.addr() + u64::from(head[2]),
+        length: u32::from(head[3]) * 4,
+        lkey: Lkey(region.key),
+    }
 }
 
 /// What a request says, from 16 bytes.
@@ -231,7 +268,9 @@ fn body(head: &[u8; 16], base: u64, key: u32) -> Body {
             };
             Body::Send { part, tail }
         }
-        2 | 3 => Body::Write { part, reth: if part.begins() { reth } else { Reth::default() }, imm },
+        2 | 3 => {
+            Body::Write { part, reth: if part.begins() { reth } else { Reth::default() }, imm }
+        }
         4 | 5 => Body::ReadRequest(reth),
         6 => Body::Atomic { remote, op: AtomicOp::FetchAdd { add: u64::from(word(10)) } },
         _ => Body::Atomic {

@@ -50,7 +50,10 @@
 //! of the sender to the memory of the receiver. With faults, or in virtual time, the same state machines
 //! exchange encoded packets.
 
-#![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::todo, clippy::unimplemented))]
+#![cfg_attr(
+    not(test),
+    deny(clippy::unwrap_used, clippy::expect_used, clippy::todo, clippy::unimplemented)
+)]
 
 // Under Miri, which parking_lot does not run on, the locks of that name are those of the standard library.
 #[cfg(miri)]

@@ -37,14 +37,16 @@ impl Node {
         let queue = CompletionQueue::new(device, CompletionMode::Event)?;
         let qp = QueuePair::new(&pd, &queue)?;
         let pool = Pool::new(&pd, SLOT, 4)?;
-        let region = ExposedRegion::new(&pd, vec![0; SLOT], Access::REMOTE_READ | Access::REMOTE_WRITE)?;
+        let region =
+            ExposedRegion::new(&pd, vec![0; SLOT], Access::REMOTE_READ | Access::REMOTE_WRITE)?;
         // Before anybody knows of us: whatever the peer sends finds a receive.
         let written = qp.recv(pool.try_alloc(0)?);
 
         let ours = Announcement { endpoint: qp.endpoint(), region: region.grant() };
         let theirs = self.exchange(&ours).await?;
         // The peer knows of us as well, but may be seconds behind: what we send is repeated until it has connected.
-        let options = ConnectOptions { timeout: AckTimeout::from_code(19), ..ConnectOptions::default() };
+        let options =
+            ConnectOptions { timeout: AckTimeout::from_code(19), ..ConnectOptions::default() };
         qp.connect_with(&theirs.endpoint, &options)?;
 
         let greeting = format!("{} was here", self.name);
@@ -53,7 +55,9 @@ impl Node {
         // What it reads back is there: the peer's memory was written before the message is sent.
         let back = qp.read(pool.try_alloc(greeting.len())?, there).await?;
         if back[..] != *greeting.as_bytes() {
-            return Err(format!("{} has {:?} in its memory, not {greeting:?}", self.peer, back).into());
+            return Err(
+                format!("{} has {:?} in its memory, not {greeting:?}", self.peer, back).into()
+            );
         }
         let told = qp.send(pool.copy_from(b"")?);
         let message = tokio::time::timeout(PATIENCE, written).await??;
@@ -68,7 +72,8 @@ impl Node {
 
     /// Announces ourselves and waits for the peer's announcement.
     async fn exchange(&self, ours: &Announcement) -> Result<Announcement, reqwest::Error> {
-        let client = reqwest::Client::builder().timeout(PATIENCE + Duration::from_secs(5)).build()?;
+        let client =
+            reqwest::Client::builder().timeout(PATIENCE + Duration::from_secs(5)).build()?;
         let at = |name: &str| format!("{}/nodes/{name}/rdma/endpoint", self.service);
         client.post(at(&self.name)).json(ours).send().await?.error_for_status()?;
         let wait = [("wait", PATIENCE.as_secs())];

@@ -54,7 +54,10 @@ pub fn router() -> Router {
 /// 400 for its name, 507 if there are too many.
 pub fn check_room(id: &str, others: usize, known: bool) -> Result<(), Refusal> {
     if id.is_empty() || id.len() > MAX_NAME {
-        return Err((StatusCode::BAD_REQUEST, format!("a name has 1 to {MAX_NAME} bytes, this one {}", id.len())));
+        return Err((
+            StatusCode::BAD_REQUEST,
+            format!("a name has 1 to {MAX_NAME} bytes, this one {}", id.len()),
+        ));
     }
     if others >= MAX_NODES && !known {
         let reason = format!("{MAX_NODES} nodes are known, which is all there may be");
@@ -94,7 +97,8 @@ async fn find(
     let mut changed = nodes.changed.subscribe();
     let found = async {
         loop {
-            let known = nodes.known.lock().unwrap_or_else(PoisonError::into_inner).get(&id).copied();
+            let known =
+                nodes.known.lock().unwrap_or_else(PoisonError::into_inner).get(&id).copied();
             if let Some(announcement) = known {
                 return Json(announcement);
             }
@@ -104,5 +108,7 @@ async fn find(
         }
     };
     let wait = Duration::from_secs(wait).min(MAX_WAIT);
-    tokio::time::timeout(wait, found).await.map_err(|_| (StatusCode::NOT_FOUND, format!("no node {id}")))
+    tokio::time::timeout(wait, found)
+        .await
+        .map_err(|_| (StatusCode::NOT_FOUND, format!("no node {id}")))
 }

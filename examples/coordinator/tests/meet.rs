@@ -50,7 +50,8 @@ async fn many_pairs_meet_at_once() {
         for (ours, theirs) in [("a", "b"), ("b", "a")] {
             let node = node(&format!("{ours}{pair}"), &format!("{theirs}{pair}"), &url);
             let device = device.clone();
-            meetings.spawn(async move { (node.run(&device).await, format!("{} was here", node.peer)) });
+            meetings
+                .spawn(async move { (node.run(&device).await, format!("{} was here", node.peer)) });
         }
     }
     while let Some(meeting) = meetings.join_next().await {
@@ -65,11 +66,23 @@ async fn service_refuses_what_is_no_announcement() {
     let client = reqwest::Client::new();
     assert_eq!(client.get(&url).send().await.unwrap().status(), 404);
     for body in ["", "{}", "[]", r#"{"endpoint":{"transport":"RC"},"region":{}}"#] {
-        let sent = client.post(&url).header("content-type", "application/json").body(body).send().await.unwrap();
+        let sent = client
+            .post(&url)
+            .header("content-type", "application/json")
+            .body(body)
+            .send()
+            .await
+            .unwrap();
         assert!(sent.status().is_client_error(), "{body}: {}", sent.status());
     }
     let long = "x".repeat(8192);
-    let sent = client.post(&url).header("content-type", "application/json").body(long).send().await.unwrap();
+    let sent = client
+        .post(&url)
+        .header("content-type", "application/json")
+        .body(long)
+        .send()
+        .await
+        .unwrap();
     assert_eq!(sent.status(), 413);
 
     let ours = announcement();
@@ -80,7 +93,13 @@ async fn service_refuses_what_is_no_announcement() {
     assert_eq!(found, ours);
     // A queue pair that cannot be is refused by name, and what was known before stays.
     json = json.replace(&format!("\"qpn\":{}", ours.endpoint.qpn.0), "\"qpn\":1");
-    let sent = client.post(&url).header("content-type", "application/json").body(json).send().await.unwrap();
+    let sent = client
+        .post(&url)
+        .header("content-type", "application/json")
+        .body(json)
+        .send()
+        .await
+        .unwrap();
     assert!(sent.status().is_client_error());
     assert!(sent.text().await.unwrap().contains("queue pair number"));
     assert_eq!(client.get(&url).send().await.unwrap().json::<Announcement>().await.unwrap(), ours);
@@ -96,7 +115,15 @@ async fn who_waits_gets_the_announcement_when_it_comes() {
     assert!(!waiting.is_finished());
     assert_eq!(client.post(&at).json(&announcement()).send().await.unwrap().status(), 201);
     assert_eq!(waiting.await.unwrap().unwrap().status(), 200);
-    assert_eq!(client.get(format!("{url}/nodes/never/rdma/endpoint?wait=1")).send().await.unwrap().status(), 404);
+    assert_eq!(
+        client
+            .get(format!("{url}/nodes/never/rdma/endpoint?wait=1"))
+            .send()
+            .await
+            .unwrap()
+            .status(),
+        404
+    );
 }
 
 fn announcement() -> Announcement {
@@ -104,10 +131,14 @@ fn announcement() -> Announcement {
     let pd = device.protection_domain().unwrap();
     let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
     let region = ExposedRegion::new(&pd, vec![0; 64], Access::REMOTE_READ).unwrap();
-    Announcement { endpoint: QueuePair::new(&pd, &queue).unwrap().endpoint(), region: region.grant() }
+    Announcement {
+        endpoint: QueuePair::new(&pd, &queue).unwrap().endpoint(),
+        region: region.grant(),
+    }
 }
 
 fn serde_json_of(announcement: &Announcement) -> String {
-    let request = reqwest::Client::new().post("http://localhost").json(announcement).build().unwrap();
+    let request =
+        reqwest::Client::new().post("http://localhost").json(announcement).build().unwrap();
     String::from_utf8(request.body().unwrap().as_bytes().unwrap().to_vec()).unwrap()
 }

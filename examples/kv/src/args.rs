@@ -207,11 +207,16 @@ mod tests {
 
     #[test]
     fn durations_are_seconds_and_parts_of_them() {
-        let duration = |text| match Arguments::try_parse_from(["kv", "load", "--duration", text]).expect(text).command {
+        let duration = |text| match Arguments::try_parse_from(["kv", "load", "--duration", text])
+            .expect(text)
+            .command
+        {
             Command::Load { load, .. } => load.duration,
             other => panic!("{other:?}"),
         };
-        for (text, milliseconds) in [("0", 0), ("0.2", 200), ("3", 3000), ("1e1", 10_000), ("3600", 3_600_000)] {
+        for (text, milliseconds) in
+            [("0", 0), ("0.2", 200), ("3", 3000), ("1e1", 10_000), ("3600", 3_600_000)]
+        {
             assert_eq!(duration(text), Duration::from_millis(milliseconds), "{text}");
         }
     }

@@ -92,7 +92,9 @@ impl Call<'_> {
             Ok(answer) => Ok(answer),
             Err(_) => match &*self.calls.state.lock() {
                 State::Over(error) => Err(error.clone()),
-                State::Open { .. } => unreachable!("while it waits, its other end is among those that wait"),
+                State::Open { .. } => {
+                    unreachable!("while it waits, its other end is among those that wait")
+                }
             },
         }
     }
@@ -116,7 +118,10 @@ mod tests {
         let (a, b) = (calls.begin().unwrap(), calls.begin().unwrap());
         calls.on_message(&Answer::Done(20).encode(b.number)).unwrap();
         calls.on_message(&Answer::Done(10).encode(a.number)).unwrap();
-        assert_eq!((a.answer().await, b.answer().await), (Ok(Answer::Done(10)), Ok(Answer::Done(20))));
+        assert_eq!(
+            (a.answer().await, b.answer().await),
+            (Ok(Answer::Done(10)), Ok(Answer::Done(20)))
+        );
         assert_eq!(calls.waiting(), 0);
     }
 
@@ -126,7 +131,10 @@ mod tests {
         let number = calls.begin().unwrap().number;
         assert_eq!(calls.waiting(), 0);
         assert_eq!(calls.on_message(&Answer::Absent.encode(number)), Ok(()));
-        assert_eq!(calls.on_message(&Answer::Absent.encode(number + 1)), Err(ProtocolError::Unasked(number + 1)));
+        assert_eq!(
+            calls.on_message(&Answer::Absent.encode(number + 1)),
+            Err(ProtocolError::Unasked(number + 1))
+        );
     }
 
     #[tokio::test]

@@ -144,7 +144,8 @@ impl KvClient {
             .max_message(longest);
         let connection = Arc::new(Connection::connect_with(device, address, &settings).await?);
         let (layout, table) = Layout::decode(connection.user_data())?;
-        let buffers = Pool::new(connection.protection_domain(), layout.bucket_bytes(), config.reads)?;
+        let buffers =
+            Pool::new(connection.protection_domain(), layout.bucket_bytes(), config.reads)?;
         let calls = Arc::new(Calls::new());
         let answers = tokio::spawn(take_answers(connection.clone(), calls.clone()));
         Ok(Self {
@@ -171,7 +172,11 @@ impl KvClient {
     #[must_use]
     pub fn counters(&self) -> ReadCounters {
         let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        ReadCounters { reads: of(&self.reads), torn: of(&self.torn), fallbacks: of(&self.fallbacks) }
+        ReadCounters {
+            reads: of(&self.reads),
+            torn: of(&self.torn),
+            fallbacks: of(&self.fallbacks),
+        }
     }
 
     /// The value of a key, by READ of the server's memory; or by message, if what it reads is torn again and again.
@@ -276,13 +281,21 @@ impl KvClient {
             self.reads.fetch_add(1, Ordering::Relaxed);
             // Layout and length of the table were checked against each other.
             let remote = self.table.slice(range).unwrap_or_else(|error| unreachable!("{error}"));
-            let slots = self.connection.read(buffer, remote).await.map_err(|error| KvError::Read(error.kind()))?;
+            let slots = self
+                .connection
+                .read(buffer, remote)
+                .await
+                .map_err(|error| KvError::Read(error.kind()))?;
             let mut torn = false;
-            for slot in slots.chunks_exact(self.layout.slot_bytes()).map(|bytes| self.decode(bytes)) {
+            for slot in slots.chunks_exact(self.layout.slot_bytes()).map(|bytes| self.decode(bytes))
+            {
                 match slot {
                     // A copy: the buffer is for the next READ.
                     Ok(Slot { version, key: of, value }) if of == key => {
-                        return Ok(Look::Found(Versioned { version, value: Bytes::copy_from_slice(value) }));
+                        return Ok(Look::Found(Versioned {
+                            version,
+                            value: Bytes::copy_from_slice(value),
+                        }));
                     }
                     Ok(_) => {}
                     Err(Torn) => torn = true,
@@ -315,7 +328,10 @@ impl KvClient {
         call.answer().await
     }
 
-    async fn in_time<T>(&self, call: impl Future<Output = Result<T, KvError>>) -> Result<T, KvError> {
+    async fn in_time<T>(
+        &self,
+        call: impl Future<Output = Result<T, KvError>>,
+    ) -> Result<T, KvError> {
         let deadline = self.config.deadline;
         timeout(deadline, call).await.unwrap_or(Err(KvError::Deadline(deadline)))
     }

@@ -143,13 +143,22 @@ fn check_key(mut events: Vec<&Event>) -> Result<(), Wrong> {
             What::Found { version, value } => {
                 let stamp = value.as_ref().map_err(|mixed| torn(mixed, event))?;
                 match writes.get(version) {
-                    Some(Event { what: What::Put { stamp: put, .. }, .. }) if put == stamp => *version,
-                    other => return Err(Wrong::NotPut { found: boxed(event), write: other.map(|event| boxed(event)) }),
+                    Some(Event { what: What::Put { stamp: put, .. }, .. }) if put == stamp => {
+                        *version
+                    }
+                    other => {
+                        return Err(Wrong::NotPut {
+                            found: boxed(event),
+                            write: other.map(|event| boxed(event)),
+                        });
+                    }
                 }
             }
             What::Absent => match (absences.range(floor..).next(), latest) {
                 (Some(&version), _) => version,
-                (None, Some((_, after))) => return Err(Wrong::Vanished { absent: boxed(event), after: boxed(after) }),
+                (None, Some((_, after))) => {
+                    return Err(Wrong::Vanished { absent: boxed(event), after: boxed(after) });
+                }
                 (None, None) => unreachable!("it was absent at first"),
             },
         };

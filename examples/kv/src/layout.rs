@@ -49,7 +49,9 @@ impl Layout {
     ///
     /// [`SetupError::Limit`] and [`SetupError::TooSmall`], by name, for what is above the limits here, or nothing at all.
     pub fn new(buckets: u32, slots: u32, max_key: u32, max_value: u32) -> Result<Self, SetupError> {
-        for (field, asked) in [("buckets", buckets), ("slots of a bucket", slots), ("bytes of a key", max_key)] {
+        for (field, asked) in
+            [("buckets", buckets), ("slots of a bucket", slots), ("bytes of a key", max_key)]
+        {
             if asked == 0 {
                 return Err(SetupError::TooSmall { field, asked: 0, least: 1 });
             }
@@ -157,7 +159,8 @@ impl Layout {
             .strip_prefix(MAGIC)
             .and_then(|rest| rest.split_at_checked(Self::ENCODED))
             .ok_or(ProtocolError::Welcome { len: bytes.len() })?;
-        let table = RemoteRegion::from_bytes(table).ok_or(ProtocolError::Welcome { len: bytes.len() })?;
+        let table =
+            RemoteRegion::from_bytes(table).ok_or(ProtocolError::Welcome { len: bytes.len() })?;
         let [buckets, slots, max_key, max_value] = [(); 4].map(|()| fields.get_u32_le());
         let layout = Self::new(buckets, slots, max_key, max_value)?;
         // All slices of it are then within the address space.
@@ -212,7 +215,9 @@ mod tests {
             (Layout::new(1, 1, 1, 65537), "bytes of a value", 65536),
             (Layout::new(u32::MAX, 8, 1024, 65536), "bytes of the table", 1 << 40),
         ] {
-            let SetupError::Limit(error) = layout.unwrap_err() else { panic!("{field} is not beyond a limit") };
+            let SetupError::Limit(error) = layout.unwrap_err() else {
+                panic!("{field} is not beyond a limit")
+            };
             assert_eq!((error.field, error.allowed), (field, allowed));
         }
         let none = SetupError::TooSmall { field: "buckets", asked: 0, least: 1 };

@@ -56,16 +56,20 @@ pub(crate) async fn run(server: Target, load: LoadOptions) -> Result<Report> {
     }
     let keys = Arc::new(Keys::new(&load));
     let mut times = Times::new()?;
-    for (task, result) in
-        work(&clients, &load, |client, task| fill(client, load.clone(), task)).await?.into_iter().enumerate()
+    for (task, result) in work(&clients, &load, |client, task| fill(client, load.clone(), task))
+        .await?
+        .into_iter()
+        .enumerate()
     {
         result.map_err(|error| format!("filling the table, task {task}: {error}"))?;
     }
 
     let start = Instant::now();
     let until = start + load.duration;
-    for measured in
-        work(&clients, &load, |client, task| measure(client, load.clone(), keys.clone(), task, until)).await?
+    for measured in work(&clients, &load, |client, task| {
+        measure(client, load.clone(), keys.clone(), task, until)
+    })
+    .await?
     {
         times.add(&measured?)?;
     }
@@ -129,7 +133,9 @@ async fn measure(
         };
         let end = Instant::now();
         times.record(call, end - start)?;
-        if call != Call::Put && found.as_ref().is_none_or(|Versioned { value: found, .. }| found != &value) {
+        if call != Call::Put
+            && found.as_ref().is_none_or(|Versioned { value: found, .. }| found != &value)
+        {
             return Err(format!("key {number}: {found:?} is not what was put").into());
         }
         if end >= until {

@@ -82,7 +82,10 @@ async fn run(command: Command) -> Result<()> {
         }
         Command::Delete { client, key } => {
             let client = client.connect().await?;
-            let version = client.delete(key.as_bytes()).await?.ok_or_else(|| format!("no such key: {key}"))?;
+            let version = client
+                .delete(key.as_bytes())
+                .await?
+                .ok_or_else(|| format!("no such key: {key}"))?;
             println!("version {version}");
             Ok(client.close().await?)
         }

@@ -81,7 +81,10 @@ impl LocalServer {
         let server = Self { stop, thread };
         match told.await {
             Ok(address) => Ok((server, address)),
-            Err(_) => Err(server.end().err().unwrap_or_else(|| "the server does not say where it is".into())),
+            Err(_) => Err(server
+                .end()
+                .err()
+                .unwrap_or_else(|| "the server does not say where it is".into())),
         }
     }
 

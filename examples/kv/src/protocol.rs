@@ -56,7 +56,9 @@ impl<'a> Request<'a> {
             Self::Get(key) => message(number, GET, &[key]),
             Self::Delete(key) => message(number, DELETE, &[key]),
             // Keys are checked before: the longest has 1024 bytes.
-            Self::Put(key, value) => message(number, PUT, &[&(key.len() as u16).to_le_bytes(), key, value]),
+            Self::Put(key, value) => {
+                message(number, PUT, &[&(key.len() as u16).to_le_bytes(), key, value])
+            }
         }
     }
 
@@ -80,14 +82,21 @@ impl<'a> Request<'a> {
 
 impl Answer {
     pub(crate) fn encode(&self, number: u64) -> Bytes {
-        let two = |kind, a: u64, b: u64| message(number, kind, &[&a.to_le_bytes(), &b.to_le_bytes()]);
+        let two =
+            |kind, a: u64, b: u64| message(number, kind, &[&a.to_le_bytes(), &b.to_le_bytes()]);
         match self {
-            Self::Found(found) => message(number, FOUND, &[&found.version.to_le_bytes(), &found.value]),
+            Self::Found(found) => {
+                message(number, FOUND, &[&found.version.to_le_bytes(), &found.value])
+            }
             Self::Absent => message(number, ABSENT, &[]),
             Self::Done(version) => message(number, DONE, &[&version.to_le_bytes()]),
             Self::Refused(Refusal::KeyLength { len, allowed }) => two(KEY_LENGTH, *len, *allowed),
-            Self::Refused(Refusal::ValueLength { len, allowed }) => two(VALUE_LENGTH, *len, *allowed),
-            Self::Refused(Refusal::Full { slots }) => message(number, FULL, &[&slots.to_le_bytes()]),
+            Self::Refused(Refusal::ValueLength { len, allowed }) => {
+                two(VALUE_LENGTH, *len, *allowed)
+            }
+            Self::Refused(Refusal::Full { slots }) => {
+                message(number, FULL, &[&slots.to_le_bytes()])
+            }
         }
     }
 
@@ -115,7 +124,8 @@ impl Answer {
 }
 
 fn message(number: u64, kind: u8, parts: &[&[u8]]) -> Bytes {
-    let mut message = BytesMut::with_capacity(HEADER + parts.iter().map(|part| part.len()).sum::<usize>());
+    let mut message =
+        BytesMut::with_capacity(HEADER + parts.iter().map(|part| part.len()).sum::<usize>());
     message.put_u64_le(number);
     message.put_u8(kind);
     parts.iter().for_each(|part| message.put_slice(part));
@@ -123,7 +133,8 @@ fn message(number: u64, kind: u8, parts: &[&[u8]]) -> Bytes {
 }
 
 fn split(message: &[u8]) -> Result<(u64, u8, &[u8]), ProtocolError> {
-    let (mut header, rest) = message.split_at_checked(HEADER).ok_or(ProtocolError::Length { len: message.len() })?;
+    let (mut header, rest) =
+        message.split_at_checked(HEADER).ok_or(ProtocolError::Length { len: message.len() })?;
     Ok((header.get_u64_le(), header.get_u8(), rest))
 }
 
@@ -133,9 +144,12 @@ mod tests {
 
     #[test]
     fn requests_and_answers_are_read_as_they_were_written() {
-        for request in
-            [Request::Get(b"k"), Request::Delete(b""), Request::Put(b"key", b""), Request::Put(b"k", b"value")]
-        {
+        for request in [
+            Request::Get(b"k"),
+            Request::Delete(b""),
+            Request::Put(b"key", b""),
+            Request::Put(b"k", b"value"),
+        ] {
             assert_eq!(Request::decode(&request.encode(9)), Ok((9, request)));
         }
         for answer in answers() {
@@ -149,7 +163,9 @@ mod tests {
             let bytes = answer.encode(1);
             let has_value = matches!(answer, Answer::Found(_));
             for len in 0..bytes.len() {
-                assert!(Answer::decode(&bytes.slice(..len)).is_err() || has_value && len >= HEADER + 8);
+                assert!(
+                    Answer::decode(&bytes.slice(..len)).is_err() || has_value && len >= HEADER + 8
+                );
             }
             let longer = Bytes::from([&bytes[..], &[0]].concat());
             assert!(Answer::decode(&longer).is_err() || has_value);

@@ -56,9 +56,13 @@ impl Report {
         times: &Times,
         counters: ReadCounters,
     ) -> Self {
-        let [get_by_read, get_by_message, put] = Call::ALL.map(|call| Percentiles::of(times.of(call)));
+        let [get_by_read, get_by_message, put] =
+            Call::ALL.map(|call| Percentiles::of(times.of(call)));
         let calls: u64 = Call::ALL.iter().map(|&call| times.of(call).len()).sum();
-        let ratio = get_by_read.as_ref().zip(get_by_message.as_ref()).map(|(read, message)| message.p50 / read.p50);
+        let ratio = get_by_read
+            .as_ref()
+            .zip(get_by_message.as_ref())
+            .map(|(read, message)| message.p50 / read.p50);
         Self {
             device: server.device.name().to_owned(),
             processes: if server.here { 1 } else { 2 },
@@ -112,11 +116,22 @@ impl fmt::Display for Report {
             "{device}, {processes}: {clients} clients, {depth} calls at once on each; {keys} keys, {value_bytes} bytes of value"
         )?;
         writeln!(f, "{:.0} calls/s for {seconds:.1} s", self.calls_per_second)?;
-        writeln!(f, "{:<16}{:>10}{:>10}{:>10}{:>10}{:>10}{:>10}", "µs", "calls", "p50", "p90", "p99", "p99.9", "max")?;
-        let rows = [("GET by READ", &self.get_by_read), ("GET by message", &self.get_by_message), ("PUT", &self.put)];
+        writeln!(
+            f,
+            "{:<16}{:>10}{:>10}{:>10}{:>10}{:>10}{:>10}",
+            "µs", "calls", "p50", "p90", "p99", "p99.9", "max"
+        )?;
+        let rows = [
+            ("GET by READ", &self.get_by_read),
+            ("GET by message", &self.get_by_message),
+            ("PUT", &self.put),
+        ];
         for (name, row) in rows {
             let Some(Percentiles { calls, p50, p90, p99, p99_9, max }) = row else { continue };
-            writeln!(f, "{name:<16}{calls:>10}{p50:>10.1}{p90:>10.1}{p99:>10.1}{p99_9:>10.1}{max:>10.1}")?;
+            writeln!(
+                f,
+                "{name:<16}{calls:>10}{p50:>10.1}{p90:>10.1}{p99:>10.1}{p99_9:>10.1}{max:>10.1}"
+            )?;
         }
         if let Some(ratio) = self.message_to_read {
             writeln!(f, "GET by message takes {ratio:.2} times as long as by READ (p50)")?;

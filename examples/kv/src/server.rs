@@ -38,7 +38,11 @@ impl Server {
     /// # Errors
     ///
     /// [`KvError::Setup`] if the memory of the table cannot be registered, [`KvError::Establish`] if nobody can listen there.
-    pub async fn bind(device: &Device, address: impl ToSocketAddrs, layout: Layout) -> Result<Self, KvError> {
+    pub async fn bind(
+        device: &Device,
+        address: impl ToSocketAddrs,
+        layout: Layout,
+    ) -> Result<Self, KvError> {
         // One domain for all clients, as they read the same memory. It has nothing else that a peer may reach.
         let pd = device.protection_domain().map_err(SetupError::from)?;
         let table = Arc::new(Table::new(&pd, layout)?);

@@ -46,7 +46,8 @@ impl<'a> Slot<'a> {
 
     /// As it is in memory, in whole words; the lengths are within those of a [`Layout`](crate::Layout).
     pub(crate) fn encode(&self) -> Vec<u8> {
-        let mut bytes = Vec::with_capacity((HEADER + self.key.len() + self.value.len()).next_multiple_of(8));
+        let mut bytes =
+            Vec::with_capacity((HEADER + self.key.len() + self.value.len()).next_multiple_of(8));
         bytes.put_bytes(0, CHECKSUM);
         bytes.put_u64_le(self.version);
         bytes.put_u16_le(self.key.len() as u16);
@@ -102,24 +103,34 @@ mod tests {
     #[test]
     fn every_mixture_of_two_versions_by_words_is_torn() {
         // Of another length, of the same, and of the same content but for the version.
-        for (newer, older) in
-            [(slot(2, 2, 48), slot(1, 1, 90)), (slot(2, 2, 40), slot(1, 1, 40)), (slot(2, 1, 8), slot(1, 1, 8))]
-        {
+        for (newer, older) in [
+            (slot(2, 2, 48), slot(1, 1, 90)),
+            (slot(2, 2, 40), slot(1, 1, 40)),
+            (slot(2, 1, 8), slot(1, 1, 8)),
+        ] {
             let words = (HEADER + 3 + 90usize).div_ceil(8);
             let mut random = fastrand::Rng::with_seed(1);
             let whole = |bytes: &[u8]| {
-                Slot::decode(bytes) == Slot::decode(&newer) || Slot::decode(bytes) == Slot::decode(&older)
+                Slot::decode(bytes) == Slot::decode(&newer)
+                    || Slot::decode(bytes) == Slot::decode(&older)
             };
             for round in 0..5_000_u32 {
                 let mixed: Vec<u8> = (0..newer.len() / 8)
                     .flat_map(|word| {
                         // All prefixes and suffixes first, then anything.
                         let cut = round as usize / 2;
-                        let new = if cut <= words { (word < cut) == (round % 2 == 0) } else { random.bool() };
+                        let new = if cut <= words {
+                            (word < cut) == (round % 2 == 0)
+                        } else {
+                            random.bool()
+                        };
                         (if new { &newer } else { &older })[word * 8..][..8].to_vec()
                     })
                     .collect();
-                assert!(Slot::decode(&mixed) == Err(Torn) || whole(&mixed), "round {round}: {mixed:?}");
+                assert!(
+                    Slot::decode(&mixed) == Err(Torn) || whole(&mixed),
+                    "round {round}: {mixed:?}"
+                );
             }
         }
     }

@@ -54,7 +54,8 @@ impl Stamp {
         let Some((key, rest)) = value.split_first_chunk() else {
             return Err(Mixed { len: value.len(), stamp: None, at: 0 });
         };
-        let (Some((writer, rest)), true) = (rest.split_first_chunk(), value.len() <= longest) else {
+        let (Some((writer, rest)), true) = (rest.split_first_chunk(), value.len() <= longest)
+        else {
             return Err(Mixed { len: value.len(), stamp: None, at: 4 });
         };
         let Some((sequence, _)) = rest.split_first_chunk() else {
@@ -92,7 +93,8 @@ impl Stamp {
     /// A word that is like no other one, of this value or of others, at any place: the finalizer of SplitMix64.
     fn word(&self, index: u64) -> u64 {
         let who = u64::from(self.key) << 32 | u64::from(self.writer);
-        let mut word = who.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ self.sequence.rotate_left(32) ^ (index << 8);
+        let mut word =
+            who.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ self.sequence.rotate_left(32) ^ (index << 8);
         word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         word ^ (word >> 31)
@@ -103,7 +105,11 @@ impl fmt::Display for Mixed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.stamp {
             Some(stamp) => {
-                write!(f, "{} bytes that begin as {stamp:?} and are something else from byte {} on", self.len, self.at)
+                write!(
+                    f,
+                    "{} bytes that begin as {stamp:?} and are something else from byte {} on",
+                    self.len, self.at
+                )
             }
             None => write!(f, "{} bytes, which no value here has", self.len),
         }
@@ -119,8 +125,10 @@ mod tests {
     const LONGEST: usize = 200;
 
     fn stamps() -> impl Iterator<Item = Stamp> {
-        (0..4)
-            .flat_map(|key| (0..4).flat_map(move |writer| (0..8).map(move |sequence| Stamp { key, writer, sequence })))
+        (0..4).flat_map(|key| {
+            (0..4)
+                .flat_map(move |writer| (0..8).map(move |sequence| Stamp { key, writer, sequence }))
+        })
     }
 
     #[test]

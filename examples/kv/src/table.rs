@@ -47,10 +47,11 @@ impl Table {
     ///
     /// If its memory cannot be registered.
     pub fn new(pd: &ProtectionDomain, layout: Layout) -> Result<Self, SetupError> {
-        let bytes =
-            usize::try_from(layout.bytes()).map_err(|_| SetupError::Unsupported { what: "so large a table" })?;
+        let bytes = usize::try_from(layout.bytes())
+            .map_err(|_| SetupError::Unsupported { what: "so large a table" })?;
         let memory = ExposedRegion::new(pd, HostMemory::zeroed(bytes)?, Access::REMOTE_READ)?;
-        let bucket = |_| Mutex::new(Bucket { version: 0, keys: vec![None; layout.slots() as usize].into() });
+        let bucket =
+            |_| Mutex::new(Bucket { version: 0, keys: vec![None; layout.slots() as usize].into() });
         let table = Self { layout, memory, buckets: (0..layout.buckets()).map(bucket).collect() };
         for bucket in 0..layout.buckets() {
             for slot in 0..layout.slots() {
@@ -80,10 +81,14 @@ impl Table {
         let slot = bucket.slot_of(key)?;
         let mut bytes = vec![0; self.layout.slot_bytes()];
         let range = self.layout.slot(place.bucket, slot);
-        self.memory.read(range.start as usize, &mut bytes).unwrap_or_else(|error| unreachable!("{error}"));
+        self.memory
+            .read(range.start as usize, &mut bytes)
+            .unwrap_or_else(|error| unreachable!("{error}"));
         drop(bucket);
         // Written under the lock, by this alone.
-        let Ok(slot) = Slot::decode(&bytes) else { unreachable!("a slot that is not what was written") };
+        let Ok(slot) = Slot::decode(&bytes) else {
+            unreachable!("a slot that is not what was written")
+        };
         let (version, start, len) = (slot.version, HEADER + slot.key.len(), slot.value.len());
         Some(Versioned { version, value: Bytes::from(bytes).slice(start..start + len) })
     }
@@ -123,7 +128,9 @@ impl Table {
     pub(crate) fn answer(&self, request: &Request<'_>) -> Answer {
         match *request {
             Request::Get(key) => self.get(key).map_or(Answer::Absent, Answer::Found),
-            Request::Put(key, value) => self.put(key, value).map_or_else(Answer::Refused, Answer::Done),
+            Request::Put(key, value) => {
+                self.put(key, value).map_or_else(Answer::Refused, Answer::Done)
+            }
             Request::Delete(key) => self.delete(key).map_or(Answer::Absent, Answer::Done),
         }
     }
@@ -131,7 +138,9 @@ impl Table {
     /// Readers see it half done, and find that out by its checksum.
     fn write(&self, bucket: u32, slot: u32, content: &Slot<'_>) {
         let range = self.layout.slot(bucket, slot);
-        self.memory.write(range.start as usize, &content.encode()).unwrap_or_else(|error| unreachable!("{error}"));
+        self.memory
+            .write(range.start as usize, &content.encode())
+            .unwrap_or_else(|error| unreachable!("{error}"));
     }
 }
 

@@ -94,9 +94,14 @@ async fn torn_value_is_read_again_and_in_the_end_asked_for() {
     for half in HALVES {
         let fixture = Fixture::new(ClientConfig::default()).await;
         // It gives up reading, and the server does not answer before it has finished the PUT.
-        let (new, got) = fixture.get_within_a_put(half, |client, _| client.counters().fallbacks == 1).await;
+        let (new, got) =
+            fixture.get_within_a_put(half, |client, _| client.counters().fallbacks == 1).await;
         let found = got.unwrap().unwrap();
-        assert_eq!((found.version, Stamp::of(&found.value, LONGEST)), (new, Ok(stamp(1))), "half {half}");
+        assert_eq!(
+            (found.version, Stamp::of(&found.value, LONGEST)),
+            (new, Ok(stamp(1))),
+            "half {half}"
+        );
         let counters = fixture.client.counters();
         assert_eq!((counters.torn, counters.fallbacks), (u64::from(RETRIES) + 1, 1), "half {half}");
         // From now on it is whole.
@@ -117,7 +122,11 @@ async fn reader_that_accepts_torn_values_is_found_out() {
         let history = [
             event(0, 1, What::Put { version: fixture.old, stamp: stamp(0) }),
             event(2, 5, What::Put { version: new, stamp: stamp(1) }),
-            event(3, 4, What::Found { version: found.version, value: Stamp::of(&found.value, LONGEST) }),
+            event(
+                3,
+                4,
+                What::Found { version: found.version, value: Stamp::of(&found.value, LONGEST) },
+            ),
         ];
         let wrong = check(&history).expect_err("a torn value");
         match half {

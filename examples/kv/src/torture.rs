@@ -46,10 +46,16 @@ pub(crate) async fn run(server: Target, asked: CheckOptions) -> Result<Checked> 
     let mut clients = Vec::new();
     let mut tasks = JoinSet::new();
     for number in 0..asked.clients {
-        let client = Arc::new(KvClient::connect_with(&server.device, server.address, config.clone()).await?);
+        let client =
+            Arc::new(KvClient::connect_with(&server.device, server.address, config.clone()).await?);
         let max_value = client.layout().max_value();
         if max_value < Stamp::LEN || client.layout().max_key() < key_of(0, 0).len() {
-            return Err(format!("keys of {} and values of {} bytes are needed", key_of(0, 0).len(), Stamp::LEN).into());
+            return Err(format!(
+                "keys of {} and values of {} bytes are needed",
+                key_of(0, 0).len(),
+                Stamp::LEN
+            )
+            .into());
         }
         for call in 0..asked.depth {
             let number = number * asked.depth + call;
@@ -139,7 +145,11 @@ fn key_of(run: u64, key: u32) -> [u8; 12] {
 impl fmt::Display for Checked {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let ReadCounters { reads, torn, fallbacks } = self.counters;
-        writeln!(f, "{} calls on {} keys, all answers right: whole values, linearizable", self.calls, self.keys)?;
+        writeln!(
+            f,
+            "{} calls on {} keys, all answers right: whole values, linearizable",
+            self.calls, self.keys
+        )?;
         write!(
             f,
             "{reads} READs, torn: {torn}; GETs that asked the server in the end: {fallbacks}; no room: {}",

@@ -34,7 +34,14 @@ fn right_histories_are_right() {
     for history in [
         vec![],
         vec![absent(0, 1)],
-        vec![put(0, 1, 1), found(2, 3, 1), put(4, 5, 7), found(6, 7, 7), deleted(8, 9, 8), absent(10, 11)],
+        vec![
+            put(0, 1, 1),
+            found(2, 3, 1),
+            put(4, 5, 7),
+            found(6, 7, 7),
+            deleted(8, 9, 8),
+            absent(10, 11),
+        ],
         // While a PUT is under way, either is right, also after its end has not been seen.
         vec![put(0, 1, 1), put(2, 9, 2), found(3, 4, 1), found(5, 6, 2), found(7, 8, 2)],
         vec![put(0, 1, 1), put(2, 9, 2), found(3, 8, 2), found(4, 7, 1)],
@@ -42,7 +49,14 @@ fn right_histories_are_right() {
         vec![put(0, 5, 2), put(1, 6, 1), found(7, 8, 2)],
         // Absent between two PUTs, or before the first, while that is under way.
         vec![put(0, 9, 1), absent(1, 2), found(3, 4, 1)],
-        vec![put(0, 1, 1), deleted(2, 9, 2), put(3, 9, 3), found(4, 5, 1), absent(5, 6), found(7, 8, 3)],
+        vec![
+            put(0, 1, 1),
+            deleted(2, 9, 2),
+            put(3, 9, 3),
+            found(4, 5, 1),
+            absent(5, 6),
+            found(7, 8, 3),
+        ],
         // Other keys do not matter.
         vec![put(0, 1, 1), Event { key: 1, ..absent(2, 3) }],
     ] {
@@ -60,13 +74,21 @@ fn wrong_histories_are_found_out() {
         (vec![put(0, 1, 1), torn], |wrong| matches!(wrong, Wrong::Torn { .. })),
         (vec![put(0, 1, 1), put(0, 1, 1)], |wrong| matches!(wrong, Wrong::SameVersion(..))),
         (vec![put(0, 1, 1), deleted(0, 1, 1)], |wrong| matches!(wrong, Wrong::SameVersion(..))),
-        (vec![put(0, 1, 1), other_value], |wrong| matches!(wrong, Wrong::NotPut { write: Some(_), .. })),
-        (vec![put(0, 1, 1), found(2, 3, 2)], |wrong| matches!(wrong, Wrong::NotPut { write: None, .. })),
+        (vec![put(0, 1, 1), other_value], |wrong| {
+            matches!(wrong, Wrong::NotPut { write: Some(_), .. })
+        }),
+        (vec![put(0, 1, 1), found(2, 3, 2)], |wrong| {
+            matches!(wrong, Wrong::NotPut { write: None, .. })
+        }),
         (vec![deleted(0, 1, 1), found(2, 3, 1)], |wrong| matches!(wrong, Wrong::NotPut { .. })),
         // Stale: the second PUT was over.
-        (vec![put(0, 1, 1), put(2, 3, 2), found(4, 5, 1)], |wrong| matches!(wrong, Wrong::Back { .. })),
+        (vec![put(0, 1, 1), put(2, 3, 2), found(4, 5, 1)], |wrong| {
+            matches!(wrong, Wrong::Back { .. })
+        }),
         // Of two GETs the later one sees the older value.
-        (vec![put(0, 1, 1), put(2, 9, 2), found(3, 4, 2), found(5, 6, 1)], |wrong| matches!(wrong, Wrong::Back { .. })),
+        (vec![put(0, 1, 1), put(2, 9, 2), found(3, 4, 2), found(5, 6, 1)], |wrong| {
+            matches!(wrong, Wrong::Back { .. })
+        }),
         // From the future.
         (vec![found(0, 1, 1), put(2, 3, 1)], |wrong| matches!(wrong, Wrong::Back { .. })),
         // Writes against time.
@@ -74,7 +96,9 @@ fn wrong_histories_are_found_out() {
         // There, and yet not.
         (vec![put(0, 1, 1), absent(2, 3)], |wrong| matches!(wrong, Wrong::Vanished { .. })),
         // Absent because of a DELETE that had not begun.
-        (vec![put(0, 1, 1), absent(2, 3), deleted(4, 5, 2)], |wrong| matches!(wrong, Wrong::Back { .. })),
+        (vec![put(0, 1, 1), absent(2, 3), deleted(4, 5, 2)], |wrong| {
+            matches!(wrong, Wrong::Back { .. })
+        }),
         // Absent, found in between, and absent again without a DELETE.
         (vec![put(0, 9, 1), absent(1, 2), found(3, 4, 1), absent(5, 6)], |wrong| {
             matches!(wrong, Wrong::Vanished { .. })
@@ -127,7 +151,9 @@ fn some_order_is_right(order: &mut Vec<Event>, rest: &[Event]) -> bool {
         let possible = rest.iter().all(|other| other.end >= next.start);
         let right = match &next.what {
             What::Put { version, .. } | What::Deleted { version } => *version > latest,
-            What::Found { version, value } => there == Some((*version, value.clone().ok())) && value.is_ok(),
+            What::Found { version, value } => {
+                there == Some((*version, value.clone().ok())) && value.is_ok()
+            }
             What::Absent => there.is_none_or(|(_, stamp)| stamp.is_none()),
         };
         if !(possible && right) {

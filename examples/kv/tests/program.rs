@@ -32,7 +32,11 @@ impl Program {
         let file = std::env::temp_dir().join(format!("kv-{}-{number}", std::process::id()));
         let said = File::create(&file).unwrap();
         let mut command = Command::new(env!("CARGO_BIN_EXE_kv"));
-        command.args(line.split(' ')).stdin(Stdio::null()).stdout(said.try_clone().unwrap()).stderr(said);
+        command
+            .args(line.split(' '))
+            .stdin(Stdio::null())
+            .stdout(said.try_clone().unwrap())
+            .stderr(said);
         // What listens at addresses of loopback is a software device.
         command.env_remove("TOKIO_RDMA_DEVICE");
         Self { child: command.spawn().unwrap(), line: line.to_owned(), file }
@@ -61,7 +65,9 @@ impl Program {
         loop {
             match self.child.try_wait().unwrap() {
                 Some(status) => return status,
-                None => assert!(start.elapsed() < LONG, "{} does not end: {}", self.line, self.said()),
+                None => {
+                    assert!(start.elapsed() < LONG, "{} does not end: {}", self.line, self.said())
+                }
             }
             std::thread::sleep(Duration::from_millis(5));
         }
@@ -87,7 +93,9 @@ fn serve(host: u8, options: &str) -> (Program, SocketAddr) {
     let start = Instant::now();
     loop {
         let said = server.said();
-        if let Some((said, _)) = said.strip_prefix("listening on ").and_then(|rest| rest.split_once(" with ")) {
+        if let Some((said, _)) =
+            said.strip_prefix("listening on ").and_then(|rest| rest.split_once(" with "))
+        {
             return (server, said.parse().unwrap());
         }
         assert!(start.elapsed() < LONG, "no server: {said}");
@@ -98,14 +106,17 @@ fn serve(host: u8, options: &str) -> (Program, SocketAddr) {
 /// A client's, at 127.0.77.`host`.
 fn udp_device(host: u8) -> Device {
     let ip = IpAddr::V4(Ipv4Addr::new(127, 0, 77, host));
-    Device::software_in(&Network::udp(&UdpConfig::new().address(ip)).unwrap(), &ip.to_string()).unwrap()
+    Device::software_in(&Network::udp(&UdpConfig::new().address(ip)).unwrap(), &ip.to_string())
+        .unwrap()
 }
 
 #[test]
 fn every_answer_is_right_in_one_process() {
     for wire in ["", " --udp"] {
         // Few keys, some without room, and values long enough to be torn.
-        let said = run(&format!("check --duration 0.5 --keys 5 --buckets 1 --slots 4 --max-value 4096{wire}"));
+        let said = run(&format!(
+            "check --duration 0.5 --keys 5 --buckets 1 --slots 4 --max-value 4096{wire}"
+        ));
         assert!(said.contains("all answers right: whole values, linearizable"), "{said}");
     }
 }
@@ -120,7 +131,9 @@ fn load_is_measured_in_every_way() {
     ] {
         let said = run(&format!("load --duration 1 --keys 300 --json {line}"));
         let report: Value = serde_json::from_str(&said).unwrap();
-        for (name, called) in [("get_by_read", by_read), ("get_by_message", by_message), ("put", put)] {
+        for (name, called) in
+            [("get_by_read", by_read), ("get_by_message", by_message), ("put", put)]
+        {
             let times = &report[name];
             assert_eq!(times.is_object(), called, "{line}: {name}: {said}");
             if called {
@@ -162,7 +175,8 @@ fn two_processes_put_get_delete_measure_and_check() {
 async fn program_whose_server_is_killed_says_so() {
     let (server, address) = serve(2, "");
     let client = KvClient::connect(&udp_device(201), address).await.unwrap();
-    let load = Program::start(&format!("load --connect {address} --duration 600 --keys 100 --puts 50"));
+    let load =
+        Program::start(&format!("load --connect {address} --duration 600 --keys 100 --puts 50"));
     // Each key is put once before anything is measured: one that is put again says that this has begun.
     let key = 0_u64.to_be_bytes();
     let version = async || client.get(&key).await.unwrap().map(|found| found.version);
@@ -217,14 +231,18 @@ async fn every_call_to_a_server_that_is_killed_ends_with_an_error() {
     drop(server);
     for call in calls {
         let error = timeout(LONG, call).await.expect("in bounded time").unwrap();
-        let gone =
-            matches!(error, KvError::Connection(_) | KvError::Read(_) | KvError::ServerLeft | KvError::Deadline(_));
+        let gone = matches!(
+            error,
+            KvError::Connection(_) | KvError::Read(_) | KvError::ServerLeft | KvError::Deadline(_)
+        );
         assert!(gone, "{error:?}");
     }
     let late = timeout(LONG, client.put(b"late", b"")).await.expect("in bounded time");
     assert!(late.is_err());
     // And there is nobody to connect to.
     let config = ClientConfig::default().connect_timeout(Duration::from_millis(200));
-    let none = timeout(LONG, KvClient::connect_with(&device, address, config)).await.expect("in bounded time");
+    let none = timeout(LONG, KvClient::connect_with(&device, address, config))
+        .await
+        .expect("in bounded time");
     assert!(matches!(none, Err(KvError::Establish(_))), "{none:?}");
 }

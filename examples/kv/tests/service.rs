@@ -185,10 +185,18 @@ struct FakeServer {
 }
 
 impl FakeServer {
-    async fn new(device: &Device, layout: Layout, answer: impl Fn(Bytes) -> Option<Vec<u8>> + Send + 'static) -> Self {
+    async fn new(
+        device: &Device,
+        layout: Layout,
+        answer: impl Fn(Bytes) -> Option<Vec<u8>> + Send + 'static,
+    ) -> Self {
         let pd = device.protection_domain().unwrap();
-        let memory =
-            tokio_rdma::ExposedRegion::new(&pd, vec![0; layout.bytes() as usize], Access::REMOTE_READ).unwrap();
+        let memory = tokio_rdma::ExposedRegion::new(
+            &pd,
+            vec![0; layout.bytes() as usize],
+            Access::REMOTE_READ,
+        )
+        .unwrap();
         Self::saying(device, &pd, welcome(layout, memory.grant()), async move |connection| {
             let _memory = memory;
             while let Ok(Some(message)) = connection.recv().await {
@@ -226,7 +234,8 @@ impl Drop for FakeServer {
 
 /// As a server says it.
 fn welcome(layout: Layout, table: RemoteRegion) -> Vec<u8> {
-    let fields = [layout.buckets(), layout.slots(), layout.max_key() as u32, layout.max_value() as u32];
+    let fields =
+        [layout.buckets(), layout.slots(), layout.max_key() as u32, layout.max_value() as u32];
     [b"kv 1", &fields.map(u32::to_le_bytes).concat()[..], &table.to_bytes()].concat()
 }
 
@@ -235,7 +244,8 @@ async fn what_is_no_server_of_this_kind_is_refused() {
     let device = device();
     let pd = device.protection_domain().unwrap();
     let layout = Layout::new(1, 1, 8, 8).unwrap();
-    let table = |addr, len| welcome(layout, RemoteRegion::new(addr, len, tokio_rdma::types::Rkey(0)));
+    let table =
+        |addr, len| welcome(layout, RemoteRegion::new(addr, len, tokio_rdma::types::Rkey(0)));
     let (short, wraps) = (table(0, layout.bytes() - 1), table(u64::MAX - 1, layout.bytes()));
     for welcome in [Vec::new(), b"kv 2 and more".to_vec(), vec![0xff; 100], short, wraps] {
         let fake = FakeServer::saying(&device, &pd, welcome, async |_| ()).await;
@@ -308,7 +318,8 @@ async fn hostile_clients_are_dropped_and_others_go_on() {
     // Nobody but the server writes its table.
     let table = curious.user_data().slice(20..);
     let table = RemoteRegion::from_bytes(&table).unwrap();
-    let written = curious.write(curious.copy_from(&[0xff; 64]).unwrap(), table.slice(..64).unwrap()).await;
+    let written =
+        curious.write(curious.copy_from(&[0xff; 64]).unwrap(), table.slice(..64).unwrap()).await;
     assert!(written.is_err());
     assert_eq!(honest.get(b"key").await.unwrap().unwrap().value, "value");
     honest.put(b"key", b"other").await.unwrap();

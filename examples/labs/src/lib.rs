@@ -80,12 +80,17 @@ where
             let serving = std::thread::spawn(move || {
                 runtime()?.block_on(async {
                     let device = place::device_here(udp, 1)?;
-                    server(Peer::new(name, quick, device, place::answer(listener).await?, true).await?).await
+                    server(
+                        Peer::new(name, quick, device, place::answer(listener).await?, true)
+                            .await?,
+                    )
+                    .await
                 })
             });
             let asked = runtime()?.block_on(async {
                 let device = place::device_here(udp, 0)?;
-                client(Peer::new(name, quick, device, place::call(address).await?, true).await?).await
+                client(Peer::new(name, quick, device, place::call(address).await?, true).await?)
+                    .await
             });
             let served = serving.join().map_err(|_| "the server's thread panicked")?;
             match (asked, served) {
@@ -132,6 +137,8 @@ pub async fn in_time<T, E: Into<Failure>>(
 /// If the kernel does not say.
 pub fn processor_time() -> Result<Duration> {
     let usage = getrusage(UsageWho::RUSAGE_SELF)?;
-    let time = |time: TimeVal| Duration::from_micros((time.tv_sec() * 1_000_000 + time.tv_usec()).unsigned_abs());
+    let time = |time: TimeVal| {
+        Duration::from_micros((time.tv_sec() * 1_000_000 + time.tv_usec()).unsigned_abs())
+    };
     Ok(time(usage.user_time()) + time(usage.system_time()))
 }

@@ -10,8 +10,8 @@ use tokio_rdma::memory::HostMemory;
 use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::types::{AckTimeout, GidEntry, PortAttr};
 use tokio_rdma::{
-    Access, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, ProtectionDomain, QueuePair,
-    QueuePairEndpoint, RemoteRegion,
+    Access, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, ProtectionDomain,
+    QueuePair, QueuePairEndpoint, RemoteRegion,
 };
 
 use crate::{Result, check, in_time, processor_time};
@@ -34,7 +34,13 @@ pub struct Peer {
 
 impl Peer {
     /// Makes sure that the other end is of the same lab.
-    pub(crate) async fn new(name: &str, quick: bool, device: Device, stream: TcpStream, here: bool) -> Result<Self> {
+    pub(crate) async fn new(
+        name: &str,
+        quick: bool,
+        device: Device,
+        stream: TcpStream,
+        here: bool,
+    ) -> Result<Self> {
         stream.set_nodelay(true)?;
         let mut peer = Self { quick, device, stream, here };
         let ours = format!("{name}{}", if quick { " --quick" } else { "" });
@@ -96,16 +102,24 @@ impl Peer {
         let exchanged = async {
             let length = u32::try_from(ours.len())?;
             self.stream.write_all(&[&length.to_be_bytes(), ours].concat()).await?;
-            let length =
-                self.stream.read_u32().await.map_err(|error| format!("the other end is gone: {error}"))? as usize;
+            let length = self
+                .stream
+                .read_u32()
+                .await
+                .map_err(|error| format!("the other end is gone: {error}"))?
+                as usize;
             if length > LONGEST {
-                return Err(format!("the other end tells {length} bytes; {LONGEST} are allowed").into());
+                return Err(
+                    format!("the other end tells {length} bytes; {LONGEST} are allowed").into()
+                );
             }
             let mut theirs = vec![0; length];
             self.stream.read_exact(&mut theirs).await?;
             Ok(theirs)
         };
-        timeout(PATIENCE, exchanged).await.map_err(|_| format!("the other end says nothing for {PATIENCE:?}"))?
+        timeout(PATIENCE, exchanged)
+            .await
+            .map_err(|_| format!("the other end says nothing for {PATIENCE:?}"))?
     }
 
     /// Waits until the other end has come as far as this.

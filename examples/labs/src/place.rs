@@ -51,7 +51,8 @@ impl Arguments {
     }
 }
 
-const USAGE: &str = "a lab takes --quick, and one of --udp, --listen ADDRESS:PORT and --connect ADDRESS:PORT";
+const USAGE: &str =
+    "a lab takes --quick, and one of --udp, --listen ADDRESS:PORT and --connect ADDRESS:PORT";
 
 /// Of end number `index` of two in this process: with `udp` a software device of its own, at 127.0.73.1 and 127.0.73.2, else
 /// the one that `TOKIO_RDMA_DEVICE` names, or the first there is.

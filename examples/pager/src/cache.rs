@@ -144,7 +144,9 @@ impl Cache {
     }
 
     fn may_differ(&self) -> impl Iterator<Item = u64> {
-        let may_differ = |slot: &Slot| matches!(slot, Slot::Moving(_, true) | Slot::Here(Frame { dirty: true, .. }));
+        let may_differ = |slot: &Slot| {
+            matches!(slot, Slot::Moving(_, true) | Slot::Here(Frame { dirty: true, .. }))
+        };
         self.slots.iter().filter(move |(_, slot)| may_differ(slot)).map(|(&page, _)| page)
     }
 
@@ -152,9 +154,9 @@ impl Cache {
     pub(crate) fn find_dirty(&mut self, page: u64) -> Dirty {
         match self.slots.peek(&page) {
             Some(Slot::Moving(flight, _)) => Dirty::Moving(flight.clone()),
-            Some(Slot::Here(Frame { dirty: true, .. })) => {
-                self.take(page).map_or(Dirty::No, |(moving, frame)| Dirty::Here(moving, frame.bytes))
-            }
+            Some(Slot::Here(Frame { dirty: true, .. })) => self
+                .take(page)
+                .map_or(Dirty::No, |(moving, frame)| Dirty::Here(moving, frame.bytes)),
             Some(Slot::Here(_)) | None => Dirty::No,
         }
     }

@@ -55,7 +55,11 @@ impl Directory {
     /// Of the coordinator at `http://host:port`. Nothing is asked yet.
     #[must_use]
     pub fn new(url: &str) -> Self {
-        Self { url: url.trim_end_matches('/').to_owned(), http: reqwest::Client::new(), patience: PATIENCE }
+        Self {
+            url: url.trim_end_matches('/').to_owned(),
+            http: reqwest::Client::new(),
+            patience: PATIENCE,
+        }
     }
 
     /// Longest that an answer takes, besides what a request is to wait; 5 s unless set. For as long after one that has failed
@@ -106,7 +110,11 @@ impl Directory {
     }
 
     /// Ends to write.
-    pub(crate) async fn give_back(&self, id: WriterId, instance: Instance) -> Result<(), DirectoryError> {
+    pub(crate) async fn give_back(
+        &self,
+        id: WriterId,
+        instance: Instance,
+    ) -> Result<(), DirectoryError> {
         let request = self.request(Method::DELETE, &format!("writers/{}", id.0), Duration::ZERO);
         self.send(request.query(&Of { instance })).await.map(drop)
     }
@@ -117,7 +125,8 @@ impl Directory {
     ///
     /// [`DirectoryError::Refused`] with 404 if it does not come.
     pub async fn find(&self, node: &str, wait: Duration) -> Result<Share, DirectoryError> {
-        let share = self.json(self.request(Method::GET, &format!("nodes/{node}/pages"), wait)).await?;
+        let share =
+            self.json(self.request(Method::GET, &format!("nodes/{node}/pages"), wait)).await?;
         self.check(node, &share)?;
         Ok(share)
     }
@@ -136,15 +145,22 @@ impl Directory {
     }
 
     fn check(&self, node: &str, share: &Share) -> Result<(), DirectoryError> {
-        share.pages().map(drop).map_err(|error| DirectoryError::Share { node: node.to_owned(), error })
+        share
+            .pages()
+            .map(drop)
+            .map_err(|error| DirectoryError::Share { node: node.to_owned(), error })
     }
 
     fn request(&self, method: Method, path: &str, wait: Duration) -> RequestBuilder {
-        let request = self.http.request(method, format!("{}/{path}", self.url)).timeout(wait + self.patience);
+        let request =
+            self.http.request(method, format!("{}/{path}", self.url)).timeout(wait + self.patience);
         request.query(&[("wait", wait.as_secs())])
     }
 
-    async fn json<T: serde::de::DeserializeOwned>(&self, request: RequestBuilder) -> Result<T, DirectoryError> {
+    async fn json<T: serde::de::DeserializeOwned>(
+        &self,
+        request: RequestBuilder,
+    ) -> Result<T, DirectoryError> {
         self.send(request).await?.json().await.map_err(|error| self.failed(&error))
     }
 
@@ -164,7 +180,8 @@ impl Directory {
 
     fn failed(&self, error: &reqwest::Error) -> DirectoryError {
         // The error itself says as much as "error sending request".
-        let causes = std::iter::successors(std::error::Error::source(error), |cause| cause.source());
+        let causes =
+            std::iter::successors(std::error::Error::source(error), |cause| cause.source());
         let reason = causes.fold(error.to_string(), |said, cause| format!("{said}: {cause}"));
         DirectoryError::Http { url: self.url.clone(), reason }
     }

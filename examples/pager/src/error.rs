@@ -46,7 +46,9 @@ pub enum Conflict {
     )]
     Unclean,
     /// Nothing was heard of this one for too long.
-    #[error("this client does not write, or was not heard of for so long that others were told that copies may differ")]
+    #[error(
+        "this client does not write, or was not heard of for so long that others were told that copies may differ"
+    )]
     Lapsed,
 }
 
@@ -81,7 +83,9 @@ pub enum PagerError {
         cause: NodeError,
     },
     /// A node was not written to, and the coordinator could not be told that it lacks this page. It is still in the cache.
-    #[error("page {page} is not written back: node {node} does not have it and is still on the map: {cause}")]
+    #[error(
+        "page {page} is not written back: node {node} does not have it and is still on the map: {cause}"
+    )]
     Unsure {
         /// The page.
         page: u64,
@@ -180,7 +184,10 @@ pub enum StartError {
     Directory(#[from] DirectoryError),
     /// A client has not come to the end of writing: copies of a page may differ. [`Config::unclean_too`](crate::Config) says that
     /// this is fine.
-    #[error("coordinator {instance}: {}; owners and coordinator started anew are alike", Conflict::Unclean)]
+    #[error(
+        "coordinator {instance}: {}; owners and coordinator started anew are alike",
+        Conflict::Unclean
+    )]
     Unclean {
         /// Of the map.
         instance: Instance,

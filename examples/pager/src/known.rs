@@ -83,7 +83,12 @@ impl Known {
     }
 
     /// A node lends pages: new ones, or those that it has lent `before`, by the word of the coordinator of then.
-    pub(crate) fn join(&mut self, id: String, share: Share, before: Option<Instance>) -> Result<StatusCode, No> {
+    pub(crate) fn join(
+        &mut self,
+        id: String,
+        share: Share,
+        before: Option<Instance>,
+    ) -> Result<StatusCode, No> {
         if let Some(before) = before {
             // Its memory has been written to, or should have been: it is what it was if it has been on the map ever since.
             let kept = before == self.map.instance && self.map.shares.get(&id) == Some(&share);
@@ -96,7 +101,8 @@ impl Known {
         if self.sealed {
             return Err(Conflict::Sealed.into());
         }
-        check_room(&id, self.map.shares.len(), self.map.shares.contains_key(&id)).map_err(No::Refusal)?;
+        check_room(&id, self.map.shares.len(), self.map.shares.contains_key(&id))
+            .map_err(No::Refusal)?;
         Ok(match self.map.shares.insert(id, share) {
             None => StatusCode::CREATED,
             Some(_) => StatusCode::OK,
@@ -130,16 +136,27 @@ impl Known {
     }
 
     /// A client goes on writing.
-    pub(crate) fn go_on(&mut self, now: Instant, id: WriterId, of: Instance) -> Result<Duration, Conflict> {
+    pub(crate) fn go_on(
+        &mut self,
+        now: Instant,
+        id: WriterId,
+        of: Instance,
+    ) -> Result<Duration, Conflict> {
         self.check(of)?;
         self.notice(now);
-        let writer = self.writer.as_mut().filter(|writer| writer.id == id).ok_or(Conflict::Lapsed)?;
+        let writer =
+            self.writer.as_mut().filter(|writer| writer.id == id).ok_or(Conflict::Lapsed)?;
         writer.until = now + self.settings.lease;
         Ok(self.settings.lease)
     }
 
     /// A client has written all that it was to write.
-    pub(crate) fn give_back(&mut self, now: Instant, id: WriterId, of: Instance) -> Result<(), Conflict> {
+    pub(crate) fn give_back(
+        &mut self,
+        now: Instant,
+        id: WriterId,
+        of: Instance,
+    ) -> Result<(), Conflict> {
         self.go_on(now, id, of)?;
         self.writer = None;
         Ok(())
@@ -268,7 +285,9 @@ mod tests {
     #[test]
     fn a_time_that_is_over_is_noticed_by_whoever_comes() {
         let come: [fn(&mut Known, Instant); 3] = [
-            |known, now| assert_eq!(known.write(now, WriterId(8), HERE, false), Err(Conflict::Unclean)),
+            |known, now| {
+                assert_eq!(known.write(now, WriterId(8), HERE, false), Err(Conflict::Unclean))
+            },
             |known, now| assert_eq!(known.go_on(now, WriterId(7), HERE), Err(Conflict::Lapsed)),
             |known, now| assert_eq!(known.give_back(now, WriterId(7), HERE), Err(Conflict::Lapsed)),
         ];

@@ -61,7 +61,8 @@ pub(crate) struct Held {
 impl Lease {
     /// By a map of that instance.
     pub(crate) fn new(directory: &Directory, instance: Instance, unclean_too: bool) -> Self {
-        let terms = Terms { directory: directory.clone(), instance, unclean_too, lapsed: OnceLock::new() };
+        let terms =
+            Terms { directory: directory.clone(), instance, unclean_too, lapsed: OnceLock::new() };
         let state = Arc::new(RwLock::new(State::Without));
         Self { terms: Arc::new(terms), state, runtime: Handle::current() }
     }
@@ -79,7 +80,8 @@ impl Lease {
             drop(state);
             // In a task of its own: what the coordinator has heard it has heard, whoever gives up here.
             let (terms, state) = (self.terms.clone(), self.state.clone());
-            let taking = self.runtime.spawn(async move { take(state.write_owned().await, terms).await });
+            let taking =
+                self.runtime.spawn(async move { take(state.write_owned().await, terms).await });
             if let Err(error) = taking.await.ok()? {
                 return Some(Err(error));
             }
@@ -88,11 +90,17 @@ impl Lease {
 
     /// Why nothing may be written back, if that is so: others may write.
     pub(crate) fn check(&self) -> Result<(), DirectoryError> {
-        self.terms.lapsed.get().map_or(Ok(()), |conflict| Err(DirectoryError::Conflict(conflict.clone())))
+        self.terms
+            .lapsed
+            .get()
+            .map_or(Ok(()), |conflict| Err(DirectoryError::Conflict(conflict.clone())))
     }
 
     /// Gives it back, unless somebody writes or `is_needed` says so. `None` if the runtime has shut down.
-    pub(crate) async fn give_back(&self, is_needed: impl FnOnce() -> bool) -> Option<Result<(), DirectoryError>> {
+    pub(crate) async fn give_back(
+        &self,
+        is_needed: impl FnOnce() -> bool,
+    ) -> Option<Result<(), DirectoryError>> {
         if let Err(lapsed) = self.check() {
             return Some(Err(lapsed));
         }
@@ -124,7 +132,10 @@ impl Lease {
 }
 
 /// Asks for it, unless another task has done that meanwhile.
-async fn take(mut state: OwnedRwLockWriteGuard<State>, terms: Arc<Terms>) -> Result<(), DirectoryError> {
+async fn take(
+    mut state: OwnedRwLockWriteGuard<State>,
+    terms: Arc<Terms>,
+) -> Result<(), DirectoryError> {
     let id = match &*state {
         State::Held(..) => return Ok(()),
         State::Asked(id) => *id,
@@ -156,7 +167,9 @@ async fn go_on(id: WriterId, terms: Arc<Terms>, lease: Duration) {
     often.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         often.tick().await;
-        if let Err(DirectoryError::Conflict(conflict)) = terms.directory.write(id, terms.instance, &how).await {
+        if let Err(DirectoryError::Conflict(conflict)) =
+            terms.directory.write(id, terms.instance, &how).await
+        {
             terms.lapsed.get_or_init(|| conflict);
             return;
         }

@@ -102,12 +102,19 @@ impl Ledger {
         self.check(page, bytes, last..=last)
     }
 
-    fn check(&self, page: u64, bytes: &[u8; PAGE], versions: RangeInclusive<u64>) -> Result<(), Verdict> {
+    fn check(
+        &self,
+        page: u64,
+        bytes: &[u8; PAGE],
+        versions: RangeInclusive<u64>,
+    ) -> Result<(), Verdict> {
         if versions.clone().any(|version| self.content.of(page, version) == *bytes) {
             return Ok(());
         }
-        let old = (0..*versions.start()).rev().find(|&version| self.content.of(page, version) == *bytes);
-        let other = || (0..self.pages.len() as u64).find(|&page| self.content.of(page, 0) == *bytes);
+        let old =
+            (0..*versions.start()).rev().find(|&version| self.content.of(page, version) == *bytes);
+        let other =
+            || (0..self.pages.len() as u64).find(|&page| self.content.of(page, 0) == *bytes);
         let what = match (old, other()) {
             (Some(version), _) => format!("the old version {version}"),
             (None, Some(other)) => format!("page {other}"),

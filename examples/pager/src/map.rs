@@ -56,7 +56,9 @@ impl Share {
         if len == 0 || !len.is_multiple_of(PAGE as u64) {
             return Err(ShareError::Length { len });
         }
-        let range = |field, first: u64, len| first.checked_add(len).ok_or(ShareError::Range { field, first, len });
+        let range = |field, first: u64, len| {
+            first.checked_add(len).ok_or(ShareError::Range { field, first, len })
+        };
         range("region", self.region.addr(), len)?;
         Ok(first..range("pages", first, len / PAGE as u64)?)
     }
@@ -156,7 +158,9 @@ mod tests {
     }
 
     fn map(shares: &[(u64, u64)]) -> Map {
-        let named = |(number, &(first, pages)): (usize, &(u64, u64))| (number.to_string(), share(first, pages));
+        let named = |(number, &(first, pages)): (usize, &(u64, u64))| {
+            (number.to_string(), share(first, pages))
+        };
         let shares = shares.iter().enumerate().map(named).collect();
         Map { instance: Instance(1), unclean: false, shares }
     }
@@ -195,11 +199,21 @@ mod tests {
 
     #[test]
     fn shares_that_cannot_be_are_refused() {
-        let with = |first, addr, len| Share { first, region: RemoteRegion::new(addr, len, Rkey(1)), ..share(0, 1) };
+        let with = |first, addr, len| Share {
+            first,
+            region: RemoteRegion::new(addr, len, Rkey(1)),
+            ..share(0, 1)
+        };
         for len in [0, 1, 4095, 4097] {
             assert_eq!(with(0, 0, len).pages(), Err(ShareError::Length { len }));
         }
-        assert!(matches!(with(u64::MAX, 0, 4096).pages(), Err(ShareError::Range { field: "pages", .. })));
-        assert!(matches!(with(0, u64::MAX, 4096).pages(), Err(ShareError::Range { field: "region", .. })));
+        assert!(matches!(
+            with(u64::MAX, 0, 4096).pages(),
+            Err(ShareError::Range { field: "pages", .. })
+        ));
+        assert!(matches!(
+            with(0, u64::MAX, 4096).pages(),
+            Err(ShareError::Range { field: "region", .. })
+        ));
     }
 }

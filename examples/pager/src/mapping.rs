@@ -15,7 +15,9 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use rustix::io::Errno;
-use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mmap_anonymous, mprotect, munmap};
+use rustix::mm::{
+    Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mmap_anonymous, mprotect, munmap,
+};
 use tokio::io::unix::AsyncFd;
 use tokio::task::JoinHandle;
 use userfaultfd::{Event, Uffd, UffdBuilder};
@@ -115,12 +117,20 @@ impl Mapping {
         }
         let faults = open().map_err(MappingError::NotPermitted)?;
         let len = (pages.end - pages.start).saturating_mul(PAGE as u64);
-        let memory = Memory::new(usize::try_from(len).unwrap_or(usize::MAX)).map_err(failed("mmap"))?;
+        let memory =
+            Memory::new(usize::try_from(len).unwrap_or(usize::MAX)).map_err(failed("mmap"))?;
         faults.register(memory.base.as_ptr(), memory.len).map_err(MappingError::Register)?;
         #[allow(deprecated, reason = "what takes its place asks for `AsFd`, which `Uffd` lacks")]
         let faults = AsyncFd::new(faults).map_err(failed("epoll_ctl"))?;
         let resident = Mutex::default();
-        let shared = Arc::new(Shared { pager: pager.clone(), first: pages.start, memory, faults, resident, most });
+        let shared = Arc::new(Shared {
+            pager: pager.clone(),
+            first: pages.start,
+            memory,
+            faults,
+            resident,
+            most,
+        });
         let serving = tokio::spawn(serve(Serving(shared.clone())));
         Ok(Self { shared, serving })
     }
@@ -169,7 +179,11 @@ impl Drop for Serving {
 /// Also faults of the kernel's on our behalf, as in `write(2)` from the mapping, if we may; else our own.
 fn open() -> userfaultfd::Result<Uffd> {
     let open = |user_mode_only| {
-        UffdBuilder::new().close_on_exec(true).non_blocking(true).user_mode_only(user_mode_only).create()
+        UffdBuilder::new()
+            .close_on_exec(true)
+            .non_blocking(true)
+            .user_mode_only(user_mode_only)
+            .create()
     };
     open(false).or_else(|_| open(true))
 }
@@ -224,7 +238,9 @@ impl Shared {
                 // The address space was being changed.
                 Err(userfaultfd::Error::PartiallyCopied(_)) => {}
                 // Two threads have touched it, and it has come for the other one.
-                Err(userfaultfd::Error::CopyFailed(errno)) if errno as i32 == Errno::EXIST.raw_os_error() => {
+                Err(userfaultfd::Error::CopyFailed(errno))
+                    if errno as i32 == Errno::EXIST.raw_os_error() =>
+                {
                     return self.faults.get_ref().wake(to, PAGE);
                 }
                 Err(error) => return Err(error),
@@ -250,7 +266,9 @@ impl Shared {
         let refused = unsafe { mprotect(start, len, MprotectFlags::empty()) };
         let woken = self.faults.get_ref().wake(start, len);
         if refused.is_err() || woken.is_err() {
-            eprintln!("pager: {len} bytes at {start:?} stay without an answer: {refused:?}, {woken:?}");
+            eprintln!(
+                "pager: {len} bytes at {start:?} stay without an answer: {refused:?}, {woken:?}"
+            );
         }
     }
 }

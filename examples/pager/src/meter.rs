@@ -75,7 +75,8 @@ impl Meter {
     pub(crate) fn new() -> Result<Self, hdrhistogram::CreationError> {
         // Three digits: to a thousandth.
         let histogram = || Histogram::new_with_max(nanoseconds(LONGEST), 3);
-        let inner = Inner { counters: Counters::default(), reads: histogram()?, waits: histogram()? };
+        let inner =
+            Inner { counters: Counters::default(), reads: histogram()?, waits: histogram()? };
         Ok(Self { inner: Mutex::new(inner) })
     }
 
@@ -97,7 +98,11 @@ impl Meter {
 
     pub(crate) fn report(&self) -> Report {
         let inner = self.inner.lock();
-        Report { counters: inner.counters, read: latency(&inner.reads), wait: latency(&inner.waits) }
+        Report {
+            counters: inner.counters,
+            read: latency(&inner.reads),
+            wait: latency(&inner.waits),
+        }
     }
 }
 
@@ -107,19 +112,34 @@ fn nanoseconds(time: Duration) -> u64 {
 
 fn latency(histogram: &Histogram<u64>) -> Latency {
     let at = |quantile| Duration::from_nanos(histogram.value_at_quantile(quantile));
-    Latency { count: histogram.len(), p50: at(0.5), p99: at(0.99), max: Duration::from_nanos(histogram.max()) }
+    Latency {
+        count: histogram.len(),
+        p50: at(0.5),
+        p99: at(0.99),
+        max: Duration::from_nanos(histogram.max()),
+    }
 }
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Counters { hits, misses, fetched, prefetched, failed, evicted, written_back } = self.counters;
-        writeln!(f, "{hits} hits, {misses} misses; {fetched} pages fetched, {prefetched} of them ahead, {failed} not")?;
+        let Counters { hits, misses, fetched, prefetched, failed, evicted, written_back } =
+            self.counters;
+        writeln!(
+            f,
+            "{hits} hits, {misses} misses; {fetched} pages fetched, {prefetched} of them ahead, {failed} not"
+        )?;
         writeln!(f, "{evicted} pages evicted, {written_back} written back")?;
         writeln!(f, "latency in µs        p50       p99       max")?;
         let micros = |time: Duration| time.as_secs_f64() * 1e6;
         for (name, latency) in [("READ", self.read), ("page", self.wait)] {
             let Latency { p50, p99, max, .. } = latency;
-            writeln!(f, "{name:<14} {:>9.1} {:>9.1} {:>9.1}", micros(p50), micros(p99), micros(max))?;
+            writeln!(
+                f,
+                "{name:<14} {:>9.1} {:>9.1} {:>9.1}",
+                micros(p50),
+                micros(p99),
+                micros(max)
+            )?;
         }
         let (p50, p99) = TARGETS;
         write!(f, "{:<14} {:>9.1} {:>9.1}   on real hardware", "target", micros(p50), micros(p99))

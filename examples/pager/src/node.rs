@@ -5,7 +5,9 @@ use tokio::sync::Semaphore;
 
 use tokio_rdma::op::ConnectOptions;
 use tokio_rdma::types::{AckTimeout, WcStatus};
-use tokio_rdma::{BufMut, Connection, ConnectionConfig, Device, OpError, ProtectionDomain, RemoteRegion};
+use tokio_rdma::{
+    BufMut, Connection, ConnectionConfig, Device, OpError, ProtectionDomain, RemoteRegion,
+};
 
 use crate::progress::{DEADLINE, Progress};
 use crate::strike::Strike;
@@ -19,9 +21,16 @@ const DEPTH: u32 = 64;
 pub(crate) fn connection(pd: &ProtectionDomain) -> ConnectionConfig {
     // What is not acknowledged is repeated after half a second, six times: a peer that is gone is found out in some seconds, and one
     // that waits for a processor is not taken for it.
-    let options = ConnectOptions { timeout: AckTimeout::from_code(17), ..ConnectOptions::default() };
-    let config = ConnectionConfig::default().protection_domain(pd).options(options).max_send_wr(2 * DEPTH);
-    config.receive_buffer_size(256).receive_buffers(4).spare_buffers(1).send_buffers(4).max_message(256)
+    let options =
+        ConnectOptions { timeout: AckTimeout::from_code(17), ..ConnectOptions::default() };
+    let config =
+        ConnectionConfig::default().protection_domain(pd).options(options).max_send_wr(2 * DEPTH);
+    config
+        .receive_buffer_size(256)
+        .receive_buffers(4)
+        .spare_buffers(1)
+        .send_buffers(4)
+        .max_message(256)
 }
 
 /// An owner, as long as it lives. A node that fails is lost for good: it may lack what was written since.
@@ -44,13 +53,25 @@ enum State {
 
 impl Node {
     /// A node that cannot be reached is made, too, and lost from the start.
-    pub(crate) async fn connect(device: &Device, pd: &ProtectionDomain, name: String, share: Share) -> Self {
+    pub(crate) async fn connect(
+        device: &Device,
+        pd: &ProtectionDomain,
+        name: String,
+        share: Share,
+    ) -> Self {
         let state = match Connection::connect_with(device, share.address, &connection(pd)).await {
             Ok(connection) => State::Alive(connection),
             Err(error) => State::Lost(NodeError::Connect(Box::new(error))),
         };
         let (state, places) = (Mutex::new(state), Semaphore::new(DEPTH as usize));
-        Self { name, share, state, places, progress: Progress::default(), strike: Strike::default() }
+        Self {
+            name,
+            share,
+            state,
+            places,
+            progress: Progress::default(),
+            strike: Strike::default(),
+        }
     }
 
     /// Why it is lost, if it is.
@@ -62,17 +83,29 @@ impl Node {
     }
 
     /// Fills a buffer with a page that is one of its share.
-    pub(crate) async fn read(&self, at: RemoteRegion, buffer: BufMut) -> Result<BufMut, (NodeError, BufMut)> {
+    pub(crate) async fn read(
+        &self,
+        at: RemoteRegion,
+        buffer: BufMut,
+    ) -> Result<BufMut, (NodeError, BufMut)> {
         self.carry(buffer, |connection, buffer| connection.read(buffer, at)).await
     }
 
     /// Writes a page of its share.
-    pub(crate) async fn write(&self, at: RemoteRegion, buffer: BufMut) -> Result<BufMut, (NodeError, BufMut)> {
+    pub(crate) async fn write(
+        &self,
+        at: RemoteRegion,
+        buffer: BufMut,
+    ) -> Result<BufMut, (NodeError, BufMut)> {
         self.carry(buffer, |connection, buffer| connection.write(buffer, at)).await
     }
 
     /// Has the coordinator take it off the map, once.
-    pub(crate) async fn strike(&self, directory: &Directory, instance: Instance) -> Result<(), DirectoryError> {
+    pub(crate) async fn strike(
+        &self,
+        directory: &Directory,
+        instance: Instance,
+    ) -> Result<(), DirectoryError> {
         let ask = || {
             let (directory, name) = (directory.clone(), self.name.clone());
             async move { directory.leave(&name, instance).await }
@@ -119,7 +152,9 @@ impl Node {
         };
         let mut state = self.state.lock();
         let known = match &*state {
-            State::Alive(connection) if says_little(&cause) => connection.close_reason().map(NodeError::Ended),
+            State::Alive(connection) if says_little(&cause) => {
+                connection.close_reason().map(NodeError::Ended)
+            }
             State::Lost(known) if !says_little(known) => Some(known.clone()),
             State::Alive(_) | State::Lost(_) => None,
         };

@@ -54,11 +54,18 @@ impl Owner {
     /// # Panics
     ///
     /// Outside of a Tokio runtime with its I/O and time drivers.
-    pub async fn start(device: &Device, directory: &Directory, config: &OwnerConfig) -> Result<Self, StartError> {
+    pub async fn start(
+        device: &Device,
+        directory: &Directory,
+        config: &OwnerConfig,
+    ) -> Result<Self, StartError> {
         // Of all clients: the memory is one, and so is its key.
         let pd = device.protection_domain()?;
-        let region =
-            Arc::new(ExposedRegion::new(&pd, memory(config.pages)?, Access::REMOTE_READ | Access::REMOTE_WRITE)?);
+        let region = Arc::new(ExposedRegion::new(
+            &pd,
+            memory(config.pages)?,
+            Access::REMOTE_READ | Access::REMOTE_WRITE,
+        )?);
         let (filled, content, first) = (region.clone(), config.content, config.first);
         let fill = move || {
             (0..filled.len()).step_by(PAGE).try_for_each(|at| {
@@ -66,7 +73,8 @@ impl Owner {
                 filled.write(at, &content.of(page, 0))
             })
         };
-        let filled: Result<(), OutOfBounds> = tokio::task::spawn_blocking(fill).await.map_err(std::io::Error::from)?;
+        let filled: Result<(), OutOfBounds> =
+            tokio::task::spawn_blocking(fill).await.map_err(std::io::Error::from)?;
         filled.map_err(std::io::Error::other)?;
         let listener = Listener::bind_with(device, config.address, &connection(&pd)).await?;
         let (address, replica) = (listener.local_addr(), config.replica);

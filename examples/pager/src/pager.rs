@@ -38,7 +38,14 @@ pub struct Config {
 impl Default for Config {
     fn default() -> Self {
         let patience = Duration::from_secs(30);
-        Self { cache: 4096, in_flight: 64, readahead: 32, wanted: Wanted::default(), patience, unclean_too: false }
+        Self {
+            cache: 4096,
+            in_flight: 64,
+            readahead: 32,
+            wanted: Wanted::default(),
+            patience,
+            unclean_too: false,
+        }
     }
 }
 
@@ -84,13 +91,22 @@ impl Pager {
     /// # Panics
     ///
     /// Outside of a Tokio runtime with its I/O and time drivers.
-    pub async fn connect(device: &Device, directory: &Directory, config: &Config) -> Result<Self, StartError> {
+    pub async fn connect(
+        device: &Device,
+        directory: &Directory,
+        config: &Config,
+    ) -> Result<Self, StartError> {
         let setting = |field, asked: usize, least: u64, most: u64| match asked as u64 {
             asked if (least..=most).contains(&asked) => Ok(()),
             asked => Err(StartError::Setting { field, asked, least, most }),
         };
         setting("cache", config.cache, 2, u64::from(u32::MAX))?;
-        setting("in_flight", config.in_flight, 1, (config.cache as u64 / 2).min(Semaphore::MAX_PERMITS as u64))?;
+        setting(
+            "in_flight",
+            config.in_flight,
+            1,
+            (config.cache as u64 / 2).min(Semaphore::MAX_PERMITS as u64),
+        )?;
         let pd = device.protection_domain()?;
         let pool = Pool::new(&pd, PAGE, config.cache)?;
         let map = directory.map(config.wanted, config.patience).await?;
@@ -179,8 +195,10 @@ impl Pager {
     /// If it is dropped, what was begun goes on. The coordinator may not have been told that all is written: flush again.
     pub async fn flush(&self) -> Result<(), PagerError> {
         let pages = self.shared.cache.lock().dirty();
-        let cleaning: Vec<_> =
-            pages.into_iter().map(|page| (page, self.shared.runtime.spawn(self.shared.clone().clean(page)))).collect();
+        let cleaning: Vec<_> = pages
+            .into_iter()
+            .map(|page| (page, self.shared.runtime.spawn(self.shared.clone().clean(page))))
+            .collect();
         let mut result = Ok(());
         for (page, task) in cleaning {
             let cleaned = task.await.unwrap_or(Err(PagerError::Runtime { page }));
@@ -211,7 +229,8 @@ impl Pager {
         match offset.checked_add(len) {
             Some(end) if end <= PAGE => Ok(offset..end),
             _ => {
-                let bounds = OutOfBounds { offset: offset as u64, len: len as u64, size: PAGE as u64 };
+                let bounds =
+                    OutOfBounds { offset: offset as u64, len: len as u64, size: PAGE as u64 };
                 Err(PagerError::Bounds { page, bounds })
             }
         }
@@ -249,7 +268,11 @@ impl Pager {
 
 impl Shared {
     /// Uses a page if it is here. If not, it is on its way when this returns.
-    fn find<U: FnOnce(&mut Frame)>(self: &Arc<Self>, page: u64, used: U) -> Result<(), (U, Flight)> {
+    fn find<U: FnOnce(&mut Frame)>(
+        self: &Arc<Self>,
+        page: u64,
+        used: U,
+    ) -> Result<(), (U, Flight)> {
         let mut cache = self.cache.lock();
         match cache.find(page) {
             Place::Here(frame) => {
@@ -322,26 +345,31 @@ impl Shared {
                     self.meter.count(|counters| counters.evicted += 1);
                     return Ok(bytes);
                 }
-                Some(Evicted::Dirty(moving, bytes)) => match self.write_back(moving.page, bytes).await {
-                    (bytes, Ok(())) => {
-                        self.meter.count(|counters| {
-                            counters.evicted += 1;
-                            counters.written_back += 1;
-                        });
-                        self.cache.lock().vanish(moving, Ok(()));
-                        return Ok(bytes);
+                Some(Evicted::Dirty(moving, bytes)) => {
+                    match self.write_back(moving.page, bytes).await {
+                        (bytes, Ok(())) => {
+                            self.meter.count(|counters| {
+                                counters.evicted += 1;
+                                counters.written_back += 1;
+                            });
+                            self.cache.lock().vanish(moving, Ok(()));
+                            return Ok(bytes);
+                        }
+                        (bytes, Err(error)) => {
+                            // What is here is all there is of it: it stays, as the page used last.
+                            let mut cache = self.cache.lock();
+                            let kept = moving.page;
+                            cache.land(moving, Frame { bytes, dirty: true });
+                            let _ = cache.find(kept);
+                            failed = error;
+                            // Others have other nodes, but no other coordinator.
+                            dirty_too = !matches!(
+                                failed,
+                                PagerError::Unsure { .. } | PagerError::NotWriter { .. }
+                            );
+                        }
                     }
-                    (bytes, Err(error)) => {
-                        // What is here is all there is of it: it stays, as the page used last.
-                        let mut cache = self.cache.lock();
-                        let kept = moving.page;
-                        cache.land(moving, Frame { bytes, dirty: true });
-                        let _ = cache.find(kept);
-                        failed = error;
-                        // Others have other nodes, but no other coordinator.
-                        dirty_too = !matches!(failed, PagerError::Unsure { .. } | PagerError::NotWriter { .. });
-                    }
-                },
+                }
                 None if waiting => (waiting, dirty_too) = (false, true),
                 None => break,
             }

@@ -43,9 +43,14 @@ impl Readahead {
         }
         let after = page.saturating_add(1);
         // A page that is used several times in a row is no new sequence.
-        let Some(at) = self.streams.iter().position(|stream| page == stream.next || after == stream.next) else {
+        let Some(at) =
+            self.streams.iter().position(|stream| page == stream.next || after == stream.next)
+        else {
             self.streams.truncate(STREAMS - 1);
-            self.streams.insert(0, Stream { next: after, run: 1, asked: after, window: FIRST.min(self.most) });
+            self.streams.insert(
+                0,
+                Stream { next: after, run: 1, asked: after, window: FIRST.min(self.most) },
+            );
             return 0..0;
         };
         self.streams[..=at].rotate_right(1);
@@ -104,12 +109,14 @@ mod tests {
     #[test]
     fn readers_in_turn_are_told_apart_up_to_a_number() {
         let mut readahead = Readahead::new(8);
-        let turns = (0..50).flat_map(|step| (0..STREAMS as u64).map(move |reader| reader * 10_000 + step));
+        let turns =
+            (0..50).flat_map(|step| (0..STREAMS as u64).map(move |reader| reader * 10_000 + step));
         let ahead = asked(&mut readahead, turns);
         for reader in 0..STREAMS as u64 {
             assert!(ahead.contains(&(reader * 10_000 + 49)), "{reader}");
         }
-        let crowd = (0..50).flat_map(|step| (0..=STREAMS as u64).map(move |reader| reader * 10_000 + step));
+        let crowd =
+            (0..50).flat_map(|step| (0..=STREAMS as u64).map(move |reader| reader * 10_000 + step));
         assert_eq!(asked(&mut Readahead::new(8), crowd), NOTHING);
     }
 

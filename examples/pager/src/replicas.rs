@@ -25,11 +25,13 @@ impl Replicas {
         map: Map,
     ) -> Result<Self, StartError> {
         let (pages, instance) = (map.pages(1), map.instance);
-        let connecting = map.shares.into_iter().map(|(name, share)| Node::connect(device, pd, name, share));
+        let connecting =
+            map.shares.into_iter().map(|(name, share)| Node::connect(device, pd, name, share));
         let mut nodes = join_all(connecting).await;
         nodes.sort_by_key(|node| node.share.replica);
         if nodes.iter().all(|node| node.lost().is_some())
-            && let Some((node, cause)) = nodes.iter().find_map(|node| Some((node.name.clone(), node.lost()?)))
+            && let Some((node, cause)) =
+                nodes.iter().find_map(|node| Some((node.name.clone(), node.lost()?)))
         {
             return Err(StartError::Alone { node, cause });
         }
@@ -63,7 +65,11 @@ impl Replicas {
 
     /// Writes the buffer to all nodes that have the page, one after the other, so that it is ours alone again after each, and
     /// gives it back in any case. It is written when those that lack it are off the map: no client reads it there.
-    pub(crate) async fn write(&self, page: u64, mut buffer: BufMut) -> (BufMut, Result<(), PagerError>) {
+    pub(crate) async fn write(
+        &self,
+        page: u64,
+        mut buffer: BufMut,
+    ) -> (BufMut, Result<(), PagerError>) {
         let (mut written, mut missed, mut lost) = (false, Vec::new(), self.no_page(page));
         for (node, at) in self.copies(page) {
             match node.write(at, buffer).await {

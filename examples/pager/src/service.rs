@@ -130,7 +130,11 @@ async fn write(
 ) -> Result<Json<Lent>, Conflict> {
     let begin = |known: &mut Known| {
         let now = Instant::now();
-        if going_on { known.go_on(now, id, instance) } else { known.write(now, id, instance, unclean_too) }
+        if going_on {
+            known.go_on(now, id, instance)
+        } else {
+            known.write(now, id, instance, unclean_too)
+        }
     };
     let lease = change(&pages, begin)?;
     Ok(Json(Lent { lease_ms: u64::try_from(lease.as_millis()).unwrap_or(u64::MAX) }))
@@ -141,7 +145,8 @@ async fn give_back(
     Path(id): Path<WriterId>,
     Query(Of { instance }): Query<Of>,
 ) -> Result<StatusCode, Conflict> {
-    change(&pages, |known| known.give_back(Instant::now(), id, instance)).map(|()| StatusCode::NO_CONTENT)
+    change(&pages, |known| known.give_back(Instant::now(), id, instance))
+        .map(|()| StatusCode::NO_CONTENT)
 }
 
 #[derive(Deserialize)]
@@ -155,8 +160,11 @@ async fn find(
     Path(id): Path<String>,
     Query(Wait { wait }): Query<Wait>,
 ) -> Result<Json<Share>, No> {
-    let found = look(&pages, wait, |known| known.map(Instant::now()).shares.get(&id).cloned()).await;
-    found.map(Json).ok_or_else(|| No::Refusal((StatusCode::NOT_FOUND, format!("no node {id} lends pages"))))
+    let found =
+        look(&pages, wait, |known| known.map(Instant::now()).shares.get(&id).cloned()).await;
+    found
+        .map(Json)
+        .ok_or_else(|| No::Refusal((StatusCode::NOT_FOUND, format!("no node {id} lends pages"))))
 }
 
 async fn map(
@@ -174,8 +182,10 @@ async fn map(
         return Ok(Json(taken));
     }
     let asked = (wanted.copies.max(1), wanted.pages.max(1));
-    let there = look(&pages, 0, |known| Some(known.map(Instant::now()).pages(asked.0))).await.unwrap_or(0);
-    let missing = format!("{} copies of {} pages or more are wanted, there are {there}", asked.0, asked.1);
+    let there =
+        look(&pages, 0, |known| Some(known.map(Instant::now()).pages(asked.0))).await.unwrap_or(0);
+    let missing =
+        format!("{} copies of {} pages or more are wanted, there are {there}", asked.0, asked.1);
     Err(No::Refusal((StatusCode::NOT_FOUND, missing)))
 }
 
@@ -187,7 +197,11 @@ fn change<T, E>(pages: &Pages, change: impl FnOnce(&mut Known) -> Result<T, E>) 
 }
 
 /// What `found` finds, now or after one of the changes of the next `wait` seconds.
-async fn look<T>(pages: &Pages, wait: u64, mut found: impl FnMut(&mut Known) -> Option<T>) -> Option<T> {
+async fn look<T>(
+    pages: &Pages,
+    wait: u64,
+    mut found: impl FnMut(&mut Known) -> Option<T>,
+) -> Option<T> {
     // Subscribed before the first look: no change falls in between.
     let mut changes = pages.subscribe();
     let looking = async {

@@ -45,8 +45,10 @@ impl Strike {
                     let (question, this) = (ask(), self.state.clone());
                     let asking = async move {
                         let answer = question.await;
-                        let now =
-                            answer.clone().map_or_else(|error| State::Failed(error, Instant::now()), |()| State::Off);
+                        let now = answer.clone().map_or_else(
+                            |error| State::Failed(error, Instant::now()),
+                            |()| State::Off,
+                        );
                         // The question itself is dropped without the lock.
                         drop(std::mem::replace(&mut *this.lock(), now));
                         answer

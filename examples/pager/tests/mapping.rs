@@ -7,7 +7,9 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
 use std::time::Duration;
 
-use pager::{Config, Content, Directory, Mapping, MappingError, Owner, OwnerConfig, PAGE, Pager, service};
+use pager::{
+    Config, Content, Directory, Mapping, MappingError, Owner, OwnerConfig, PAGE, Pager, service,
+};
 use tokio::net::TcpListener;
 use tokio_rdma::Device;
 use tokio_rdma::software::Network;
@@ -23,8 +25,14 @@ async fn start() -> (Owner, Pager) {
     let directory = Directory::new(&format!("http://{}", listener.local_addr().unwrap()));
     tokio::spawn(async move { axum::serve(listener, service::router()).await });
     let address = "127.0.0.1:0".parse().unwrap();
-    let config =
-        OwnerConfig { name: "owner".to_owned(), address, first: 0, pages: PAGES, replica: 0, content: CONTENT };
+    let config = OwnerConfig {
+        name: "owner".to_owned(),
+        address,
+        first: 0,
+        pages: PAGES,
+        replica: 0,
+        content: CONTENT,
+    };
     let owner = Owner::start(&device, &directory, &config).await.unwrap();
     let config = Config { cache: 16, in_flight: 8, ..Config::default() };
     (owner, Pager::connect(&device, &directory, &config).await.unwrap())
@@ -54,7 +62,9 @@ fn runtime() -> tokio::runtime::Runtime {
 }
 
 fn run<F: Future<Output = ()>>(test: F) {
-    runtime().block_on(async { tokio::time::timeout(Duration::from_secs(60), test).await.expect("it takes too long") });
+    runtime().block_on(async {
+        tokio::time::timeout(Duration::from_secs(60), test).await.expect("it takes too long")
+    });
 }
 
 #[test]
@@ -122,7 +132,11 @@ fn a_page_that_is_lost_is_a_signal_and_no_wait_for_ever() {
         }
         let this = std::env::current_exe().unwrap();
         let test = "a_page_that_is_lost_is_a_signal_and_no_wait_for_ever";
-        let died = Command::new(this).args(["--exact", test, "--nocapture"]).env(DYING, "1").output().unwrap();
+        let died = Command::new(this)
+            .args(["--exact", test, "--nocapture"])
+            .env(DYING, "1")
+            .output()
+            .unwrap();
         let said = String::from_utf8_lossy(&died.stderr);
         assert_eq!(died.status.signal(), Some(11), "{said}");
         assert!(said.contains("page 5 is lost"), "{said}");
@@ -140,7 +154,10 @@ fn settings_that_do_not_work_are_named() {
             (0..1, 1, "most"),
         ] {
             let error = Mapping::new(&pager, pages, most).unwrap_err();
-            assert!(matches!(error, MappingError::Setting { field, .. } if field == name), "{error}");
+            assert!(
+                matches!(error, MappingError::Setting { field, .. } if field == name),
+                "{error}"
+            );
         }
     });
 }

@@ -13,8 +13,8 @@ use axum::extract::Request;
 use axum::http::Method;
 use axum::middleware::{Next, from_fn};
 use pager::{
-    Config, Conflict, Content, Directory, DirectoryError, Ledger, Map, NodeError, Owner, OwnerConfig, PAGE, Pager,
-    PagerError, Settings, StartError, Verdict, Wanted, service,
+    Config, Conflict, Content, Directory, DirectoryError, Ledger, Map, NodeError, Owner,
+    OwnerConfig, PAGE, Pager, PagerError, Settings, StartError, Verdict, Wanted, service,
 };
 use tokio::net::TcpListener;
 use tokio::task::JoinSet;
@@ -50,15 +50,23 @@ impl Cluster {
         let service = tokio::spawn(async move { axum::serve(listener, router).await.unwrap() });
         let mut cluster = Self { device, address, directory, service, owners: Vec::new() };
         for replica in 0..replicas {
-            let owner = cluster.owner(&format!("owner-{replica}"), 0, pages, replica).await.unwrap();
+            let owner =
+                cluster.owner(&format!("owner-{replica}"), 0, pages, replica).await.unwrap();
             cluster.owners.push(owner);
         }
         cluster
     }
 
-    async fn owner(&self, name: &str, first: u64, pages: u64, replica: u32) -> Result<Owner, StartError> {
+    async fn owner(
+        &self,
+        name: &str,
+        first: u64,
+        pages: u64,
+        replica: u32,
+    ) -> Result<Owner, StartError> {
         let address = "127.0.0.1:0".parse().unwrap();
-        let config = OwnerConfig { name: name.to_owned(), address, first, pages, replica, content: CONTENT };
+        let config =
+            OwnerConfig { name: name.to_owned(), address, first, pages, replica, content: CONTENT };
         Owner::start(&self.device, &self.directory, &config).await
     }
 
@@ -78,7 +86,8 @@ impl Cluster {
     /// Another one, at the same address.
     async fn start_coordinator(&mut self) {
         let listener = TcpListener::bind(self.address).await.unwrap();
-        self.service = tokio::spawn(async move { axum::serve(listener, service::router()).await.unwrap() });
+        self.service =
+            tokio::spawn(async move { axum::serve(listener, service::router()).await.unwrap() });
     }
 
     async fn map(&self) -> Result<Map, DirectoryError> {
@@ -99,13 +108,23 @@ fn run<F: Future<Output = ()>>(threads: usize, test: F) {
     let runtime = if threads == 0 {
         tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap()
     } else {
-        tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build().unwrap()
+        tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(threads)
+            .enable_all()
+            .build()
+            .unwrap()
     };
     runtime.block_on(async { tokio::time::timeout(LONG, test).await.expect("it takes too long") });
 }
 
 /// Tasks that read, write, read in order, hint, flush and give up, all at once, each so often.
-async fn crowd(pager: &Pager, ledger: &Arc<Ledger>, seed: u64, tasks: u64, uses: u64) -> Result<(), Verdict> {
+async fn crowd(
+    pager: &Pager,
+    ledger: &Arc<Ledger>,
+    seed: u64,
+    tasks: u64,
+    uses: u64,
+) -> Result<(), Verdict> {
     crowd_until(pager, ledger, seed, tasks, move |number| number == uses).await
 }
 
@@ -203,11 +222,16 @@ fn no_page_is_ever_wrong_however_small_the_cache_and_whatever_is_done_at_once() 
             let cluster = Cluster::start(software(), 2, pages).await;
             let pager = cluster.pager(&small(cache, in_flight)).await;
             let ledger = Arc::new(Ledger::new(CONTENT, pages));
-            crowd(&pager, &ledger, seed, 8, 2000).await.unwrap_or_else(|error| panic!("seed {seed}: {error}"));
+            crowd(&pager, &ledger, seed, 8, 2000)
+                .await
+                .unwrap_or_else(|error| panic!("seed {seed}: {error}"));
             pager.flush().await.unwrap();
             verify_owners(&cluster.owners, &ledger, pages);
             let counters = pager.report().counters;
-            assert!(counters.hits > 0 && counters.misses > 0 && counters.written_back > 0, "{counters:?}");
+            assert!(
+                counters.hits > 0 && counters.misses > 0 && counters.written_back > 0,
+                "{counters:?}"
+            );
             assert_eq!(counters.failed, 0);
             assert!(pager.lost().is_empty());
         });
@@ -221,10 +245,13 @@ fn no_page_is_wrong_over_a_network_that_loses_repeats_and_reorders() {
         let faults = Faults::none().loss(0.02).duplicate(0.02).reorder(0.02);
         let network = Network::with_faults(seed, faults);
         run(2, async {
-            let cluster = Cluster::start(Device::software_in(&network, "soft").unwrap(), 2, 64).await;
+            let cluster =
+                Cluster::start(Device::software_in(&network, "soft").unwrap(), 2, 64).await;
             let pager = cluster.pager(&small(16, 8)).await;
             let ledger = Arc::new(Ledger::new(CONTENT, 64));
-            crowd(&pager, &ledger, seed, 8, 50).await.unwrap_or_else(|error| panic!("seed {seed}: {error}"));
+            crowd(&pager, &ledger, seed, 8, 50)
+                .await
+                .unwrap_or_else(|error| panic!("seed {seed}: {error}"));
             pager.flush().await.unwrap();
             verify_owners(&cluster.owners, &ledger, 64);
             assert!(pager.lost().is_empty(), "seed {seed}: {:?}", pager.lost());
@@ -234,7 +261,10 @@ fn no_page_is_wrong_over_a_network_that_loses_repeats_and_reorders() {
         reordered += counters.reordered;
     }
     // Thousands of packets, of which one in fifty meets each of these.
-    assert!(lost > 0 && duplicated > 0 && reordered > 0, "{lost} lost, {duplicated} twice, {reordered} held back");
+    assert!(
+        lost > 0 && duplicated > 0 && reordered > 0,
+        "{lost} lost, {duplicated} twice, {reordered} held back"
+    );
 }
 
 #[test]
@@ -247,7 +277,8 @@ fn an_owner_that_dies_is_replaced_by_its_replica_and_taken_off_the_map() {
             // Deaths that were noticed and outlived by enough of what goes on.
             let survived = Arc::new(AtomicUsize::new(0));
             let enough = survived.clone();
-            let used = crowd_until(&pager, &ledger, seed, 8, move |_| enough.load(Ordering::Relaxed) == 2);
+            let used =
+                crowd_until(&pager, &ledger, seed, 8, move |_| enough.load(Ordering::Relaxed) == 2);
             let dying = async {
                 for deaths in 1..=2 {
                     uses(&pager, 50 * seed).await;
@@ -307,7 +338,10 @@ fn pages_whose_last_owner_dies_are_an_error_that_names_page_node_and_cause() {
         let map = cluster.map().await.unwrap();
         assert_eq!(map.shares.len(), 2);
         drop(other);
-        assert!(matches!(ledger.read(&pager, 99).await, Err(Verdict::Pager(PagerError::Lost { page: 99, .. }))));
+        assert!(matches!(
+            ledger.read(&pager, 99).await,
+            Err(Verdict::Pager(PagerError::Lost { page: 99, .. }))
+        ));
     });
 }
 
@@ -321,7 +355,10 @@ fn what_a_dead_replica_lacks_is_not_written_back_before_the_coordinator_knows() 
         cluster.stop_coordinator().await;
         drop(cluster.owners.pop());
         let error = pager.flush().await.unwrap_err();
-        assert!(matches!(&error, PagerError::Unsure { page: 3, node, .. } if node == "owner-1"), "{error}");
+        assert!(
+            matches!(&error, PagerError::Unsure { page: 3, node, .. } if node == "owner-1"),
+            "{error}"
+        );
         // It is still here, and in nobody's way.
         ledger.read(&pager, 3).await.unwrap();
         for page in 10..40 {
@@ -364,7 +401,11 @@ fn far_more_pages_on_their_way_than_a_connection_holds_all_come() {
             for page in 0..1024 {
                 let (pager, ledger) = (pager.clone(), ledger.clone());
                 crowd.spawn(async move {
-                    let used = if write { ledger.write(&pager, page).await } else { ledger.read(&pager, page).await };
+                    let used = if write {
+                        ledger.write(&pager, page).await
+                    } else {
+                        ledger.read(&pager, page).await
+                    };
                     used.unwrap();
                 });
             }
@@ -409,10 +450,16 @@ fn parts_of_pages_are_read_and_written_and_nothing_beyond_them() {
         let mut part = [0; 8];
         pager.read(5, 105, &mut part).await.unwrap();
         assert_eq!(part, expected[105..113]);
-        assert!(matches!(pager.read(8, 0, &mut part).await, Err(PagerError::NoPage { page: 8, pages: 8 })));
+        assert!(matches!(
+            pager.read(8, 0, &mut part).await,
+            Err(PagerError::NoPage { page: 8, pages: 8 })
+        ));
         assert!(matches!(pager.read(u64::MAX, 0, &mut part).await, Err(PagerError::NoPage { .. })));
         for offset in [PAGE - 7, PAGE, usize::MAX] {
-            assert!(matches!(pager.write(5, offset, &part).await, Err(PagerError::Bounds { page: 5, .. })));
+            assert!(matches!(
+                pager.write(5, offset, &part).await,
+                Err(PagerError::Bounds { page: 5, .. })
+            ));
         }
     });
 }
@@ -421,7 +468,9 @@ fn parts_of_pages_are_read_and_written_and_nothing_beyond_them() {
 fn owners_join_before_clients_do_and_settings_that_do_not_work_are_named() {
     run(2, async {
         let cluster = Cluster::start(software(), 1, 8).await;
-        let connect = async |config: Config| Pager::connect(&cluster.device, &cluster.directory, &config).await;
+        let connect = async |config: Config| {
+            Pager::connect(&cluster.device, &cluster.directory, &config).await
+        };
         let setting = |result: Result<Pager, StartError>| match result {
             Err(StartError::Setting { field, .. }) => field,
             other => panic!("{other:?}"),
@@ -438,7 +487,10 @@ fn owners_join_before_clients_do_and_settings_that_do_not_work_are_named() {
         let second = cluster.owner("second", 0, 8, 1).await.unwrap();
         connect(Config { wanted: two, ..small(8, 4) }).await.unwrap();
         let late = cluster.owner("late", 0, 8, 2).await;
-        assert!(matches!(&late, Err(StartError::Directory(DirectoryError::Conflict(Conflict::Sealed)))), "{late:?}");
+        assert!(
+            matches!(&late, Err(StartError::Directory(DirectoryError::Conflict(Conflict::Sealed)))),
+            "{late:?}"
+        );
         second.leave(&cluster.directory).await.unwrap();
         assert_eq!(cluster.map().await.unwrap().shares.len(), 1);
     });
@@ -471,11 +523,16 @@ fn a_coordinator_that_is_started_anew_takes_nothing_that_another_one_had() {
         cluster.start_coordinator().await;
         for owner in &cluster.owners {
             let error = owner.confirm(&cluster.directory).await.unwrap_err();
-            let DirectoryError::Conflict(Conflict::Stale { before: of, now }) = &error else { panic!("{error}") };
+            let DirectoryError::Conflict(Conflict::Stale { before: of, now }) = &error else {
+                panic!("{error}")
+            };
             assert!(*of == before && *now != before, "{error}");
         }
         let none = cluster.map().await;
-        assert!(matches!(&none, Err(DirectoryError::Refused { status, .. }) if *status == 404), "{none:?}");
+        assert!(
+            matches!(&none, Err(DirectoryError::Refused { status, .. }) if *status == 404),
+            "{none:?}"
+        );
         // New memory joins, even by the name of another.
         let fresh = cluster.owner("owner-1", 0, 64, 0).await.unwrap();
         drop(cluster.owners.pop());
@@ -590,7 +647,8 @@ fn a_client_that_does_not_write_any_more_is_told_and_writes_nothing_back() {
                 Err(error) => break error,
             }
         };
-        let gone = |conflict: &Conflict| matches!(conflict, Conflict::Instance { .. } | Conflict::Lapsed);
+        let gone =
+            |conflict: &Conflict| matches!(conflict, Conflict::Instance { .. } | Conflict::Lapsed);
         assert!(matches!(&error, PagerError::NotWriter { page: 5, .. }), "{error}");
         assert!(conflict(&error).is_some_and(gone), "{error}");
         // Others have the cache meanwhile.
@@ -614,14 +672,16 @@ fn a_coordinator_that_does_not_answer_is_not_asked_of_each_page() {
         let mute = from_fn(move |request: Request, next: Next| {
             let counts = counts.clone();
             async move {
-                if request.method() == Method::DELETE && request.uri().path().starts_with("/nodes/") {
+                if request.method() == Method::DELETE && request.uri().path().starts_with("/nodes/")
+                {
                     counts.fetch_add(1, Ordering::Relaxed);
                     return std::future::pending().await;
                 }
                 next.run(request).await
             }
         });
-        let mut cluster = Cluster::start_with(software(), 2, 256, service::router().layer(mute)).await;
+        let mut cluster =
+            Cluster::start_with(software(), 2, 256, service::router().layer(mute)).await;
         cluster.directory = cluster.directory.clone().patience(Duration::from_secs(1));
         let pager = cluster.pager(&Config { readahead: 0, ..small(128, 4) }).await;
         for page in 0..64 {
@@ -675,7 +735,12 @@ fn a_write_that_is_given_up_has_changed_nothing() {
             }
             let mut after = [0; PAGE];
             pager.read(page, 0, &mut after).await.unwrap();
-            assert!(after == expected, "round {round}: {:?} instead of {:?}", &after[8..12], &expected[8..12]);
+            assert!(
+                after == expected,
+                "round {round}: {:?} instead of {:?}",
+                &after[8..12],
+                &expected[8..12]
+            );
         }
         assert!(given_up > 50 && done > 50, "{given_up} given up, {done} done");
         pager.flush().await.unwrap();
@@ -699,7 +764,11 @@ fn a_flush_that_is_given_up_goes_on_and_is_done_by_the_next() {
             given_up += u32::from(give_up(pager.flush(), (round % 20) as u8).await.is_none());
             if round % 2 == 0 {
                 // By itself: nobody asks for it any more.
-                let written = || (0..16).all(|page| cluster.owners[1].page(page).unwrap()[..4] == round.to_be_bytes());
+                let written = || {
+                    (0..16).all(|page| {
+                        cluster.owners[1].page(page).unwrap()[..4] == round.to_be_bytes()
+                    })
+                };
                 while round % 20 > 0 && !written() {
                     tokio::task::yield_now().await;
                 }
@@ -707,7 +776,11 @@ fn a_flush_that_is_given_up_goes_on_and_is_done_by_the_next() {
             pager.flush().await.unwrap();
             for owner in &cluster.owners {
                 for page in 0..16 {
-                    assert_eq!(owner.page(page).unwrap()[..4], round.to_be_bytes(), "round {round}, page {page}");
+                    assert_eq!(
+                        owner.page(page).unwrap()[..4],
+                        round.to_be_bytes(),
+                        "round {round}, page {page}"
+                    );
                 }
             }
             // And all is told: another may write.

@@ -27,7 +27,8 @@ struct Process {
 impl Process {
     fn start(line: &[&str]) -> Self {
         let mut command = Command::new(env!("CARGO_BIN_EXE_pager"));
-        let mut child = command.args(line).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut child =
+            command.args(line).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let (tell, said) = channel();
         let (out, err) = (child.stdout.take().unwrap(), child.stderr.take().unwrap());
         let out: Lines<BufReader<ChildStdout>> = BufReader::new(out).lines();
@@ -63,7 +64,8 @@ impl Process {
 
     /// Ctrl-C.
     fn interrupt(&self) {
-        let sent = Command::new("kill").args(["-INT", &self.child.id().to_string()]).status().unwrap();
+        let sent =
+            Command::new("kill").args(["-INT", &self.child.id().to_string()]).status().unwrap();
         assert!(sent.success());
     }
 
@@ -71,7 +73,9 @@ impl Process {
     fn end(mut self) -> (ExitStatus, String) {
         let deadline = Instant::now() + LONG;
         // Its output ends with it.
-        while let Ok(line) = self.said.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+        while let Ok(line) =
+            self.said.recv_timeout(deadline.saturating_duration_since(Instant::now()))
+        {
             println!("{line}");
             self.all.push(line);
         }
@@ -108,7 +112,10 @@ fn owner(url: &str, name: &str, host: u8, more: &[&str]) -> Process {
 
 fn client(url: &str, host: u8, more: &[&str]) -> Process {
     let address = address(host).to_string();
-    Process::start(&[&["client", "--address", &address, "--coordinator", url, "--cache", "256"], more].concat())
+    Process::start(
+        &[&["client", "--address", &address, "--coordinator", url, "--cache", "256"], more]
+            .concat(),
+    )
 }
 
 #[test]
@@ -116,7 +123,8 @@ fn random_pages_of_two_owners_are_verified_and_left_as_they_were() {
     let (_coordinator, url) = coordinator();
     let _a = owner(&url, "a", 1, &["--memory", "4"]);
     let _b = owner(&url, "b", 2, &["--memory", "4", "--first", "1024"]);
-    let (status, said) = client(&url, 3, &["--reads", "4000", "--writes", "20", "--pages", "2048"]).end();
+    let (status, said) =
+        client(&url, 3, &["--reads", "4000", "--writes", "20", "--pages", "2048"]).end();
     assert!(status.success(), "{said}");
     assert!(said.contains("4000 pages verified"), "{said}");
     // What was written is undone: the next one finds what was there at first.
@@ -162,12 +170,14 @@ fn an_owner_says_so_when_a_coordinator_that_does_not_know_it_takes_the_place_of_
     let url = first.wait_for("coordinator at ").replace("coordinator at ", "");
     let mut a = owner(&url, "a", 41, &["--memory", "4"]);
     first.kill();
-    let mut second = Process::start(&["coordinator", "--listen", url.trim_start_matches("http://")]);
+    let mut second =
+        Process::start(&["coordinator", "--listen", url.trim_start_matches("http://")]);
     second.wait_for("coordinator at ");
     a.wait_for("a is off the map: this memory was lent by the map of coordinator ");
     // Its memory is on no map. One that is filled anew is.
     let _b = owner(&url, "b", 42, &["--memory", "4"]);
-    let (status, said) = client(&url, 43, &["--reads", "1000", "--pages", "1024", "--writes", "10"]).end();
+    let (status, said) =
+        client(&url, 43, &["--reads", "1000", "--pages", "1024", "--writes", "10"]).end();
     assert!(status.success(), "{said}");
     a.interrupt();
     let (status, said) = a.end();

@@ -111,8 +111,9 @@ const MOST_IN_FLIGHT: usize = 1 << 30;
 impl Options {
     /// Of this process; ends it with a message if they make no sense.
     pub(crate) fn from_arguments() -> Self {
-        Self::check(Arguments::parse())
-            .unwrap_or_else(|error| Arguments::command().error(clap::error::ErrorKind::ValueValidation, error).exit())
+        Self::check(Arguments::parse()).unwrap_or_else(|error| {
+            Arguments::command().error(clap::error::ErrorKind::ValueValidation, error).exit()
+        })
     }
 
     fn check(arguments: Arguments) -> Result<Self, String> {
@@ -129,7 +130,11 @@ impl Options {
         Ok(Self {
             place,
             cases,
-            overs: if arguments.against.is_some() { vec![Over::Rdma, Over::Tcp] } else { vec![arguments.over] },
+            overs: if arguments.against.is_some() {
+                vec![Over::Rdma, Over::Tcp]
+            } else {
+                vec![arguments.over]
+            },
             threads: arguments.threads as usize,
             duration: arguments.duration,
             warm_up: arguments.warm_up,
@@ -143,7 +148,9 @@ impl Options {
 fn cases(arguments: &Arguments, work: Work, verb: Verb) -> Result<Vec<Case>, String> {
     let sizes = match verb {
         Verb::CompareSwap | Verb::FetchAdd => vec![8],
-        _ if arguments.sweep => (0..).map(|step| 8 << (2 * step)).take_while(|&size| size <= 1 << 20).collect(),
+        _ if arguments.sweep => {
+            (0..).map(|step| 8 << (2 * step)).take_while(|&size| size <= 1 << 20).collect()
+        }
         _ => arguments.size.clone(),
     };
     let depth = if work == Work::Latency { 1 } else { arguments.depth as usize };
@@ -162,7 +169,9 @@ fn cases(arguments: &Arguments, work: Work, verb: Verb) -> Result<Vec<Case>, Str
     }
     let case = |size: usize| {
         if size.saturating_mul(depth) > MOST_IN_FLIGHT {
-            return Err(format!("--size: {depth} times {size} bytes in flight; {MOST_IN_FLIGHT} are allowed"));
+            return Err(format!(
+                "--size: {depth} times {size} bytes in flight; {MOST_IN_FLIGHT} are allowed"
+            ));
         }
         Ok(Case {
             work,
@@ -192,8 +201,9 @@ fn bytes(text: &str) -> Result<usize, String> {
         "G" => 30,
         _ => 0,
     };
-    let number: usize =
-        number.parse().map_err(|_| format!("{text:?} is no number of bytes (for example 8, 64K, 1M)"))?;
+    let number: usize = number
+        .parse()
+        .map_err(|_| format!("{text:?} is no number of bytes (for example 8, 64K, 1M)"))?;
     match number.checked_mul(1 << shift) {
         Some(size) if (1..=MOST_IN_FLIGHT).contains(&size) => Ok(size),
         _ => Err(format!("{text} bytes; 1 to {MOST_IN_FLIGHT} are allowed")),
@@ -206,12 +216,15 @@ mod tests {
 
     fn parse(line: &str) -> Result<Options, String> {
         let arguments = std::iter::once("perf").chain(line.split(' '));
-        Arguments::try_parse_from(arguments).map_err(|error| error.to_string()).and_then(Options::check)
+        Arguments::try_parse_from(arguments)
+            .map_err(|error| error.to_string())
+            .and_then(Options::check)
     }
 
     #[test]
     fn sizes_have_units_and_a_sweep_covers_them() {
-        let sizes = |line| parse(line).unwrap().cases.iter().map(|case| case.size).collect::<Vec<_>>();
+        let sizes =
+            |line| parse(line).unwrap().cases.iter().map(|case| case.size).collect::<Vec<_>>();
         assert_eq!(sizes("latency write --size 8,64K"), [8, 65536]);
         let sweep = sizes("bandwidth read --sweep");
         assert_eq!((sweep.first(), sweep.last(), sweep.len()), (Some(&8), Some(&524_288), 9));

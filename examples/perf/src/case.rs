@@ -116,7 +116,9 @@ impl Case {
     /// Over TCP: operations that one answer is for.
     pub(crate) fn unit(&self) -> usize {
         match (self.work, self.verb) {
-            (Work::Bandwidth, Verb::Send | Verb::Write | Verb::WriteImm | Verb::Messages) => self.credit(),
+            (Work::Bandwidth, Verb::Send | Verb::Write | Verb::WriteImm | Verb::Messages) => {
+                self.credit()
+            }
             _ => 1,
         }
     }

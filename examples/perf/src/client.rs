@@ -20,24 +20,36 @@ use crate::{Result, messages, queue_pair, tcp};
 
 /// Measures all that is asked for, with the server at `address`. `here`: the server is in this process, and what it uses is
 /// counted with what we use.
-pub(crate) async fn measure(options: &Options, address: SocketAddr, reach: &Reach, here: bool) -> Result<Report> {
+pub(crate) async fn measure(
+    options: &Options,
+    address: SocketAddr,
+    reach: &Reach,
+    here: bool,
+) -> Result<Report> {
     let device = open(reach)?;
-    let stream =
-        timeout(DEADLINE, TcpStream::connect(address)).await.map_err(|_| format!("{address} does not answer"))?;
+    let stream = timeout(DEADLINE, TcpStream::connect(address))
+        .await
+        .map_err(|_| format!("{address} does not answer"))?;
     let stream = stream.map_err(|error| format!("no server at {address}: {error}"))?;
     let mut client = Client { device, channel: Channel::new(stream)?, server: String::new(), here };
 
-    let progress = ProgressBar::new(u64::from(options.rounds) * (options.cases.len() * options.overs.len()) as u64);
-    progress.set_style(ProgressStyle::with_template("{bar:30} {pos}/{len} rounds, {msg}, {eta} left")?);
+    let progress = ProgressBar::new(
+        u64::from(options.rounds) * (options.cases.len() * options.overs.len()) as u64,
+    );
+    progress
+        .set_style(ProgressStyle::with_template("{bar:30} {pos}/{len} rounds, {msg}, {eta} left")?);
     let mut entries = Vec::new();
     for case in &options.cases {
-        let mut rounds: Vec<(Over, Vec<Round>)> = options.overs.iter().map(|&over| (over, Vec::new())).collect();
+        let mut rounds: Vec<(Over, Vec<Round>)> =
+            options.overs.iter().map(|&over| (over, Vec::new())).collect();
         for _ in 0..options.rounds {
             for (over, rounds) in &mut rounds {
                 progress.set_message(format!("{over}, {} bytes", case.size));
                 let case = Case { over: *over, ..case.clone() };
                 let round = client.round(&case, options).await;
-                rounds.push(round.map_err(|error| format!("{} of {} over {over}: {error}", case.work, case.verb))?);
+                rounds.push(round.map_err(|error| {
+                    format!("{} of {} over {over}: {error}", case.work, case.verb)
+                })?);
                 progress.inc(1);
             }
             // Whoever comes second must not always be the same.
@@ -76,7 +88,8 @@ impl Client {
         for lane in &mut lanes {
             lane.check().await?;
         }
-        let reply = self.channel.ask(&Request::End(lanes.iter().map(Lane::operations).collect())).await?;
+        let reply =
+            self.channel.ask(&Request::End(lanes.iter().map(Lane::operations).collect())).await?;
         let Reply::Ended(theirs) = reply else { return Err(unexpected(&reply)) };
         for lane in lanes {
             timeout(DEADLINE, lane.close()).await.map_err(|_| "a connection does not close")??;
@@ -113,15 +126,22 @@ impl Client {
             let theirs = self.exchange(case, ours).await?;
             let pairs = prepared.into_iter().zip(&theirs);
             return pairs
-                .map(|(prepared, end)| Ok(Lane::Messages(messages::Lane::connect(prepared, end, case)?)))
+                .map(|(prepared, end)| {
+                    Ok(Lane::Messages(messages::Lane::connect(prepared, end, case)?))
+                })
                 .collect();
         }
         let takes = queue_pair::takes(case)[0];
         let prepare = |queue| queue_pair::Prepared::new(&pd, queue, case, peer, takes);
         let prepared = queues.map(prepare).collect::<Result<Vec<_>>>()?;
-        let theirs = self.exchange(case, prepared.iter().map(queue_pair::Prepared::end).collect()).await?;
+        let theirs =
+            self.exchange(case, prepared.iter().map(queue_pair::Prepared::end).collect()).await?;
         let pairs = prepared.into_iter().zip(&theirs);
-        pairs.map(|(prepared, end)| Ok(Lane::QueuePair(queue_pair::Lane::connect(prepared, end, case)?))).collect()
+        pairs
+            .map(|(prepared, end)| {
+                Ok(Lane::QueuePair(queue_pair::Lane::connect(prepared, end, case)?))
+            })
+            .collect()
     }
 
     /// Tells the server of our ends; its ends.

@@ -30,7 +30,11 @@ pub(crate) fn open(reach: &Reach) -> Result<Device> {
 /// Its name, with what it is.
 pub(crate) fn describe(device: &Device) -> String {
     // Only the software device has no vendor.
-    if device.attr().vendor_id == 0 { format!("software device {}", device.name()) } else { device.name().to_owned() }
+    if device.attr().vendor_id == 0 {
+        format!("software device {}", device.name())
+    } else {
+        device.name().to_owned()
+    }
 }
 
 /// The peer to choose a GID for: another host.
@@ -45,7 +49,8 @@ pub(crate) fn queues(device: &Device, case: &Case) -> Result<Vec<CompletionQueue
     let queue = || {
         let mode = match case.mode {
             Mode::Event => CompletionMode::Event,
-            Mode::BusyPoll => CompletionMode::busy_poll().map_err(|error| format!("no thread to poll: {error}"))?,
+            Mode::BusyPoll => CompletionMode::busy_poll()
+                .map_err(|error| format!("no thread to poll: {error}"))?,
             Mode::Cooperative => CompletionMode::Cooperative,
             Mode::Hybrid => CompletionMode::Hybrid,
         };

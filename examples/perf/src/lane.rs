@@ -99,7 +99,11 @@ impl Seen {
         let late = tokio::time::timeout(ARRIVAL, arrived).await.is_err();
         let sight = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if late || sight.messages != sent {
-            return Err(format!("{} messages have arrived of {sent} that were sent", sight.messages).into());
+            return Err(format!(
+                "{} messages have arrived of {sent} that were sent",
+                sight.messages
+            )
+            .into());
         }
         match &sight.last {
             Some(last) => compare("the last message", last.as_ref(), case, case.slot_of(sent)),

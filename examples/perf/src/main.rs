@@ -66,15 +66,23 @@ fn run(options: &Options) -> Result<()> {
         Place::Listen(address) => runtime(options.threads)?.block_on(server::listen(*address)),
         Place::Connect(address, from) => {
             let reach = from.map_or_else(|| Reach::To(address.ip()), Reach::From);
-            let report = runtime(options.threads)?.block_on(client::measure(options, *address, &reach, false))?;
+            let report = runtime(options.threads)?
+                .block_on(client::measure(options, *address, &reach, false))?;
             show(options, &report)
         }
         Place::Here => {
             // The server has a thread and a runtime of its own, as if it were another process.
             let (listening, address) = server::bind_here()?;
             let threads = options.threads;
-            let server = std::thread::spawn(move || runtime(threads)?.block_on(server::serve_here(listening)));
-            let measured = runtime(threads)?.block_on(client::measure(options, address, &Reach::Process, true));
+            let server = std::thread::spawn(move || {
+                runtime(threads)?.block_on(server::serve_here(listening))
+            });
+            let measured = runtime(threads)?.block_on(client::measure(
+                options,
+                address,
+                &Reach::Process,
+                true,
+            ));
             let served = server.join().map_err(|_| "the server's thread panicked")?;
             // Of two errors the client's says more, unless the server went first.
             let report = measured.map_err(|error| match &served {
@@ -89,7 +97,8 @@ fn run(options: &Options) -> Result<()> {
 
 /// With one thread there is no other to hand tasks to.
 fn runtime(threads: usize) -> Result<Runtime> {
-    let mut builder = if threads == 1 { Builder::new_current_thread() } else { Builder::new_multi_thread() };
+    let mut builder =
+        if threads == 1 { Builder::new_current_thread() } else { Builder::new_multi_thread() };
     if threads > 1 {
         builder.worker_threads(threads);
     }

@@ -74,20 +74,30 @@ impl Channel {
     pub(crate) async fn say(&mut self, message: &impl Serialize) -> Result<()> {
         let mut line = serde_json::to_vec(message)?;
         line.push(b'\n');
-        timeout(DEADLINE, self.stream.get_mut().write_all(&line)).await.map_err(|_| "the peer does not listen")??;
+        timeout(DEADLINE, self.stream.get_mut().write_all(&line))
+            .await
+            .map_err(|_| "the peer does not listen")??;
         Ok(())
     }
 
     /// The next message, or `None` if the peer is gone.
-    pub(crate) async fn hear<T: DeserializeOwned>(&mut self, within: Duration) -> Result<Option<T>> {
+    pub(crate) async fn hear<T: DeserializeOwned>(
+        &mut self,
+        within: Duration,
+    ) -> Result<Option<T>> {
         let mut line = Vec::new();
         let mut limited = (&mut self.stream).take(LONGEST);
         let read = timeout(within, limited.read_until(b'\n', &mut line)).await;
         read.map_err(|_| format!("the peer says nothing for {within:?}"))??;
         match line.last() {
             None => Ok(None),
-            Some(b'\n') => Ok(Some(serde_json::from_slice(&line).map_err(|error| format!("the peer: {error}"))?)),
-            Some(_) => Err(format!("the peer left within a line, or it has more than {LONGEST} bytes").into()),
+            Some(b'\n') => Ok(Some(
+                serde_json::from_slice(&line).map_err(|error| format!("the peer: {error}"))?,
+            )),
+            Some(_) => {
+                Err(format!("the peer left within a line, or it has more than {LONGEST} bytes")
+                    .into())
+            }
         }
     }
 

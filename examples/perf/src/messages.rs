@@ -67,7 +67,13 @@ pub(crate) struct Lane {
 impl Lane {
     pub(crate) fn connect(prepared: Prepared, peer: &End, case: &Case) -> Result<Self> {
         let message = case.pattern(0).collect::<Vec<_>>().into();
-        Ok(Self { case: case.clone(), connection: prepared.connect(peer)?, message, answer: None, operations: 0 })
+        Ok(Self {
+            case: case.clone(),
+            connection: prepared.connect(peer)?,
+            message,
+            answer: None,
+            operations: 0,
+        })
     }
 
     pub(crate) async fn run(&mut self, until: Until) -> Result<Tally> {

@@ -47,7 +47,8 @@ struct Line {
 fn by_size(report: &Report, area: &Area<'_>) -> Result<()> {
     let mut lines = Vec::new();
     for over in [Over::Rdma, Over::Tcp] {
-        let entries: Vec<&Entry> = report.results.iter().filter(|entry| entry.over == over).collect();
+        let entries: Vec<&Entry> =
+            report.results.iter().filter(|entry| entry.over == over).collect();
         if entries.is_empty() {
             continue;
         }
@@ -78,11 +79,18 @@ fn distribution(report: &Report, area: &Area<'_>) -> Result<()> {
         name: entry.over.to_string(),
         over: entry.over,
         dashed: false,
-        points: entry.distribution.iter().map(|&(quantile, time)| (1.0 / (1.0 - quantile), time)).collect(),
+        points: entry
+            .distribution
+            .iter()
+            .map(|&(quantile, time)| (1.0 / (1.0 - quantile), time))
+            .collect(),
     };
-    let lines: Vec<Line> = report.results.iter().filter(|entry| entry.size == size).map(line).collect();
+    let lines: Vec<Line> =
+        report.results.iter().filter(|entry| entry.size == size).map(line).collect();
     let caption = format!("Distribution at {}", bytes(size as f64));
-    logarithmic(area, &caption, ["percentile", "time of an operation in µs"], &lines, &|rare| percentile(*rare))
+    logarithmic(area, &caption, ["percentile", "time of an operation in µs"], &lines, &|rare| {
+        percentile(*rare)
+    })
 }
 
 fn logarithmic(

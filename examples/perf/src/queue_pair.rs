@@ -9,7 +9,8 @@ use tokio_rdma::memory::HostMemory;
 use tokio_rdma::op::{Atomic, BatchOp, ConnectOptions, Recv, Send};
 use tokio_rdma::types::AckTimeout;
 use tokio_rdma::{
-    Access, Batch, BufMut, CompletionQueue, ExposedRegion, Imm, ProtectionDomain, QueuePair, RemoteRegion,
+    Access, Batch, BufMut, CompletionQueue, ExposedRegion, Imm, ProtectionDomain, QueuePair,
+    RemoteRegion,
 };
 
 use crate::case::{Case, Verb, Work};
@@ -71,7 +72,11 @@ impl Prepared {
             Some(peer) => builder.peer(peer).build()?,
             None => builder.build()?,
         };
-        let region = ExposedRegion::new(pd, HostMemory::zeroed(case.size * case.depth)?, Access::REMOTE_ALL)?;
+        let region = ExposedRegion::new(
+            pd,
+            HostMemory::zeroed(case.size * case.depth)?,
+            Access::REMOTE_ALL,
+        )?;
         let mut receives = VecDeque::new();
         if case.verb.two_sided() {
             for _ in 0..self::receives(case) {
@@ -88,7 +93,9 @@ impl Prepared {
 
     /// Connects to the peer's; its memory.
     fn connect(&self, peer: &End) -> Result<RemoteRegion> {
-        let End::QueuePair(endpoint, remote) = peer else { return Err(crate::meet::unexpected(peer)) };
+        let End::QueuePair(endpoint, remote) = peer else {
+            return Err(crate::meet::unexpected(peer));
+        };
         self.qp.connect_with(endpoint, &patient())?;
         Ok(*remote)
     }
@@ -132,15 +139,31 @@ impl Lane {
             let buffer = |slot| {
                 let mut buffer = pd.register(HostMemory::zeroed(case.size)?)?;
                 if case.verb != Verb::Read {
-                    buffer.iter_mut().zip(case.pattern(slot)).for_each(|(byte, value)| *byte = value);
+                    buffer
+                        .iter_mut()
+                        .zip(case.pattern(slot))
+                        .for_each(|(byte, value)| *byte = value);
                 }
                 Ok::<_, Failure>(buffer)
             };
-            buffers.push_back((first, (first..first + case.batch).map(buffer).collect::<Result<_>>()?));
+            buffers.push_back((
+                first,
+                (first..first + case.batch).map(buffer).collect::<Result<_>>()?,
+            ));
         }
         let Prepared { qp, region, receives } = prepared;
         let case = case.clone();
-        Ok(Self { case, qp, region, remote, buffers, receives, unacknowledged: 0, answer: None, operations: 0 })
+        Ok(Self {
+            case,
+            qp,
+            region,
+            remote,
+            buffers,
+            receives,
+            unacknowledged: 0,
+            answer: None,
+            operations: 0,
+        })
     }
 
     pub(crate) async fn run(&mut self, until: Until) -> Result<Tally> {
@@ -245,19 +268,29 @@ impl Lane {
         }
         match case.verb {
             Verb::CompareSwap => {
-                return Ok(Posted::Counted(qp.compare_swap(self.word()?, before, before + 1), before, buffers));
+                return Ok(Posted::Counted(
+                    qp.compare_swap(self.word()?, before, before + 1),
+                    before,
+                    buffers,
+                ));
             }
-            Verb::FetchAdd => return Ok(Posted::Counted(qp.fetch_add(self.word()?, 1), before, buffers)),
+            Verb::FetchAdd => {
+                return Ok(Posted::Counted(qp.fetch_add(self.word()?, 1), before, buffers));
+            }
             _ => {}
         }
         let buffer = buffers.pop().ok_or("no buffer")?;
         let remote = self.remote_slot(slot)?;
         Ok(match (case.verb, case.inline) {
             (Verb::Send, true) => Posted::Inline(qp.send_inline(&buffer), buffer, buffers),
-            (Verb::Write, true) => Posted::Inline(qp.write_inline(&buffer, remote), buffer, buffers),
+            (Verb::Write, true) => {
+                Posted::Inline(qp.write_inline(&buffer, remote), buffer, buffers)
+            }
             (Verb::Send, false) => Posted::One(qp.send(buffer), buffers),
             (Verb::Write, false) => Posted::One(qp.write(buffer, remote), buffers),
-            (Verb::WriteImm, _) => Posted::One(qp.write_with_imm(buffer, remote, imm(slot)), buffers),
+            (Verb::WriteImm, _) => {
+                Posted::One(qp.write_with_imm(buffer, remote, imm(slot)), buffers)
+            }
             (Verb::Read, _) => Posted::One(qp.read(buffer, remote), buffers),
             (other, _) => return Err(format!("{other} is done otherwise").into()),
         })
@@ -294,7 +327,9 @@ impl Lane {
                 Some(answer) => compare("the last answer", answer, case, 0),
                 None => Ok(()),
             },
-            (Verb::WriteImm, Work::Latency) => compare_region("the last answer", &self.region, case, 1),
+            (Verb::WriteImm, Work::Latency) => {
+                compare_region("the last answer", &self.region, case, 1)
+            }
             (Verb::Write, _) => {
                 // The answer to a READ says that the WRITEs before it are in place, which their own completions do not.
                 let buffer = self.qp.protection_domain().register(HostMemory::zeroed(1)?)?;
@@ -369,7 +404,8 @@ impl Server {
             }
         }
         let server = Self { case: case.clone(), qp, region, seen: Seen::default() };
-        let answering = answer(server.qp.clone(), receives, remote, case.clone(), server.seen.clone());
+        let answering =
+            answer(server.qp.clone(), receives, remote, case.clone(), server.seen.clone());
         Ok((server, answering))
     }
 
@@ -406,14 +442,18 @@ async fn answer(
     while let Some(receive) = receives.pop_front() {
         let received = receive.await?;
         if received.len != case.size {
-            return Err(format!("a message of {} bytes instead of {}", received.len, case.size).into());
+            return Err(
+                format!("a message of {} bytes instead of {}", received.len, case.size).into()
+            );
         }
         let mut buffer = received.buffer;
         since += 1;
         match (case.work, case.verb) {
             (Work::Latency, Verb::Send) if case.inline => qp.send_inline(&buffer).await?,
             (Work::Latency, Verb::Send) => buffer = qp.send(buffer).await?,
-            (Work::Latency, _) => reply = qp.write_with_imm(reply, remote.slice(..case.size as u64)?, imm(0)).await?,
+            (Work::Latency, _) => {
+                reply = qp.write_with_imm(reply, remote.slice(..case.size as u64)?, imm(0)).await?
+            }
             (Work::Bandwidth, _) if since == case.credit() => {
                 qp.send_inline(&[]).await?;
                 since = 0;

@@ -75,7 +75,8 @@ impl Entry {
             times.add(&round.times)?;
             operations += round.operations;
         }
-        let each = |of: fn(&Round) -> f64| rounds.iter().map(of).sum::<f64>() / operations.max(1) as f64;
+        let each =
+            |of: fn(&Round) -> f64| rounds.iter().map(of).sum::<f64>() / operations.max(1) as f64;
         let rates: Vec<f64> = rounds.iter().map(Round::rate).collect();
         let mut sorted = rates.clone();
         sorted.sort_by(f64::total_cmp);
@@ -147,7 +148,9 @@ impl Report {
     pub(crate) fn title(&self) -> String {
         let Case { work, verb, mode, .. } = &self.case;
         let size = match self.pairs().count() {
-            1 => self.results.first().map_or_else(String::new, |entry| format!(", {} B", entry.size)),
+            1 => {
+                self.results.first().map_or_else(String::new, |entry| format!(", {} B", entry.size))
+            }
             _ => String::new(),
         };
         format!("{work} of {verb}{size}, {mode} mode")
@@ -176,7 +179,8 @@ impl Report {
     /// Results over RDMA, each with that over TCP if there is one.
     pub(crate) fn pairs(&self) -> impl Iterator<Item = (&Entry, Option<&Entry>)> {
         let of = |over| self.results.iter().filter(move |entry| entry.over == over);
-        of(Over::Rdma).map(move |entry| (entry, of(Over::Tcp).find(|other| other.size == entry.size)))
+        of(Over::Rdma)
+            .map(move |entry| (entry, of(Over::Tcp).find(|other| other.size == entry.size)))
     }
 
     pub(crate) fn is_compared(&self) -> bool {
@@ -196,7 +200,10 @@ impl fmt::Display for Report {
             writeln!(f, "{entry}")?;
         }
         if self.is_compared() {
-            writeln!(f, "\nRDMA as a part of TCP (time and processor: less is better; rate: more)")?;
+            writeln!(
+                f,
+                "\nRDMA as a part of TCP (time and processor: less is better; rate: more)"
+            )?;
             for (rdma, tcp) in self.pairs() {
                 let Some(tcp) = tcp else { continue };
                 writeln!(
@@ -225,7 +232,9 @@ impl fmt::Display for Entry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Times { p50, p90, p99, p99_9, p99_99, max, .. } = self.microseconds;
         write!(f, "{:>9} {:5}", self.size, self.over.to_string())?;
-        [p50, p90, p99, p99_9, p99_99, max].iter().try_for_each(|time| write!(f, " {time:>9.2}"))?;
+        [p50, p90, p99, p99_9, p99_99, max]
+            .iter()
+            .try_for_each(|time| write!(f, " {time:>9.2}"))?;
         write!(
             f,
             " {:>9.0} {:>7.1} {:>10.3} {:>8.4}",

@@ -39,7 +39,8 @@ pub(crate) fn bind_here() -> Result<(std::net::TcpListener, SocketAddr)> {
 /// Serves a client in this process.
 pub(crate) async fn serve_here(listener: std::net::TcpListener) -> Result<()> {
     let listener = TcpListener::from_std(listener)?;
-    let (stream, _) = timeout(DEADLINE, listener.accept()).await.map_err(|_| "the client does not come")??;
+    let (stream, _) =
+        timeout(DEADLINE, listener.accept()).await.map_err(|_| "the client does not come")??;
     serve(stream, &open(&Reach::Process)?).await
 }
 
@@ -50,13 +51,15 @@ async fn serve(stream: TcpStream, device: &Device) -> Result<()> {
     let mut before = Usage::default();
     while let Some(request) = channel.hear(PATIENCE).await? {
         let reply = match (request, &mut session) {
-            (Request::Open(case, ends), None) => match Session::open(device, &case, &ends, local, peer).await {
-                Ok((opened, ends)) => {
-                    session = Some(opened);
-                    Reply::Opened(describe(device), ends)
+            (Request::Open(case, ends), None) => {
+                match Session::open(device, &case, &ends, local, peer).await {
+                    Ok((opened, ends)) => {
+                        session = Some(opened);
+                        Reply::Opened(describe(device), ends)
+                    }
+                    Err(error) => Reply::Failed(error.to_string()),
                 }
-                Err(error) => Reply::Failed(error.to_string()),
-            },
+            }
             (Request::Begin, Some(_)) => {
                 before = Usage::now()?;
                 Reply::Begun
@@ -97,7 +100,8 @@ enum Lane {
 }
 
 /// Most of what a client may ask for.
-const MOST: Case = Case { size: 1 << 30, depth: 4096, lanes: 1024, queues: 256, batch: 4096, ..Case::EXAMPLE };
+const MOST: Case =
+    Case { size: 1 << 30, depth: 4096, lanes: 1024, queues: 256, batch: 4096, ..Case::EXAMPLE };
 
 impl Session {
     /// Makes the other ends, and what the client needs to know of them.
@@ -110,7 +114,9 @@ impl Session {
     ) -> Result<(Self, Vec<End>)> {
         let wanted = [case.size, case.depth, case.lanes, case.queues, case.batch];
         let most = [MOST.size, MOST.depth, MOST.lanes, MOST.queues, MOST.batch];
-        if wanted.iter().zip(most).any(|(&wanted, most)| !(1..=most).contains(&wanted)) || theirs.len() != case.lanes {
+        if wanted.iter().zip(most).any(|(&wanted, most)| !(1..=most).contains(&wanted))
+            || theirs.len() != case.lanes
+        {
             return Err(format!("{case:?} with {} ends cannot be served", theirs.len()).into());
         }
         let mut session = Self { lanes: Vec::new(), tasks: JoinSet::new() };

@@ -62,8 +62,9 @@ pub(crate) struct Lane {
 impl Lane {
     pub(crate) async fn connect(peer: &End, case: &Case) -> Result<Self> {
         let End::Tcp(Some(address)) = peer else { return Err(unexpected(peer)) };
-        let stream =
-            timeout(DEADLINE, TcpStream::connect(address)).await.map_err(|_| "the server does not answer")??;
+        let stream = timeout(DEADLINE, TcpStream::connect(address))
+            .await
+            .map_err(|_| "the server does not answer")??;
         stream.set_nodelay(true)?;
         let mut unit = Vec::new();
         for slot in 0..case.unit() {
@@ -105,7 +106,9 @@ impl Lane {
         match (self.case.verb, self.answer.first_chunk()) {
             (Verb::CompareSwap | Verb::FetchAdd, Some(&found)) => match u64::from_be_bytes(found) {
                 found if found == self.operations => Ok(()),
-                found => Err(format!("the counter was {found} instead of {}", self.operations).into()),
+                found => {
+                    Err(format!("the counter was {found} instead of {}", self.operations).into())
+                }
             },
             _ => Ok(()),
         }
@@ -128,7 +131,10 @@ pub(crate) struct Server {
 
 impl Server {
     /// What is to be done at this end, until the client leaves.
-    pub(crate) fn new(listener: TcpListener, case: &Case) -> (Self, impl Future<Output = Result<()>> + Send + use<>) {
+    pub(crate) fn new(
+        listener: TcpListener,
+        case: &Case,
+    ) -> (Self, impl Future<Output = Result<()>> + Send + use<>) {
         let server = Self { case: case.clone(), seen: Seen::default() };
         let serving = serve(listener, server.case.clone(), server.seen.clone());
         (server, serving)
@@ -143,7 +149,8 @@ impl Server {
 }
 
 async fn serve(listener: TcpListener, case: Case, seen: Seen) -> Result<()> {
-    let (stream, _) = timeout(DEADLINE, listener.accept()).await.map_err(|_| "the client does not connect")??;
+    let (stream, _) =
+        timeout(DEADLINE, listener.accept()).await.map_err(|_| "the client does not connect")??;
     stream.set_nodelay(true)?;
     let mut stream = BufReader::with_capacity(64 << 10, stream);
     let mut answer: Vec<u8> = case.pattern(0).collect();

@@ -26,12 +26,16 @@ fn every_operation_is_measured_beside_tcp() {
         for work in ["latency", "bandwidth"] {
             let report = run(&format!("{work} {verb} --against tcp"));
             let results = report["results"].as_array().unwrap();
-            let overs: Vec<_> = results.iter().map(|result| result["over"].as_str().unwrap()).collect();
+            let overs: Vec<_> =
+                results.iter().map(|result| result["over"].as_str().unwrap()).collect();
             assert_eq!(overs, ["rdma", "tcp"], "{work} {verb}");
             for result in results {
                 assert!(result["operations"].as_u64().unwrap() > 0, "{work} {verb}: {result}");
                 let times = &result["microseconds"];
-                assert!(times["p50"].as_f64() <= times["p99_99"].as_f64(), "{work} {verb}: {result}");
+                assert!(
+                    times["p50"].as_f64() <= times["p99_99"].as_f64(),
+                    "{work} {verb}: {result}"
+                );
             }
         }
     }
@@ -49,7 +53,13 @@ fn settings_are_put_into_practice_in_every_mode() {
     ] {
         let report = run(&format!("bandwidth {settings} --mode {mode}"));
         assert_eq!(report["mode"], mode);
-        assert!(report["results"].as_array().unwrap().iter().all(|result| result["operations"].as_u64() > Some(0)));
+        assert!(
+            report["results"]
+                .as_array()
+                .unwrap()
+                .iter()
+                .all(|result| result["operations"].as_u64() > Some(0))
+        );
     }
 }
 
@@ -57,19 +67,36 @@ fn settings_are_put_into_practice_in_every_mode() {
 fn two_processes_meet_and_their_work_is_drawn() {
     for verb in ["write", "send", "messages"] {
         // The software device over UDP has one program at each address: not that of another test.
-        let mut server = perf().args(["--listen", "127.0.71.1:0"]).stdout(Stdio::piped()).spawn().unwrap();
+        let mut server =
+            perf().args(["--listen", "127.0.71.1:0"]).stdout(Stdio::piped()).spawn().unwrap();
         let said = BufReader::new(server.stdout.take().unwrap()).lines().next().unwrap().unwrap();
         let address = said.split(' ').nth(2).unwrap();
         let plot = std::env::temp_dir().join(format!("perf-{}-{verb}.svg", std::process::id()));
         let mut client = perf();
-        client.args(["latency", verb, "--size", "8,4096", "--against", "tcp", "--json", "--connect", address]);
+        client.args([
+            "latency",
+            verb,
+            "--size",
+            "8,4096",
+            "--against",
+            "tcp",
+            "--json",
+            "--connect",
+            address,
+        ]);
         let output = client.args(QUICK).arg("--plot").arg(&plot).output().unwrap();
         assert_eq!(report(&output)["processes"], 2);
         assert!(server.wait().unwrap().success());
         let drawn = std::fs::read_to_string(&plot).unwrap();
         std::fs::remove_file(&plot).unwrap();
-        for name in ["bytes of an operation", "latency in µs", "percentile", "RDMA, p99", "TCP, p99", "software device"]
-        {
+        for name in [
+            "bytes of an operation",
+            "latency in µs",
+            "percentile",
+            "RDMA, p99",
+            "TCP, p99",
+            "software device",
+        ] {
             assert!(drawn.contains(name), "{name} is not in the plot");
         }
     }

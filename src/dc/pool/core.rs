@@ -98,7 +98,11 @@ impl State {
             Health::Failed(kind) => Some(kind),
             _ => None,
         });
-        if self.closed { Some(OpErrorKind::Closed) } else { failed.min_by_key(Option::is_some).flatten() }
+        if self.closed {
+            Some(OpErrorKind::Closed)
+        } else {
+            failed.min_by_key(Option::is_some).flatten()
+        }
     }
 }
 
@@ -148,8 +152,12 @@ impl Core {
         let span = tracing::debug_span!("dc_pool", initiators = initiators.len(), ?policy);
         let seat = |_| Seat { owner: Weak::new(), health: Health::Sound, recalled: false };
         let seats = (0..initiators.len()).map(seat).collect();
-        let member =
-            |initiator| Member { initiator, seen: AtomicU32::new(0), stamp: AtomicU64::new(0), gate: Mutex::new(()) };
+        let member = |initiator| Member {
+            initiator,
+            seen: AtomicU32::new(0),
+            stamp: AtomicU64::new(0),
+            gate: Mutex::new(()),
+        };
         let core = Arc::new_cyclic(|core| Self {
             members: initiators.into_iter().map(member).collect(),
             policy,
@@ -176,7 +184,9 @@ impl Core {
     fn rouse(&self) {
         let _deferral = Deferral::begin();
         let state = self.state.lock();
-        for peer in state.seats.iter().map(|seat| &seat.owner).chain(&state.line).filter_map(Weak::upgrade) {
+        for peer in
+            state.seats.iter().map(|seat| &seat.owner).chain(&state.line).filter_map(Weak::upgrade)
+        {
             peer.state.lock().waiting.iter().for_each(|waiting| waiting.rouse());
         }
     }
@@ -269,7 +279,10 @@ impl Core {
             // As many are recalled as are waited for: more would stop for nothing. Those may have work that does not end, so
             // that is for one more quota.
             let recalled = state.seats.iter().filter(|seat| seat.recalled).count();
-            let goes_on = || recalled >= state.line.len() && self.quota().is_none_or(|quota| own.used / 2 < quota);
+            let goes_on = || {
+                recalled >= state.line.len()
+                    && self.quota().is_none_or(|quota| own.used / 2 < quota)
+            };
             return !self.has_had_its_turn(&own, lends) || goes_on();
         }
         if !state.line.is_empty() {
@@ -317,7 +330,8 @@ impl Core {
             let broken = self.take_broken(&mut state);
             if !broken.is_empty() {
                 drop(state);
-                let results: SmallVec<[_; 8]> = broken.iter().map(|&at| (at, self.repair(at))).collect();
+                let results: SmallVec<[_; 8]> =
+                    broken.iter().map(|&at| (at, self.repair(at))).collect();
                 state = self.state.lock();
                 for (at, health) in results {
                     state.seats[at].health = health;
@@ -384,7 +398,8 @@ impl Core {
     /// An initiator to be taken: of those that are nobody's or idle, the one that was used last the longest ago; if they are
     /// shared, the one with the least work.
     fn pick(&self, state: &mut State) -> Option<usize> {
-        let sound = |&at: &usize| state.seats[at].health == Health::Sound && self.members[at].is_sound();
+        let sound =
+            |&at: &usize| state.seats[at].health == Health::Sound && self.members[at].is_sound();
         let mut order: SmallVec<[usize; 32]> = (0..self.members.len()).filter(sound).collect();
         if !self.is_exclusive() {
             return order.into_iter().min_by_key(|&at| self.members[at].queue().load());
@@ -503,7 +518,9 @@ impl Core {
             if seat.health != Health::Sound || !member.is_sound() {
                 return false;
             }
-            let Some(owner) = seat.owner.upgrade() else { return member.queue().when_idle(&self.bell) };
+            let Some(owner) = seat.owner.upgrade() else {
+                return member.queue().when_idle(&self.bell);
+            };
             // Under the lock of who could give it work. When a loan ends it is looked at again.
             let own = owner.state.lock();
             own.leases == 0 && member.queue().when_idle(&self.bell)
@@ -514,7 +531,9 @@ impl Core {
     /// Ends all that waits.
     fn fail_all(&self, state: &mut State, kind: OpErrorKind) {
         let owners = state.seats.iter().map(|seat| seat.owner.clone());
-        for peer in owners.chain(state.line.drain(..)).collect::<Vec<_>>().iter().filter_map(Weak::upgrade) {
+        for peer in
+            owners.chain(state.line.drain(..)).collect::<Vec<_>>().iter().filter_map(Weak::upgrade)
+        {
             let mut own = peer.state.lock();
             own.lined = false;
             for waiting in std::mem::take(&mut own.waiting) {

@@ -99,7 +99,11 @@ impl DcPool {
     /// A pool to be described further; `queue` takes the completions of all its initiators.
     #[must_use]
     pub fn builder(pd: &ProtectionDomain, queue: &CompletionQueue) -> DcPoolBuilder {
-        DcPoolBuilder { initiator: DcInitiator::builder(pd, queue), initiators: 4, policy: DcPolicy::default() }
+        DcPoolBuilder {
+            initiator: DcInitiator::builder(pd, queue),
+            initiators: 4,
+            policy: DcPolicy::default(),
+        }
     }
 
     /// A peer, made once from its address, to be cloned: the order of operations is that of one peer, and one that is made
@@ -148,7 +152,10 @@ impl DcPool {
 
 impl fmt::Debug for DcPool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DcPool").field("policy", &self.core.policy).field("counters", &self.counters()).finish()
+        f.debug_struct("DcPool")
+            .field("policy", &self.core.policy)
+            .field("counters", &self.counters())
+            .finish()
     }
 }
 
@@ -195,7 +202,10 @@ impl DcPoolBuilder {
 
     /// Describes the initiators further, which are all alike: sizes, timeouts, MTU, port.
     #[must_use]
-    pub fn initiator(mut self, describe: impl FnOnce(DcInitiatorBuilder) -> DcInitiatorBuilder) -> Self {
+    pub fn initiator(
+        mut self,
+        describe: impl FnOnce(DcInitiatorBuilder) -> DcInitiatorBuilder,
+    ) -> Self {
         self.initiator = describe(self.initiator);
         self
     }
@@ -212,7 +222,8 @@ impl DcPoolBuilder {
         if let DcPolicy::Exclusive { quota } = policy {
             SetupError::at_least("quota", quota.into(), 1)?;
         }
-        let initiators = (0..initiators).map(|_| initiator.clone().build()).collect::<Result<Vec<_>, _>>()?;
+        let initiators =
+            (0..initiators).map(|_| initiator.clone().build()).collect::<Result<Vec<_>, _>>()?;
         Ok(DcPool { core: Core::new(initiators, policy) })
     }
 }

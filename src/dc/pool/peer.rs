@@ -109,7 +109,11 @@ impl Drop for Turn<'_> {
 impl Peer {
     #[inline]
     pub(super) fn grant<'a>(&'a self, member: &'a Member, own: &'a mut PeerState) -> Grant<'a> {
-        Grant { to: DcSender { flags: SendFlags::empty(), ..member.initiator.to(&self.to) }, member, own }
+        Grant {
+            to: DcSender { flags: SendFlags::empty(), ..member.initiator.to(&self.to) },
+            member,
+            own,
+        }
     }
 
     /// Posts at once if it can, otherwise lines up. Not the same for what `lends` as for operations: see
@@ -281,7 +285,13 @@ impl DcPoolPeer {
         self.peer.submit(true, move |grant| {
             let lease = grant.map(|Grant { member, own, .. }| {
                 own.leases += 1;
-                DcLease { at: own.seat.unwrap_or(0), turn: own.turn, life: member.life(), peer, flags }
+                DcLease {
+                    at: own.seat.unwrap_or(0),
+                    turn: own.turn,
+                    life: member.life(),
+                    peer,
+                    flags,
+                }
             });
             PendingDcLease::new(lease)
         })
@@ -294,8 +304,9 @@ impl DcPoolPeer {
         W: for<'g> FnOnce(Destination<'g>) -> F + Send + 'static,
     {
         let flags = self.flags;
-        self.peer
-            .submit(false, move |grant| work(grant.map_or_else(Destination::refused, |grant| grant.destination(flags))))
+        self.peer.submit(false, move |grant| {
+            work(grant.map_or_else(Destination::refused, |grant| grant.destination(flags)))
+        })
     }
 
     /// Posts by `work`, as [`submit`](Self::submit); the bytes are copied if they have to wait.
@@ -383,7 +394,11 @@ impl DcLease {
                 lengths: None,
             };
             let open = member.queue().is_open();
-            return work(Err(if open { OpErrorKind::Completion(flushed) } else { OpErrorKind::Closed }));
+            return work(Err(if open {
+                OpErrorKind::Completion(flushed)
+            } else {
+                OpErrorKind::Closed
+            }));
         }
         own.used = own.used.saturating_add(1);
         let mut turn = Turn { own, gate, peer: &self.peer, member, _deferral: deferral };
@@ -394,7 +409,11 @@ impl DcLease {
         self.enter(|to| work(to.unwrap_or_else(Destination::refused)))
     }
 
-    pub(in crate::dc) fn submit_inline<F>(&self, bytes: &[u8], work: impl FnOnce(Destination<'_>, &[u8]) -> F) -> F {
+    pub(in crate::dc) fn submit_inline<F>(
+        &self,
+        bytes: &[u8],
+        work: impl FnOnce(Destination<'_>, &[u8]) -> F,
+    ) -> F {
         self.submit(|to| work(to, bytes))
     }
 

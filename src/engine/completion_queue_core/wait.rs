@@ -23,7 +23,12 @@ impl CompletionQueueCore {
     /// Ends the first of a batch of `taken`, which is in `slot` and was asked for. If nobody waits for the rest it is left for
     /// who asks, and spared the way through the slot.
     #[inline(never)]
-    fn leave(mut guard: MutexGuard<'_, State>, taken: usize, queue: &WorkQueue, slot: &Slot<WorkQueue>) {
+    fn leave(
+        mut guard: MutexGuard<'_, State>,
+        taken: usize,
+        queue: &WorkQueue,
+        slot: &Slot<WorkQueue>,
+    ) {
         let (this, state) = (queue.cq(), &mut *guard);
         state.run -= taken;
         state.counters.completions += taken as u64;
@@ -190,10 +195,16 @@ impl CompletionQueueCore {
 
     /// Somebody else is draining.
     #[cold]
-    fn wait_locked(self: &Arc<Self>, slot: &Slot<WorkQueue>, context: &mut Context<'_>) -> Poll<()> {
+    fn wait_locked(
+        self: &Arc<Self>,
+        slot: &Slot<WorkQueue>,
+        context: &mut Context<'_>,
+    ) -> Poll<()> {
         // A poller has the lock most of the time, and will find what there is.
         if matches!(self.mode, CompletionMode::BusyPoll(_)) {
-            if self.register(slot, context.waker().clone(), &mut Spent::default()) == Registered::Imminent {
+            if self.register(slot, context.waker().clone(), &mut Spent::default())
+                == Registered::Imminent
+            {
                 contained(|| context.waker().wake_by_ref());
             }
             return if slot.is_complete() { Poll::Ready(()) } else { Poll::Pending };

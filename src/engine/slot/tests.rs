@@ -39,7 +39,9 @@ fn completion_of_an_operation_that_does_not_wait_stays_in_the_slot() {
     assert!(slot.claim(1));
     assert!(!slot.claim(1), "it is taken");
     assert_eq!((slot.id(), slot.parts(), slot.in_flight()), (ID, 1, Some(ID)));
-    assert!(slot.is_new() && slot.is_unwatched() && slot.is_current(ID) && slot.is_unwatched_in(ID));
+    assert!(
+        slot.is_new() && slot.is_unwatched() && slot.is_current(ID) && slot.is_unwatched_in(ID)
+    );
     assert!(!slot.is_complete() && !slot.is_current(WrId(8)) && !slot.is_unwatched_in(WrId(8)));
     assert!(slot.rouse().is_none(), "nothing waits");
 
@@ -47,7 +49,9 @@ fn completion_of_an_operation_that_does_not_wait_stays_in_the_slot() {
     assert!(matches!(slot.finish(WrId(8), Ok(success())), Finished::Stale));
     assert!(!slot.is_complete());
     assert!(slot.finish_unwatched(ID, &success()));
-    assert!(slot.is_complete() && !slot.is_new() && !slot.is_unwatched() && slot.in_flight().is_none());
+    assert!(
+        slot.is_complete() && !slot.is_new() && !slot.is_unwatched() && slot.in_flight().is_none()
+    );
     assert!(!slot.is_current(ID) && !slot.is_unwatched_in(ID));
     assert!(slot.outcome(|outcome| outcome.is_ok_and(|completion| completion.wr_id == ID)));
     // Once.
@@ -76,7 +80,9 @@ fn operation_that_waits_is_woken_by_its_latest_waker() {
     assert!(slot.claim(1));
     let ([(first, earlier), (second, later)], mut spent) = (wakers(), Spent::default());
     assert_eq!(slot.register(earlier.clone(), &mut spent), Registered::Fresh);
-    assert!(!slot.is_new() && !slot.is_unwatched() && !slot.is_unwatched_in(ID) && slot.is_current(ID));
+    assert!(
+        !slot.is_new() && !slot.is_unwatched() && !slot.is_unwatched_in(ID) && slot.is_current(ID)
+    );
     assert!(spent.iter().all(Option::is_none) && slot.in_flight() == Some(ID));
     assert!(!slot.finish_unwatched(ID, &success()), "its waker is to be taken");
     assert_eq!(slot.register(later.clone(), &mut spent), Registered::Again);
@@ -86,7 +92,9 @@ fn operation_that_waits_is_woken_by_its_latest_waker() {
     assert!(waits_no_more && waker.data() == later.data());
     assert!(slot.is_unwatched() && slot.rouse().is_none());
     assert_eq!(slot.register(waker.clone(), &mut spent), Registered::Fresh);
-    let Finished::Wake(waker) = slot.finish(ID, Err(OpErrorKind::Closed)) else { panic!("it waits") };
+    let Finished::Wake(waker) = slot.finish(ID, Err(OpErrorKind::Closed)) else {
+        panic!("it waits")
+    };
     waker.wake();
     let woken = [first, second].map(|count| count.0.load(std::sync::atomic::Ordering::Relaxed));
     assert_eq!((woken, slot.is_complete()), ([0, 1], true));
@@ -100,7 +108,10 @@ fn rounds_are_those_of_this_life() {
     assert_eq!(slot.rounds(), 0);
     slot.spin(3);
     assert_eq!(slot.rounds(), 3);
-    assert!(!slot.is_new() && slot.is_unwatched() && slot.is_unwatched_in(ID), "it has spun and does not wait");
+    assert!(
+        !slot.is_new() && slot.is_unwatched() && slot.is_unwatched_in(ID),
+        "it has spun and does not wait"
+    );
     assert!(slot.finish_unwatched(ID, &success()) && slot.is_complete());
     slot.free();
     assert!(slot.claim(1));
@@ -121,7 +132,9 @@ fn what_an_abandoned_operation_held_comes_back_with_its_completion() {
         assert!(matches!(slot.detach(held(1)), Detach::InFlight { waiting } if waiting == waits));
         assert!(slot.is_current(id) && slot.in_flight() == Some(id) && !slot.is_unwatched_in(id));
         assert!(!slot.finish_unwatched(id, &success()));
-        let Finished::Detached { held, waker } = slot.finish(id, Ok(success())) else { panic!("it was abandoned") };
+        let Finished::Detached { held, waker } = slot.finish(id, Ok(success())) else {
+            panic!("it was abandoned")
+        };
         assert_eq!((value(held), waker.is_some()), (1, waits));
         assert!(slot.in_flight() == Some(id), "until it is freed");
         slot.free();
@@ -188,8 +201,15 @@ fn after(phase: Phase, step: Step) -> Option<Phase> {
 #[test]
 fn each_step_leads_from_each_phase_where_the_table_says() {
     use Phase::{Complete, Detached, Free, Submitted, Waiting, Waking};
-    let steps =
-        [Step::Claim, Step::Register, Step::Finish, Step::FinishUnwatched, Step::Rouse, Step::Detach, Step::Free];
+    let steps = [
+        Step::Claim,
+        Step::Register,
+        Step::Finish,
+        Step::FinishUnwatched,
+        Step::Rouse,
+        Step::Detach,
+        Step::Free,
+    ];
     for phase in [Free, Submitted, Waiting, Waking, Complete, Detached] {
         for step in steps {
             let Some(expected) = after(phase, step) else { continue };
@@ -199,7 +219,10 @@ fn each_step_leads_from_each_phase_where_the_table_says() {
             }
             match phase {
                 Free | Submitted => {}
-                Waiting | Waking => assert_eq!(slot.register(waker.clone(), &mut Spent::default()), Registered::Fresh),
+                Waiting | Waking => assert_eq!(
+                    slot.register(waker.clone(), &mut Spent::default()),
+                    Registered::Fresh
+                ),
                 Complete => assert!(slot.finish_unwatched(ID, &success())),
                 Detached => assert!(matches!(slot.detach(None), Detach::InFlight { .. })),
             }
@@ -211,7 +234,10 @@ fn each_step_leads_from_each_phase_where_the_table_says() {
             let changed = match step {
                 Step::Claim => slot.claim(1),
                 Step::Register => {
-                    matches!(slot.register(waker, &mut Spent::default()), Registered::Fresh | Registered::Again)
+                    matches!(
+                        slot.register(waker, &mut Spent::default()),
+                        Registered::Fresh | Registered::Again
+                    )
                 }
                 Step::Finish => !matches!(slot.finish(ID, Ok(success())), Finished::Stale),
                 Step::FinishUnwatched => slot.finish_unwatched(ID, &success()),
@@ -224,7 +250,8 @@ fn each_step_leads_from_each_phase_where_the_table_says() {
             };
             let state = slot.state.load(Ordering::Relaxed);
             assert_eq!(state, expected as u32, "{step:?} of a slot that is {phase:?}");
-            let again = matches!((phase, step), (Waiting, Step::Register) | (Detached, Step::Finish));
+            let again =
+                matches!((phase, step), (Waiting, Step::Register) | (Detached, Step::Finish));
             assert_eq!(changed, phase != expected || again, "{step:?} of a slot that is {phase:?}");
         }
     }

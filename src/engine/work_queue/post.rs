@@ -18,7 +18,9 @@ use crate::engine::work_request_id::{INDEX_BITS, index_of};
 use crate::error::{LimitError, OpErrorKind, VerbError};
 use crate::memory::{Gather, PdKey, SgeList};
 use crate::sync::{MutexGuard, lock};
-use crate::types::{Data, QpAttr, QpState, RecvWr, SendFlags, SendOp, SendTarget, SendWr, Sge, WrId};
+use crate::types::{
+    Data, QpAttr, QpState, RecvWr, SendFlags, SendOp, SendTarget, SendWr, Sge, WrId,
+};
 use crate::verbs::PostError;
 
 impl WorkQueue {
@@ -148,7 +150,11 @@ impl WorkQueue {
         if !direct && patience == Patience::Try {
             drop(posting);
             // Completions that were taken and not handed out may stand for room.
-            return if self.cq.hand_out() { self.submit(request, buffer, patience) } else { Err(Refusal::Full) };
+            return if self.cq.hand_out() {
+                self.submit(request, buffer, patience)
+            } else {
+                Err(Refusal::Full)
+            };
         }
         let Some(claim) = self.claim(&mut posting.cursor, 1) else {
             return Err(self.too_many().into());
@@ -156,7 +162,8 @@ impl WorkQueue {
         if direct {
             let data = data_of(&sges, request.inline, request.window);
             let target = request.to.map(To::target);
-            let wr = SendWr { wr_id: claim.id(), op: SendOp::Send, flags: request.flags, data, target };
+            let wr =
+                SendWr { wr_id: claim.id(), op: SendOp::Send, flags: request.flags, data, target };
             if let Err(error) = posting.post_one(&claim, request.what, wr, &sges) {
                 claim.release();
                 return Err(posting.refusal(error).into());
@@ -193,7 +200,11 @@ impl WorkQueue {
         self.post_batch(&Parts { entries, pieces, common, signal_every, to }, patience)
     }
 
-    fn post_batch(self: &Arc<Self>, parts: &Parts<'_>, patience: Patience) -> Result<Claim<Self>, Refusal> {
+    fn post_batch(
+        self: &Arc<Self>,
+        parts: &Parts<'_>,
+        patience: Patience,
+    ) -> Result<Claim<Self>, Refusal> {
         let count = parts.entries.len();
         let mut posting = lock(&self.posting);
         if posting.poster.is_none() {
@@ -203,7 +214,11 @@ impl WorkQueue {
         if !direct && patience == Patience::Try {
             drop(posting);
             // Completions that were taken and not handed out may stand for room.
-            return if self.cq().hand_out() { self.post_batch(parts, patience) } else { Err(Refusal::Full) };
+            return if self.cq().hand_out() {
+                self.post_batch(parts, patience)
+            } else {
+                Err(Refusal::Full)
+            };
         }
         let Some(claim) = self.claim(&mut posting.cursor, count as u32) else {
             return Err(self.too_many().into());
@@ -257,7 +272,14 @@ impl WorkQueue {
         }
         if let Some(PostError { error, .. }) = refused {
             let mut woken = WakeList::new();
-            self.refuse_from(&mut posting, slot, posted as u32, to.map(To::target), error, &mut woken);
+            self.refuse_from(
+                &mut posting,
+                slot,
+                posted as u32,
+                to.map(To::target),
+                error,
+                &mut woken,
+            );
             drop(posting);
             woken.finish();
         }
@@ -296,7 +318,9 @@ impl WorkQueue {
             let data = data_of(&next.sges, next.inline.as_deref(), next.window.as_deref());
             let target = next.to.as_ref().map(Kept::target);
             let wr = SendWr { wr_id: next.id, op: SendOp::Send, flags: next.flags, data, target };
-            if let Err(error) = posting.post_one(self.slots.slot(index_of(next.id)), next.what, wr, &next.sges) {
+            if let Err(error) =
+                posting.post_one(self.slots.slot(index_of(next.id)), next.what, wr, &next.sges)
+            {
                 if next.batch {
                     self.refuse_in_line(posting, wr, error, woken);
                 } else {
@@ -350,9 +374,17 @@ impl WorkQueue {
 
     /// The first in line, which is a part of a batch, was refused: so is the rest of it, behind it in line.
     #[cold]
-    fn refuse_in_line(&self, posting: &mut Posting, wr: SendWr<'_>, error: VerbError, woken: &mut WakeList) {
+    fn refuse_in_line(
+        &self,
+        posting: &mut Posting,
+        wr: SendWr<'_>,
+        error: VerbError,
+        woken: &mut WakeList,
+    ) {
         let slot = self.slots.slot(index_of(wr.wr_id));
-        let Some(part) = slot.part(wr.wr_id) else { unreachable!("it is in flight until its last ends") };
+        let Some(part) = slot.part(wr.wr_id) else {
+            unreachable!("it is in flight until its last ends")
+        };
         for _ in part + 1..slot.parts() {
             posting.queued.pop_front();
             self.cq().no_longer_waiting();
@@ -408,8 +440,13 @@ impl WorkQueue {
             return;
         }
         self.slots.slot(index_of(last)).place(posting.posted as u32);
-        let beacon =
-            SendWr { wr_id: last, op: SendOp::Send, flags: SendFlags::SIGNALED, data: Data::Sges(&[]), target };
+        let beacon = SendWr {
+            wr_id: last,
+            op: SendOp::Send,
+            flags: SendFlags::SIGNALED,
+            data: Data::Sges(&[]),
+            target,
+        };
         // SAFETY: S1: it names no memory.
         match unsafe { qp.post_send(&[beacon]) } {
             Ok(()) => posting.posted += 1,
@@ -419,16 +456,29 @@ impl WorkQueue {
     }
 
     /// The device refuses to flush what is behind work that it refused for `error`.
-    pub(super) fn give_up(&self, stuck: &dyn std::fmt::Display, error: VerbError, woken: &mut WakeList) {
+    pub(super) fn give_up(
+        &self,
+        stuck: &dyn std::fmt::Display,
+        error: VerbError,
+        woken: &mut WakeList,
+    ) {
         tracing::warn!(error = %stuck, "a queue pair that cannot be flushed is destroyed");
         if let Some(queue_pair) = self.queue_pair() {
             woken.end(queue_pair, OpErrorKind::Post(error));
         }
     }
 
-    fn check_batch<B: Gather>(&self, entries: &[BatchEntry], buffers: &[B]) -> Result<Pieces, OpErrorKind> {
+    fn check_batch<B: Gather>(
+        &self,
+        entries: &[BatchEntry],
+        buffers: &[B],
+    ) -> Result<Pieces, OpErrorKind> {
         let allowed = self.limits.depth.min(MAX_PARTS);
-        LimitError::check("work requests of a batch (max_send_wr)", entries.len() as u64, allowed.into())?;
+        LimitError::check(
+            "work requests of a batch (max_send_wr)",
+            entries.len() as u64,
+            allowed.into(),
+        )?;
         let mut pieces = Pieces::default();
         let all = entries.iter().zip(buffers);
         // What there is most of.
@@ -469,12 +519,20 @@ impl WorkQueue {
     #[inline]
     fn check(&self, sges: &[Sge], inline: Option<&[u8]>, room: u64) -> Result<(), OpErrorKind> {
         if let Some(bytes) = inline {
-            LimitError::check("inline bytes (max_inline)", bytes.len() as u64, self.limits.max_inline.into())?;
+            LimitError::check(
+                "inline bytes (max_inline)",
+                bytes.len() as u64,
+                self.limits.max_inline.into(),
+            )?;
             LimitError::check("bytes for the remote region", bytes.len() as u64, room)?;
             return Ok(());
         }
         let bytes: u64 = sges.iter().map(|sge| u64::from(sge.length)).sum();
-        LimitError::check("scatter/gather elements (max_sge)", sges.len() as u64, self.limits.max_sge.into())?;
+        LimitError::check(
+            "scatter/gather elements (max_sge)",
+            sges.len() as u64,
+            self.limits.max_sge.into(),
+        )?;
         LimitError::check("message bytes", bytes, self.limits.max_message)?;
         LimitError::check("bytes for the remote region", bytes, room)?;
         Ok(())
@@ -482,6 +540,10 @@ impl WorkQueue {
 
     fn too_many(&self) -> OpErrorKind {
         let allowed = 1 << INDEX_BITS;
-        OpErrorKind::Limit(LimitError { field: "operations not yet awaited", asked: allowed + 1, allowed })
+        OpErrorKind::Limit(LimitError {
+            field: "operations not yet awaited",
+            asked: allowed + 1,
+            allowed,
+        })
     }
 }

@@ -44,7 +44,12 @@ fn batch_that_was_done_before_a_reset_has_succeeded() {
         for qp in [&a, &b] {
             let path = qp.path().0;
             let access = Some(Access::REMOTE_ALL);
-            let attr = QpAttr { pkey_index: Some(0), port: Some(path), access, ..QpAttr::to_state(QpState::Init) };
+            let attr = QpAttr {
+                pkey_index: Some(0),
+                port: Some(path),
+                access,
+                ..QpAttr::to_state(QpState::Init)
+            };
             qp.modify(&attr).unwrap();
         }
         a.connect(&b.endpoint()).unwrap();
@@ -53,7 +58,8 @@ fn batch_that_was_done_before_a_reset_has_succeeded() {
 }
 
 #[test]
-fn batch_of_a_queue_pair_that_cannot_be_flushed_ends_and_keeps_its_buffers_until_that_is_destroyed() {
+fn batch_of_a_queue_pair_that_cannot_be_flushed_ends_and_keeps_its_buffers_until_that_is_destroyed()
+{
     // Nothing moves there.
     let network = Network::simulated(1, Faults::none());
     let device = Device::software_in(&network, "stuck").unwrap();
@@ -74,7 +80,8 @@ fn batch_of_a_queue_pair_that_cannot_be_flushed_ends_and_keeps_its_buffers_until
 
     let give_up = || {
         let mut woken = WakeList::new();
-        let [stuck, refused] = ["ibv_modify_qp", "ibv_post_send"].map(|verb| VerbError::new(verb, VerbError::ENOMEM));
+        let [stuck, refused] =
+            ["ibv_modify_qp", "ibv_post_send"].map(|verb| VerbError::new(verb, VerbError::ENOMEM));
         a.send_queue().give_up(&stuck, refused, &mut woken);
         woken
     };
@@ -83,7 +90,12 @@ fn batch_of_a_queue_pair_that_cannot_be_flushed_ends_and_keeps_its_buffers_until
     assert!(batch.as_mut().poll(&mut context).is_pending() && pool.available() == 0);
     woken.finish();
     let Poll::Ready(result) = batch.as_mut().poll(&mut context) else { panic!("it hangs") };
-    assert!(result.results().iter().all(|part| matches!(part, Err(OpErrorKind::Post(_) | OpErrorKind::Completion(_)))));
+    assert!(
+        result
+            .results()
+            .iter()
+            .all(|part| matches!(part, Err(OpErrorKind::Post(_) | OpErrorKind::Completion(_))))
+    );
     drop(result);
     assert_eq!(pool.available(), 2);
     // Again, it is no harm.
@@ -113,7 +125,10 @@ fn part_in_flight_before_one_that_was_refused_has_not_succeeded() {
     assert!(batch.as_mut().poll(&mut context).is_pending());
     a.modify(&QpAttr::to_state(QpState::Reset)).unwrap();
     let Poll::Ready(result) = batch.as_mut().poll(&mut context) else { panic!("it hangs") };
-    assert_eq!(result.results(), [Err(OpErrorKind::Closed), Err(refused), Err(OpErrorKind::Closed)]);
+    assert_eq!(
+        result.results(),
+        [Err(OpErrorKind::Closed), Err(refused), Err(OpErrorKind::Closed)]
+    );
     drop(result);
     assert_eq!(pool.available(), 3);
 }
@@ -202,10 +217,14 @@ fn poster_that_wakes_a_waker_that_panics_does_not_notice() {
     assert!(waits.as_mut().poll(&mut Context::from_waker(&panics.clone().into())).is_pending());
     panics.0.store(true, Ordering::Relaxed);
     a.send_queue().room.retire(0);
-    let posted = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| a.write(alloc(), region.grant())));
+    let posted =
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| a.write(alloc(), region.grant())));
     let mut posted = pin!(posted.expect("the panic of another task's waker"));
     for write in [&mut waits, &mut posted] {
-        let Poll::Ready(refused) = write.as_mut().poll(&mut Context::from_waker(Waker::noop())) else { panic!() };
+        let Poll::Ready(refused) = write.as_mut().poll(&mut Context::from_waker(Waker::noop()))
+        else {
+            panic!()
+        };
         drop(refused.unwrap_err().into_buffer());
     }
     assert_eq!(pool.available(), 3);

@@ -24,7 +24,8 @@ pub(super) enum Call {
 }
 
 impl Call {
-    pub(super) const ALL: [Self; 5] = [Self::FinishAtEnd, Self::Finish, Self::Close, Self::Abort, Self::Drop];
+    pub(super) const ALL: [Self; 5] =
+        [Self::FinishAtEnd, Self::Finish, Self::Close, Self::Abort, Self::Drop];
 }
 
 /// Frames in flight, in order.
@@ -35,8 +36,10 @@ pub(super) struct Wire {
 }
 
 impl Wire {
-    pub(super) const EMPTY: Self =
-        Self { frames: [Header { kind: Kind::Ack, heard: false, released: 0, done: 0 }; MAX_WINDOW], len: 0 };
+    pub(super) const EMPTY: Self = Self {
+        frames: [Header { kind: Kind::Ack, heard: false, released: 0, done: 0 }; MAX_WINDOW],
+        len: 0,
+    };
 
     pub(super) fn is_empty(&self) -> bool {
         self.len == 0
@@ -111,7 +114,10 @@ impl End {
 
     /// An end with the smallest window, whose service makes these calls.
     pub(super) fn calling(data: u8, offers: u8, calls: &[Call]) -> Self {
-        Self { calls: Call::ALL.map(|call| calls.contains(&call)), ..Self::new(RESERVE + 1, RESERVE + 1, data, offers) }
+        Self {
+            calls: Call::ALL.map(|call| calls.contains(&call)),
+            ..Self::new(RESERVE + 1, RESERVE + 1, data, offers)
+        }
     }
 
     pub(super) fn send(&mut self, kind: Kind) {
@@ -163,7 +169,8 @@ impl End {
             self.wire.push(header);
             self.aborted = true;
         }
-        self.disturbed |= matches!(event, Event::Abort(_) | Event::Fail(_)) || self.stage() == Some(Stage::Aborting);
+        self.disturbed |= matches!(event, Event::Abort(_) | Event::Fail(_))
+            || self.stage() == Some(Stage::Aborting);
     }
 
     pub(super) fn call(&mut self, call: Call) {

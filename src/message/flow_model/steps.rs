@@ -21,7 +21,8 @@ pub(super) struct World {
 impl World {
     /// True if frames of `own` neither arrive nor are acknowledged.
     fn is_lost(&self, own: usize) -> bool {
-        self.cut || matches!(self.ends[1 - own].protocol.phase(), Phase::Failing(..) | Phase::Closed(_))
+        self.cut
+            || matches!(self.ends[1 - own].protocol.phase(), Phase::Failing(..) | Phase::Closed(_))
     }
 }
 
@@ -138,7 +139,10 @@ fn engine(steps: &mut Steps<'_>, own: usize) {
         Phase::Closed(_) => {}
     }
     let in_use = peer.wire.len as u32;
-    assert!(end.stage().is_none() || in_use <= end.posted, "frames in flight find a receive: {world:#?}");
+    assert!(
+        end.stage().is_none() || in_use <= end.posted,
+        "frames in flight find a receive: {world:#?}"
+    );
 }
 
 /// Adds the deadlines of an end.
@@ -163,7 +167,11 @@ fn service(steps: &mut Steps<'_>, own: usize) {
     }
     for (kind, left) in [(Kind::Data, end.data), (Kind::Offer, end.offers)] {
         // The queue pair of an end that fails sends nothing.
-        if left > 0 && end.stage().is_some() && phase.check_open().is_ok() && end.protocol.flow.may_send(kind) {
+        if left > 0
+            && end.stage().is_some()
+            && phase.check_open().is_ok()
+            && end.protocol.flow.may_send(kind)
+        {
             steps.add(own, |end, _| {
                 *(if kind == Kind::Data { &mut end.data } else { &mut end.offers }) -= 1;
                 end.send(kind);
@@ -171,7 +179,10 @@ fn service(steps: &mut Steps<'_>, own: usize) {
         }
     }
     // A peer that has finished may be gone; asking it means nothing.
-    if end.pings > 0 && end.protocol.flow.may_send(Kind::Ping) && !end.protocol.flow.peer_has_finished() {
+    if end.pings > 0
+        && end.protocol.flow.may_send(Kind::Ping)
+        && !end.protocol.flow.peer_has_finished()
+    {
         steps.add(own, |end, _| {
             end.pings -= 1;
             end.send(Kind::Ping);
@@ -183,12 +194,17 @@ fn service(steps: &mut Steps<'_>, own: usize) {
     let holds = !matches!(phase, Phase::Running(Stage::Lingering | Stage::Aborting));
     let received_all = matches!(
         phase,
-        Phase::Running(Stage::ReceivedAll | Stage::Complete) | Phase::Failing(Stage::ReceivedAll | Stage::Complete, _)
+        Phase::Running(Stage::ReceivedAll | Stage::Complete)
+            | Phase::Failing(Stage::ReceivedAll | Stage::Complete, _)
     );
     if holds && phase.takes_messages() && end.is_at_end() && !received_all {
         steps.add(own, |end, peer| {
             end.on(Event::EndReceived);
-            assert_eq!((end.arrived, end.inbox), (peer.sent, 0), "the end comes after the last message");
+            assert_eq!(
+                (end.arrived, end.inbox),
+                (peer.sent, 0),
+                "the end comes after the last message"
+            );
         });
     }
     for call in Call::ALL.into_iter().filter(|&call| end.calls[call as usize]) {
@@ -207,5 +223,9 @@ fn service(steps: &mut Steps<'_>, own: usize) {
 
 /// Asserts that an end that ends cleanly knows that all messages have arrived.
 fn assert_all_arrived(end: &End, peer: &End) {
-    assert_eq!((end.sent, end.arrived), (peer.arrived, peer.sent), "a clean end: {end:#?} {peer:#?}");
+    assert_eq!(
+        (end.sent, end.arrived),
+        (peer.arrived, peer.sent),
+        "a clean end: {end:#?} {peer:#?}"
+    );
 }

@@ -12,11 +12,13 @@ use bytes::Bytes;
 
 use crate::cm::{Attempt, ConnectError, FOR_MESSAGES, RejectReason, Step};
 use crate::error::{
-    CompletionError, LimitError, NoRuntime, OpError, OpErrorKind, OpenError, OutOfBounds, ReceiveLengths, SetupError,
-    TryError, UdpError, VerbError,
+    CompletionError, LimitError, NoRuntime, OpError, OpErrorKind, OpenError, OutOfBounds,
+    ReceiveLengths, SetupError, TryError, UdpError, VerbError,
 };
 use crate::memory::PoolError;
-use crate::message::{CloseReason, EstablishError, HandshakeError, MessageError, Refusal, Violation};
+use crate::message::{
+    CloseReason, EstablishError, HandshakeError, MessageError, Refusal, Violation,
+};
 use crate::op::EndpointError;
 use crate::types::{Access, QpAttrMask, QpState, Qpn, TransitionError, WcStatus};
 use crate::verbs::PostError;
@@ -74,7 +76,11 @@ fn errors_print_their_cause_and_do_not_return_it() {
     operations(&mut seen);
     connecting(&mut seen);
     messages(&mut seen);
-    assert_eq!(seen, error_types(), "an error type of the workspace has no case here, or the reverse");
+    assert_eq!(
+        seen,
+        error_types(),
+        "an error type of the workspace has no case here, or the reverse"
+    );
 }
 
 fn foundations(seen: &mut BTreeSet<String>) {
@@ -169,7 +175,12 @@ fn foundations(seen: &mut BTreeSet<String>) {
 }
 
 fn operations(seen: &mut BTreeSet<String>) {
-    let failed = CompletionError { status: WcStatus::REM_ACCESS_ERR, vendor_error: 1, qpn: Qpn(17), lengths: None };
+    let failed = CompletionError {
+        status: WcStatus::REM_ACCESS_ERR,
+        vendor_error: 1,
+        qpn: Qpn(17),
+        lengths: None,
+    };
     let lengths = Some(ReceiveLengths { capacity: 16, arrived: 1024 });
     let short = CompletionError { status: WcStatus::LOC_LEN_ERR, lengths, ..failed };
     cases!(seen, CompletionError { CompletionError { .. } } = [failed, short]);
@@ -382,20 +393,36 @@ fn errors_that_hold_another_one_print_all_of_it() {
         (setup.to_string(), VERB.to_string()),
         (OpenError::of("mlx5_0")(VERB).to_string(), VERB.to_string()),
         (OpenError::of("mlx5_0")(VERB).to_string(), "mlx5_0".to_owned()),
-        (OpenError::Udp(UdpError::NoRoute { peer: address.ip(), error: VERB }).to_string(), VERB.to_string()),
+        (
+            OpenError::Udp(UdpError::NoRoute { peer: address.ip(), error: VERB }).to_string(),
+            VERB.to_string(),
+        ),
         (PoolError::Register(setup.clone()).to_string(), VERB.to_string()),
         (OpErrorKind::CompletionQueue(VERB).to_string(), VERB.to_string()),
-        (OpErrorKind::State { qpn: Qpn(17), state: QpState::Init, error: VERB }.to_string(), VERB.to_string()),
-        (TryError::Refused(OpError::new(KIND, ())).to_string(), VERB.to_string()),
-        (ConnectError::Setup { attempt, error: setup.clone().into() }.to_string(), VERB.to_string()),
         (
-            EstablishError::Connect(ConnectError::Setup { attempt, error: setup.clone().into() }).to_string(),
+            OpErrorKind::State { qpn: Qpn(17), state: QpState::Init, error: VERB }.to_string(),
+            VERB.to_string(),
+        ),
+        (TryError::Refused(OpError::new(KIND, ())).to_string(), VERB.to_string()),
+        (
+            ConnectError::Setup { attempt, error: setup.clone().into() }.to_string(),
+            VERB.to_string(),
+        ),
+        (
+            EstablishError::Connect(ConnectError::Setup { attempt, error: setup.clone().into() })
+                .to_string(),
             address.to_string(),
         ),
-        (EstablishError::OtherProtocol { address, error: handshake }.to_string(), handshake.to_string()),
+        (
+            EstablishError::OtherProtocol { address, error: handshake }.to_string(),
+            handshake.to_string(),
+        ),
         (MessageError::Register(setup).to_string(), VERB.to_string()),
         (MessageError::Closed(CloseReason::Operation(KIND)).to_string(), VERB.to_string()),
-        (CloseReason::Violation(Violation::AfterFinish).to_string(), Violation::AfterFinish.to_string()),
+        (
+            CloseReason::Violation(Violation::AfterFinish).to_string(),
+            Violation::AfterFinish.to_string(),
+        ),
     ];
     for (text, cause) in wrapped {
         assert_eq!(text.matches(&cause).count(), 1, "{text:?} prints {cause:?} once");
@@ -405,7 +432,9 @@ fn errors_that_hold_another_one_print_all_of_it() {
 /// Names of all types of the workspace that are errors.
 fn error_types() -> BTreeSet<String> {
     let mut found = BTreeSet::new();
-    for source in ["src", "crates/rdma-provider/src", "crates/rdma-soft/src", "crates/rdma-ibverbs/src"] {
+    for source in
+        ["src", "crates/rdma-provider/src", "crates/rdma-soft/src", "crates/rdma-ibverbs/src"]
+    {
         collect(&Path::new(env!("CARGO_MANIFEST_DIR")).join(source), &mut found);
     }
     found
@@ -421,7 +450,9 @@ fn collect(folder: &Path, found: &mut BTreeSet<String>) {
         for line in fs::read_to_string(&path).unwrap().lines() {
             let Some((implementing, name)) = line.split_once("Error for ") else { continue };
             if implementing.starts_with("impl") && implementing.ends_with("error::") {
-                found.insert(name.chars().take_while(|character| character.is_alphanumeric()).collect());
+                found.insert(
+                    name.chars().take_while(|character| character.is_alphanumeric()).collect(),
+                );
             }
         }
     }

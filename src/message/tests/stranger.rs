@@ -25,7 +25,11 @@ pub(super) struct Stranger {
 impl Stranger {
     pub(super) fn new(network: &Network, name: &str) -> Self {
         let context = network.open(name).unwrap();
-        Self { channel: context.create_cm_channel().unwrap(), requests: Vec::new(), _context: context }
+        Self {
+            channel: context.create_cm_channel().unwrap(),
+            requests: Vec::new(),
+            _context: context,
+        }
     }
 
     /// Sends one more request.
@@ -35,7 +39,9 @@ impl Stranger {
         self.wait(|kind| matches!(kind, CmEventKind::AddressResolved));
         id.resolve_route(HANG).unwrap();
         self.wait(|kind| matches!(kind, CmEventKind::RouteResolved));
-        let hello = Handshake { buffer_size: 8192, receives: 68, max_message: 1 << 20 }.encode(b"").unwrap();
+        let hello = Handshake { buffer_size: 8192, receives: 68, max_message: 1 << 20 }
+            .encode(b"")
+            .unwrap();
         let params = CmParams {
             qpn: Qpn(0x100 + self.requests.len() as u32),
             private_data: &hello,

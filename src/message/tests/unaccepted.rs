@@ -9,7 +9,9 @@ use futures::pin_mut;
 
 use super::stranger::Stranger;
 use crate::cm::{ConnectError, Step};
-use crate::message::{CloseReason, Connection, ConnectionConfig, EstablishError, Listener, MessageError, Refusal};
+use crate::message::{
+    CloseReason, Connection, ConnectionConfig, EstablishError, Listener, MessageError, Refusal,
+};
 use crate::software::Network;
 use crate::verbs::Device;
 
@@ -32,8 +34,10 @@ impl Sides {
     /// A listener whose device answers peers from now on.
     async fn new(config: &ConnectionConfig) -> Self {
         let network = Network::new();
-        let (server, client) =
-            (Device::software_in(&network, "server").unwrap(), Device::software_in(&network, "client").unwrap());
+        let (server, client) = (
+            Device::software_in(&network, "server").unwrap(),
+            Device::software_in(&network, "client").unwrap(),
+        );
         let address = server.default_path().unwrap().1.gid.to_ip();
         let listener = Listener::bind_with(&server, (address, 0), config).await.unwrap();
         assert!(poll_immediate(Box::pin(listener.accept())).await.is_none());
@@ -59,7 +63,9 @@ fn request_whose_peer_has_left_fails_as_disconnected() {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
         let error = request.accept().await.map(drop).unwrap_err();
-        let EstablishError::Connect(error @ ConnectError::Disconnected { .. }) = &error else { panic!("{error:?}") };
+        let EstablishError::Connect(error @ ConnectError::Disconnected { .. }) = &error else {
+            panic!("{error:?}")
+        };
         assert_eq!((error.step(), error.address()), (Some(Step::Prepare), Some(peer)));
         let stats = sides.listener.stats();
         assert_eq!((stats.open, stats.accepted, stats.failed), (0, 0, 1));
@@ -71,9 +77,11 @@ fn accept_passes_over_a_peer_that_leaves_before_its_handshake_runs() {
     run(|| async {
         let sides = Sides::new(&ConnectionConfig::default()).await;
         let (client, address) = (sides.client.clone(), sides.address);
-        let (connected, leave) = (tokio::sync::oneshot::channel(), std::sync::mpsc::channel::<()>());
+        let (connected, leave) =
+            (tokio::sync::oneshot::channel(), std::sync::mpsc::channel::<()>());
         let peer = std::thread::spawn(move || {
-            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            let runtime =
+                tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
             runtime.block_on(async {
                 let connection = Connection::connect(&client, address).await.unwrap();
                 connected.0.send(()).unwrap();
@@ -119,8 +127,9 @@ fn service_that_accepts_each_request_in_turn_serves_peers_behind_silent_ones() {
         let patient = ConnectionConfig::default().connect_timeout(2 * HANG);
         let sides = Sides::new(&patient).await;
         drop(poll_immediate(Box::pin(sides.listener.request())).await);
-        let mut silent: Vec<_> =
-            (0..4).map(|number| Stranger::new(&sides.network, &format!("silent{number}"))).collect();
+        let mut silent: Vec<_> = (0..4)
+            .map(|number| Stranger::new(&sides.network, &format!("silent{number}")))
+            .collect();
         for peer in &mut silent {
             peer.request(sides.address);
         }
@@ -132,14 +141,18 @@ fn service_that_accepts_each_request_in_turn_serves_peers_behind_silent_ones() {
                         connection.send("served").await.unwrap();
                         return (connection, gave_way);
                     }
-                    Err(EstablishError::Connect(ConnectError::TimedOut { step: Step::Establish, .. })) => gave_way += 1,
+                    Err(EstablishError::Connect(ConnectError::TimedOut {
+                        step: Step::Establish,
+                        ..
+                    })) => gave_way += 1,
                     Err(error) => panic!("{error:?}"),
                 }
             }
         };
         let connect = async {
-            let connection =
-                Connection::connect(&sides.client, sides.address).await.expect("an honest client connects");
+            let connection = Connection::connect(&sides.client, sides.address)
+                .await
+                .expect("an honest client connects");
             assert_eq!(connection.recv().await.unwrap().unwrap(), "served");
             connection
         };
@@ -162,7 +175,8 @@ fn peers_beyond_the_limit_that_were_answered_are_told_why_they_end() {
             }
         };
         let ask = async {
-            let asked = join_all((0..ALL).map(|_| Connection::connect(&sides.client, sides.address))).await;
+            let asked =
+                join_all((0..ALL).map(|_| Connection::connect(&sides.client, sides.address))).await;
             let (mut served, mut told) = (Vec::new(), 0);
             for asked in asked {
                 match asked {
@@ -171,16 +185,23 @@ fn peers_beyond_the_limit_that_were_answered_are_told_why_they_end() {
                             assert_eq!(message.unwrap(), "served");
                             served.push(connection);
                         }
-                        Err(MessageError::Closed(CloseReason::Refused(Refusal::ListenerFull))) => told += 1,
+                        Err(MessageError::Closed(CloseReason::Refused(Refusal::ListenerFull))) => {
+                            told += 1
+                        }
                         Err(error) => panic!("{error:?}"),
                     },
-                    Err(EstablishError::Refused { refusal: Refusal::ListenerFull, .. }) => told += 1,
+                    Err(EstablishError::Refused { refusal: Refusal::ListenerFull, .. }) => {
+                        told += 1
+                    }
                     Err(error) => panic!("{error:?}"),
                 }
             }
             assert_eq!((served.len(), told), (2, ALL - 2));
             let stats = sides.listener.stats();
-            assert_eq!((stats.open, stats.accepted, stats.refused_full, stats.failed), (2, 2, ALL as u64 - 2, 0));
+            assert_eq!(
+                (stats.open, stats.accepted, stats.refused_full, stats.failed),
+                (2, 2, ALL as u64 - 2, 0)
+            );
         };
         tokio::select! {
             () = serve => unreachable!("it accepts for ever"),

@@ -23,14 +23,17 @@ struct Beset {
 impl Beset {
     async fn new(handshakes: u32, sources: usize, requests: usize) -> Self {
         let network = Network::new();
-        let (server, client) =
-            (Device::software_in(&network, "server").unwrap(), Device::software_in(&network, "client").unwrap());
+        let (server, client) = (
+            Device::software_in(&network, "server").unwrap(),
+            Device::software_in(&network, "client").unwrap(),
+        );
         let gid = server.default_path().unwrap().1.gid;
         let config = ConnectionConfig::default().handshakes(handshakes);
         let listener = Listener::bind_with(&server, (gid.to_ip(), 0), &config).await.unwrap();
         listener.never_answer();
-        let mut strangers: Vec<_> =
-            (0..sources).map(|number| Stranger::new(&network, &format!("stranger{number}"))).collect();
+        let mut strangers: Vec<_> = (0..sources)
+            .map(|number| Stranger::new(&network, &format!("stranger{number}")))
+            .collect();
         for number in 0..requests {
             strangers[number % sources].request(listener.local_addr());
         }
@@ -46,7 +49,8 @@ impl Beset {
 }
 
 fn run<F: Future<Output = ()>>(test: impl FnOnce() -> F) {
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     runtime.block_on(async { tokio::time::timeout(HANG, test()).await.expect("hangs") });
 }
 
@@ -64,7 +68,11 @@ fn handshakes_that_are_not_confirmed_give_way_where_the_program_answers() {
 
 #[test]
 fn handshake_gives_way_after_its_grace_in_real_time_under_a_paused_clock() {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .start_paused(true)
+        .build()
+        .unwrap();
     runtime.block_on(async {
         let it = Beset::new(1, 1, 1).await;
         let start = Instant::now();

@@ -86,7 +86,9 @@ pub(crate) mod command {
 }
 
 /// The numbers in `errno(3)` that commands answer.
-pub(crate) use libc::{EBUSY, EFAULT, EINVAL, EMFILE, ENODATA, ENOMEM, ENOSPC, EOPNOTSUPP, EPROTONOSUPPORT};
+pub(crate) use libc::{
+    EBUSY, EFAULT, EINVAL, EMFILE, ENODATA, ENOMEM, ENOSPC, EOPNOTSUPP, EPROTONOSUPPORT,
+};
 
 pub(crate) mod access {
     pub(crate) const LOCAL_WRITE: u32 = 1;

@@ -22,8 +22,14 @@ impl Channel {
     pub(crate) fn new() -> Result<(RawFd, Self), i32> {
         let mut ends = [0; 2];
         // SAFETY: room for the two descriptors.
-        let result =
-            unsafe { libc::socketpair(libc::AF_UNIX, libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC, 0, ends.as_mut_ptr()) };
+        let result = unsafe {
+            libc::socketpair(
+                libc::AF_UNIX,
+                libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC,
+                0,
+                ends.as_mut_ptr(),
+            )
+        };
         if result != 0 {
             return Err(errno());
         }
@@ -53,7 +59,9 @@ impl Channel {
         while let Some(record) = self.backlog.front() {
             let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
             // SAFETY: a descriptor of ours, and the record's bytes.
-            let sent = unsafe { libc::send(self.writer.as_raw_fd(), record.as_ptr().cast(), record.len(), flags) };
+            let sent = unsafe {
+                libc::send(self.writer.as_raw_fd(), record.as_ptr().cast(), record.len(), flags)
+            };
             if sent < 0 {
                 return;
             }
@@ -71,7 +79,9 @@ impl Channel {
         loop {
             let room = record.as_mut_ptr().cast();
             // SAFETY: a descriptor of ours, and room for its records.
-            let len = unsafe { libc::recv(self.reader.as_raw_fd(), room, record.len(), libc::MSG_DONTWAIT) };
+            let len = unsafe {
+                libc::recv(self.reader.as_raw_fd(), room, record.len(), libc::MSG_DONTWAIT)
+            };
             match usize::try_from(len) {
                 Ok(len) if len > 0 => unread.push_back(record[..len].to_vec()),
                 _ => break,

@@ -49,7 +49,8 @@ impl State {
         let Some(cq) = self.cqs.get_mut(&handle) else { return };
         let (outstanding, entries, number) = (cq.outstanding(), cq.entries, cq.number);
         if outstanding > entries {
-            let detail = format!("{} is taken, {} written", cq.records.record(0), cq.produced & INDEX);
+            let detail =
+                format!("{} is taken, {} written", cq.records.record(0), cq.produced & INDEX);
             self.lint.note(number, Problem::WrongOwner, detail);
         }
         if cq.overrun {
@@ -95,7 +96,9 @@ impl State {
         let Some(cq) = self.cqs.get_mut(&handle) else { return };
         let record = cq.records.record(1);
         // Other queues ring on the same page. Zero is what the record begins with.
-        if cq.last_arm == Some(record) || cq.last_arm.is_none() && record == 0 && cq.channel.is_none() {
+        if cq.last_arm == Some(record)
+            || cq.last_arm.is_none() && record == 0 && cq.channel.is_none()
+        {
             return;
         }
         cq.last_arm = Some(record);
@@ -117,7 +120,8 @@ impl State {
     pub(crate) fn end_overrun(&mut self) {
         for cq in std::mem::take(&mut self.overrun) {
             let uses = |qp: &Qp| qp.send_cq == cq || qp.recv_cq == cq;
-            let users: Vec<_> = self.qps.iter().filter(|(_, qp)| uses(qp)).map(|(&qp, _)| qp).collect();
+            let users: Vec<_> =
+                self.qps.iter().filter(|(_, qp)| uses(qp)).map(|(&qp, _)| qp).collect();
             for qp in users {
                 self.qp_event(qp, event::QP_FATAL);
                 self.fail_qp(qp);
@@ -153,7 +157,8 @@ impl State {
         let Self { cqs, lint, .. } = self;
         for cq in cqs.values() {
             if cq.outstanding() > cq.entries && !cq.overrun {
-                let detail = format!("{} is taken, {} written", cq.records.record(0), cq.produced & INDEX);
+                let detail =
+                    format!("{} is taken, {} written", cq.records.record(0), cq.produced & INDEX);
                 lint.note(cq.number, Problem::WrongOwner, detail);
             }
         }

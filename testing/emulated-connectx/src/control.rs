@@ -160,7 +160,8 @@ impl EmulatedConnectX {
         }
         let missing = interpose::missing();
         if !missing.is_empty() {
-            let message = format!("{missing:?} are not exported: link with -C link-arg=-Wl,--export-dynamic");
+            let message =
+                format!("{missing:?} are not exported: link with -C link-arg=-Wl,--export-dynamic");
             return Err(io::Error::new(io::ErrorKind::Unsupported, message));
         }
         let (link, devices) = (options.link, options.devices);
@@ -170,7 +171,8 @@ impl EmulatedConnectX {
         }
         let state = lock();
         if (state.options.link, state.options.devices) != (link, devices) {
-            let message = format!("{:?} of {} devices runs", state.options.link, state.options.devices);
+            let message =
+                format!("{:?} of {} devices runs", state.options.link, state.options.devices);
             return Err(io::Error::new(io::ErrorKind::AlreadyExists, message));
         }
         let root = sysfs::build(&state.ports())?;
@@ -259,7 +261,11 @@ impl EmulatedConnectX {
         assert!(device < state.options.devices, "there are {} devices", state.options.devices);
         if state.port_up[device] != up {
             state.port_up[device] = up;
-            state.device_event(device, 1, if up { abi::event::PORT_ACTIVE } else { abi::event::PORT_ERR });
+            state.device_event(
+                device,
+                1,
+                if up { abi::event::PORT_ACTIVE } else { abi::event::PORT_ERR },
+            );
         }
     }
 
@@ -355,7 +361,9 @@ impl Policy {
         let place = |qpn| qps.iter().position(|&of| of == qpn).unwrap_or(0);
         match order {
             Release::InOrder => {}
-            Release::QueuePairsReversed => all.sort_by_key(|waiting| std::cmp::Reverse(place(waiting.qpn))),
+            Release::QueuePairsReversed => {
+                all.sort_by_key(|waiting| std::cmp::Reverse(place(waiting.qpn)))
+            }
             Release::Interleaved => {
                 let mut turns = vec![0_usize; qps.len()];
                 let mut keyed: Vec<_> = all

@@ -49,7 +49,13 @@ impl Cqe {
     }
 
     /// A receive that succeeded.
-    pub(crate) fn receive(uidx: u32, opcode: Opcode, qpn: u32, wqe: u16, arrived: &Arrived) -> Self {
+    pub(crate) fn receive(
+        uidx: u32,
+        opcode: Opcode,
+        qpn: u32,
+        wqe: u16,
+        arrived: &Arrived,
+    ) -> Self {
         let mut cqe = Self::new(uidx, opcode, qpn, wqe);
         cqe.put(22, &arrived.source_lid.to_be_bytes());
         let route = u32::from(arrived.has_grh) << 28 | u32::from(arrived.service_level & 15) << 24;
@@ -61,7 +67,14 @@ impl Cqe {
     }
 
     /// A request or receive that failed or was flushed.
-    pub(crate) fn error(uidx: u32, opcode: Opcode, qpn: u32, wqe: u16, operation: u8, status: Status) -> Self {
+    pub(crate) fn error(
+        uidx: u32,
+        opcode: Opcode,
+        qpn: u32,
+        wqe: u16,
+        operation: u8,
+        status: Status,
+    ) -> Self {
         /// Of the vendor; this one is made up.
         const VENDOR: u8 = 0x68;
         let mut cqe = Self::new(uidx, opcode, u32::from(operation) << 24 | qpn, wqe);

@@ -46,7 +46,10 @@ pub(crate) fn missing() -> Vec<&'static str> {
         // SAFETY: a name that ends in a zero.
         unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) }.cast_const()
     };
-    ours.iter().filter(|(name, own)| found(name) != *own).map(|(name, _)| name.to_str().unwrap_or("?")).collect()
+    ours.iter()
+        .filter(|(name, own)| found(name) != *own)
+        .map(|(name, _)| name.to_str().unwrap_or("?"))
+        .collect()
 }
 
 /// Names `fd` as the completion or event channel it is.
@@ -64,12 +67,18 @@ pub(crate) fn closed() -> Vec<(c_int, Option<u32>)> {
     if CLOSINGS.swap(0, Ordering::Acquire) == 0 {
         return Vec::new();
     }
-    let were = CLOSED.iter().enumerate().map(|(fd, was)| (fd as c_int, was.swap(0, Ordering::Acquire)));
-    were.filter(|&(_, was)| was != 0).map(|(fd, was)| (fd, (was != CHANNEL).then_some(was >> 1))).collect()
+    let were =
+        CLOSED.iter().enumerate().map(|(fd, was)| (fd as c_int, was.swap(0, Ordering::Acquire)));
+    were.filter(|&(_, was)| was != 0)
+        .map(|(fd, was)| (fd, (was != CHANNEL).then_some(was >> 1)))
+        .collect()
 }
 
 fn kind(fd: c_int) -> u32 {
-    usize::try_from(fd).ok().and_then(|fd| KIND.get(fd)).map_or(0, |kind| kind.load(Ordering::Acquire))
+    usize::try_from(fd)
+        .ok()
+        .and_then(|fd| KIND.get(fd))
+        .map_or(0, |kind| kind.load(Ordering::Acquire))
 }
 
 fn fail(errno: c_int) -> c_int {
@@ -106,7 +115,8 @@ unsafe fn resolve<'a>(path: *const c_char, room: &'a mut Room) -> Option<Path<'a
             _ => None,
         };
     }
-    let below = path.strip_prefix(b"/sys").filter(|below| below.starts_with(b"/class/infiniband"))?;
+    let below =
+        path.strip_prefix(b"/sys").filter(|below| below.starts_with(b"/class/infiniband"))?;
     let root = sysfs.as_bytes();
     let len = root.len() + below.len();
     if len >= room.len() {
@@ -123,7 +133,9 @@ unsafe fn resolve<'a>(path: *const c_char, room: &'a mut Room) -> Option<Path<'a
 /// As `openat(2)`.
 unsafe fn open_at(directory: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
     // SAFETY: `directory`, `path` and the rest are the caller's.
-    let open = |path: *const c_char| unsafe { libc::syscall(libc::SYS_openat, directory, path, flags, mode) as c_int };
+    let open = |path: *const c_char| unsafe {
+        libc::syscall(libc::SYS_openat, directory, path, flags, mode) as c_int
+    };
     let mut room = [0; 512];
     // SAFETY: the caller's path, or null.
     match unsafe { resolve(path, &mut room) } {
@@ -175,7 +187,12 @@ pub unsafe extern "C" fn open64(path: *const c_char, flags: c_int, mode: c_uint)
 ///
 /// As `openat(2)`.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn openat(directory: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
+pub unsafe extern "C" fn openat(
+    directory: c_int,
+    path: *const c_char,
+    flags: c_int,
+    mode: c_uint,
+) -> c_int {
     // SAFETY: as the caller promises.
     unsafe { open_at(directory, path, flags, mode) }
 }
@@ -186,7 +203,12 @@ pub unsafe extern "C" fn openat(directory: c_int, path: *const c_char, flags: c_
 ///
 /// As `openat(2)`.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn openat64(directory: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
+pub unsafe extern "C" fn openat64(
+    directory: c_int,
+    path: *const c_char,
+    flags: c_int,
+    mode: c_uint,
+) -> c_int {
     // SAFETY: as the caller promises.
     unsafe { open_at(directory, path, flags, mode) }
 }
@@ -319,7 +341,9 @@ pub unsafe extern "C" fn mmap(
         }
     }
     // SAFETY: as the caller promises.
-    unsafe { libc::syscall(libc::SYS_mmap, address, len, protection, flags, fd, offset) as *mut c_void }
+    unsafe {
+        libc::syscall(libc::SYS_mmap, address, len, protection, flags, fd, offset) as *mut c_void
+    }
 }
 
 /// `mmap(2)`.

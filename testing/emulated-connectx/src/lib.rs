@@ -16,7 +16,11 @@
 //!
 //! One process has one device, started once: tests in one file share it, and those that need another link are another file.
 
-#[cfg(not(all(target_os = "linux", target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64"))))]
+#[cfg(not(all(
+    target_os = "linux",
+    target_env = "gnu",
+    any(target_arch = "x86_64", target_arch = "aarch64")
+)))]
 compile_error!("the calls that are taken over are those of glibc on Linux, x86-64 or aarch64");
 
 mod abi;

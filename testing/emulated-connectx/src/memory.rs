@@ -90,7 +90,8 @@ impl Buffer {
         assert!(at.is_aligned(), "the address of an atomic has been checked");
         // SAFETY: within the buffer, mapped, aligned.
         let word = unsafe { &*at };
-        word.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |old| Some(change(old))).unwrap_or_else(|old| old)
+        word.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |old| Some(change(old)))
+            .unwrap_or_else(|old| old)
     }
 }
 
@@ -104,7 +105,8 @@ pub(crate) fn populate(start: u64, length: u64, write: bool) -> bool {
     let there = (&raw const own).expose_provenance() as u64 & !(PAGE - 1);
     let known = *KNOWN.get_or_init(|| advise(there, PAGE, POPULATE_READ));
     let first = start & !(PAGE - 1);
-    !known || advise(first, start + length - first, if write { POPULATE_WRITE } else { POPULATE_READ })
+    !known
+        || advise(first, start + length - first, if write { POPULATE_WRITE } else { POPULATE_READ })
 }
 
 /// `MADV_POPULATE_READ` and `MADV_POPULATE_WRITE` of `madvise(2)`.

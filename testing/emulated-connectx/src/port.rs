@@ -72,7 +72,10 @@ impl Port {
                 let mut v6 = [0; 16];
                 v6[..4].copy_from_slice(&[0x20, 0x01, 0x0d, 0xb8]);
                 v6[15] = host;
-                [local, v4, v6].into_iter().flat_map(|gid| [(gid, ROCE_V1), (gid, ROCE_V2)]).collect()
+                [local, v4, v6]
+                    .into_iter()
+                    .flat_map(|gid| [(gid, ROCE_V1), (gid, ROCE_V2)])
+                    .collect()
             }
         }
     }

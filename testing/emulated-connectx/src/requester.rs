@@ -89,7 +89,11 @@ impl State {
                     let wait = Duration::from_micros(wait).min(self.options.longest_rnr_wait);
                     self.again(
                         handle,
-                        Attempt { rnr_naks: naks, timeouts: 0, not_before: Some(Instant::now() + wait) },
+                        Attempt {
+                            rnr_naks: naks,
+                            timeouts: 0,
+                            not_before: Some(Instant::now() + wait),
+                        },
                     );
                     return true;
                 }
@@ -102,7 +106,10 @@ impl State {
                 if timeouts <= u32::from(qp.attr.retry_cnt) + 1 {
                     // The first attempt waits as each repetition does.
                     let not_before = Some(Instant::now() + wait);
-                    self.again(handle, Attempt { rnr_naks: qp.attempt.rnr_naks, timeouts, not_before });
+                    self.again(
+                        handle,
+                        Attempt { rnr_naks: qp.attempt.rnr_naks, timeouts, not_before },
+                    );
                     return true;
                 }
                 Status::RetryExceeded
@@ -110,7 +117,8 @@ impl State {
             Outcome::Failed(status) => status,
         };
         self.advance(handle, control.blocks());
-        let cqe = Cqe::error(qp.uidx, Opcode::RequestError, qp.number, sq.index, control.opcode, status);
+        let cqe =
+            Cqe::error(qp.uidx, Opcode::RequestError, qp.number, sq.index, control.opcode, status);
         self.complete(qp.send_cq, qp.number, cqe);
         match is_unreliable(qp.kind) {
             // Receives go on.
@@ -144,12 +152,17 @@ impl State {
     fn attempt(&mut self, handle: Handle, qp: &Qp, control: &Control, entry: &[u8]) -> Outcome {
         let index = qp.sq.expect("it has a request").index;
         let addressed = matches!(qp.kind, Kind::Ud | Kind::Dci);
-        let checked = check(control, index, qp.number)
-            .and_then(|()| Send::parse(control, entry, addressed).map_err(|malformed| malformed.to_string()));
+        let checked = check(control, index, qp.number).and_then(|()| {
+            Send::parse(control, entry, addressed).map_err(|malformed| malformed.to_string())
+        });
         let request = match checked {
             Ok(request) => request,
             Err(detail) => {
-                self.lint.note(qp.number, Problem::MalformedWqe, format!("at {index:#x}: {detail}"));
+                self.lint.note(
+                    qp.number,
+                    Problem::MalformedWqe,
+                    format!("at {index:#x}: {detail}"),
+                );
                 return Status::LocalQueuePairOperation.into();
             }
         };
@@ -176,7 +189,11 @@ impl State {
         let outcome = self.transfer(qp, target, control, &request, &payload, &local);
         match outcome {
             // No one tells the sender.
-            Outcome::NotReady(_) | Outcome::Silent | Outcome::Failed(_) if is_unreliable(qp.kind) => self.lost(qp),
+            Outcome::NotReady(_) | Outcome::Silent | Outcome::Failed(_)
+                if is_unreliable(qp.kind) =>
+            {
+                self.lost(qp)
+            }
             outcome => outcome,
         }
     }
@@ -233,7 +250,10 @@ impl State {
             Some(to) => (self.device_at(to.lid, to.route.as_ref().map(|route| &route.gid)), to.qpn),
             None => {
                 let dest = &qp.attr.dest;
-                (self.device_at(dest.dlid, (dest.is_global != 0).then_some(&dest.dgid)), qp.attr.dest_qpn)
+                (
+                    self.device_at(dest.dlid, (dest.is_global != 0).then_some(&dest.dgid)),
+                    qp.attr.dest_qpn,
+                )
             }
         };
         let target = *self.qp_by_number.get(&number)?;
@@ -253,9 +273,11 @@ impl State {
             }),
             Kind::Dct => false,
         };
-        let there = peer.kind == expected && peer.responds() && Some(peer.device) == device && knows;
+        let there =
+            peer.kind == expected && peer.responds() && Some(peer.device) == device && knows;
         // To itself only if it says so, which the check of its peer's number has shown.
-        (there && (target != handle || matches!(qp.kind, Kind::Rc | Kind::Uc | Kind::Ud))).then_some(target)
+        (there && (target != handle || matches!(qp.kind, Kind::Rc | Kind::Uc | Kind::Ud)))
+            .then_some(target)
     }
 
     fn transfer(
@@ -279,17 +301,29 @@ impl State {
         match request.operation {
             Operation::Nop => Outcome::Done(0),
             // There are no keys that may be invalidated.
-            Operation::SendInvalidate => match self.refuse_receive(target, Status::RemoteInvalidRequest) {
-                Answer::NotReady => self.outcome(target, Answer::NotReady),
-                _ => Outcome::Silent,
-            },
+            Operation::SendInvalidate => {
+                match self.refuse_receive(target, Status::RemoteInvalidRequest) {
+                    Answer::NotReady => self.outcome(target, Answer::NotReady),
+                    _ => Outcome::Silent,
+                }
+            }
             Operation::Send | Operation::SendImm => {
-                let opcode = if request.operation == Operation::Send { Opcode::Send } else { Opcode::SendImm };
+                let opcode = if request.operation == Operation::Send {
+                    Opcode::Send
+                } else {
+                    Opcode::SendImm
+                };
                 let header = match qp.kind {
                     Kind::Ud => {
                         let route = request.address.and_then(|to| to.route);
                         let port = self.port(qp.device);
-                        responder::datagram_header(self.options.link, &port, route.as_ref(), payload.len()).to_vec()
+                        responder::datagram_header(
+                            self.options.link,
+                            &port,
+                            route.as_ref(),
+                            payload.len(),
+                        )
+                        .to_vec()
                     }
                     _ => Vec::new(),
                 };
@@ -304,15 +338,17 @@ impl State {
                 if takes_receive && !self.has_receive(target) {
                     return self.outcome(target, Answer::NotReady);
                 }
-                let memory = match self.remote(target, &remote, payload.len() as u64, wanted, takes_receive) {
-                    Ok(memory) => memory,
-                    Err(status) => {
-                        if takes_receive && status == Status::RemoteAccess {
-                            self.refuse_receive(target, Status::LocalAccess);
+                let memory =
+                    match self.remote(target, &remote, payload.len() as u64, wanted, takes_receive)
+                    {
+                        Ok(memory) => memory,
+                        Err(status) => {
+                            if takes_receive && status == Status::RemoteAccess {
+                                self.refuse_receive(target, Status::LocalAccess);
+                            }
+                            return status.into();
                         }
-                        return status.into();
-                    }
-                };
+                    };
                 if let Some(memory) = memory {
                     memory.write(0, payload);
                 }
@@ -325,9 +361,13 @@ impl State {
             Operation::Read => {
                 let remote = request.remote.expect("reads have one");
                 let len: u64 = local.iter().map(Buffer::len).sum();
-                match self.remote(target, &remote, len, responder::wanted(request.operation), false) {
+                match self.remote(target, &remote, len, responder::wanted(request.operation), false)
+                {
                     Ok(memory) => {
-                        responder::scatter(local, &memory.map(|memory| memory.bytes()).unwrap_or_default());
+                        responder::scatter(
+                            local,
+                            &memory.map(|memory| memory.bytes()).unwrap_or_default(),
+                        );
                         Outcome::Done(len as u32)
                     }
                     Err(status) => status.into(),
@@ -345,10 +385,11 @@ impl State {
             self.fail_qp(target);
             return Status::RemoteInvalidRequest.into();
         }
-        let memory = match self.remote(target, &remote, 8, responder::wanted(request.operation), false) {
-            Ok(memory) => memory.expect("eight bytes"),
-            Err(status) => return status.into(),
-        };
+        let memory =
+            match self.remote(target, &remote, 8, responder::wanted(request.operation), false) {
+                Ok(memory) => memory.expect("eight bytes"),
+                Err(status) => return status.into(),
+            };
         // A region may begin at an address that is not that of its memory.
         if !memory.address().is_multiple_of(8) {
             return Status::RemoteInvalidRequest.into();
@@ -384,7 +425,12 @@ impl State {
     }
 
     /// The receive that a write with immediate data uses gets none of the bytes.
-    fn deliver_immediate(&mut self, target: Handle, mut arrived: Arrived, written: usize) -> Answer {
+    fn deliver_immediate(
+        &mut self,
+        target: Handle,
+        mut arrived: Arrived,
+        written: usize,
+    ) -> Answer {
         let receive = self.take_receive(target);
         let qp = &self.qps[&target];
         let (cq, number, uidx) = (qp.recv_cq, qp.number, qp.uidx);
@@ -392,7 +438,11 @@ impl State {
             responder::Receive::None => Answer::NotReady,
             responder::Receive::Taken { wqe, .. } | responder::Receive::Refused { wqe } => {
                 arrived.bytes = written as u32;
-                self.complete(cq, number, Cqe::receive(uidx, Opcode::WriteImm, number, wqe, &arrived));
+                self.complete(
+                    cq,
+                    number,
+                    Cqe::receive(uidx, Opcode::WriteImm, number, wqe, &arrived),
+                );
                 Answer::Done
             }
         }
@@ -416,14 +466,18 @@ impl State {
             let (uidx, number, cq) = (qp.uidx, qp.number, qp.send_cq);
             let (control, _) = read_entry(&sq);
             let flushed = Status::WorkRequestFlushed;
-            let cqe = Cqe::error(uidx, Opcode::RequestError, number, sq.index, control.opcode, flushed);
-            let sq = self.qps.get_mut(&handle).and_then(|qp| qp.sq.as_mut()).expect("looked up above");
+            let cqe =
+                Cqe::error(uidx, Opcode::RequestError, number, sq.index, control.opcode, flushed);
+            let sq =
+                self.qps.get_mut(&handle).and_then(|qp| qp.sq.as_mut()).expect("looked up above");
             sq.index = sq.index.wrapping_add(control.blocks());
             self.complete(cq, number, cqe);
             any = true;
         }
         loop {
-            let Some(qp) = self.qps.get_mut(&handle).filter(|qp| qp.state == state::ERR) else { return any };
+            let Some(qp) = self.qps.get_mut(&handle).filter(|qp| qp.state == state::ERR) else {
+                return any;
+            };
             let (uidx, number, cq) = (qp.uidx, qp.number, qp.recv_cq);
             let Some(rq) = qp.rq.as_mut().filter(|rq| rq.posted() != 0) else { return any };
             let flushed = Status::WorkRequestFlushed;

@@ -43,7 +43,14 @@ impl State {
         self.region(pd, local.key, local.address, local.len, wanted)
     }
 
-    pub(crate) fn region(&self, pd: Handle, key: u32, address: u64, len: u64, wanted: u32) -> Option<Buffer> {
+    pub(crate) fn region(
+        &self,
+        pd: Handle,
+        key: u32,
+        address: u64,
+        len: u64,
+        wanted: u32,
+    ) -> Option<Buffer> {
         let mr = self.mr_by_key.get(&key).and_then(|mr| self.mrs.get(mr))?;
         (mr.pd == pd && mr.access & wanted == wanted).then(|| mr.part(address, len)).flatten()
     }
@@ -64,7 +71,9 @@ impl State {
             srq.used = srq.used.wrapping_add(1);
             (wqe, entry[16..].to_vec())
         } else {
-            let Some(rq) = qp.rq.as_mut().filter(|rq| rq.posted() != 0) else { return Receive::None };
+            let Some(rq) = qp.rq.as_mut().filter(|rq| rq.posted() != 0) else {
+                return Receive::None;
+            };
             let mut entry = vec![0; 1 << rq.shift];
             let wqe = rq.index;
             rq.memory.read(rq.offset(wqe), &mut entry);
@@ -78,10 +87,14 @@ impl State {
         if let Some(srq) = shared {
             self.watch_limit(srq);
         }
-        let buffers: Option<Vec<_>> =
-            wqe::receive(&segments).iter().map(|local| self.local(pd, local, access::LOCAL_WRITE)).collect();
+        let buffers: Option<Vec<_>> = wqe::receive(&segments)
+            .iter()
+            .map(|local| self.local(pd, local, access::LOCAL_WRITE))
+            .collect();
         match buffers {
-            Some(buffers) => Receive::Taken { wqe, room: buffers.iter().map(Buffer::len).sum(), buffers },
+            Some(buffers) => {
+                Receive::Taken { wqe, room: buffers.iter().map(Buffer::len).sum(), buffers }
+            }
             None => Receive::Refused { wqe },
         }
     }
@@ -118,12 +131,18 @@ impl State {
         };
         match receive {
             Receive::None => Answer::NotReady,
-            Receive::Refused { wqe } => broken(self, wqe, Status::LocalProtection, Status::RemoteOperation),
+            Receive::Refused { wqe } => {
+                broken(self, wqe, Status::LocalProtection, Status::RemoteOperation)
+            }
             Receive::Taken { wqe, room, .. } if room < (header.len() + payload.len()) as u64 => {
                 broken(self, wqe, Status::LocalLength, Status::RemoteInvalidRequest)
             }
             Receive::Taken { wqe, buffers, .. } => {
-                let len = if opcode == Opcode::WriteImm { payload.len() } else { header.len() + payload.len() };
+                let len = if opcode == Opcode::WriteImm {
+                    payload.len()
+                } else {
+                    header.len() + payload.len()
+                };
                 if opcode != Opcode::WriteImm {
                     scatter(&buffers, &[header, payload].concat());
                 }
@@ -151,7 +170,9 @@ impl State {
         let qp = &self.qps[&target];
         let connected = qp.kind == Kind::Rc;
         let reads = wanted & (access::REMOTE_READ | access::REMOTE_ATOMIC) != 0;
-        if qp.attr.access & wanted != wanted || reads && qp.kind == Kind::Rc && qp.attr.max_dest_rd_atomic == 0 {
+        if qp.attr.access & wanted != wanted
+            || reads && qp.kind == Kind::Rc && qp.attr.max_dest_rd_atomic == 0
+        {
             if connected {
                 self.qp_event(target, event::QP_REQ_ERR);
                 self.fail_qp(target);
@@ -186,7 +207,12 @@ pub(crate) fn scatter(buffers: &[Buffer], mut bytes: &[u8]) {
 }
 
 /// What a datagram's first 40 bytes are, from `source` to `port`.
-pub(crate) fn datagram_header(link: Link, source: &Port, route: Option<&GlobalRoute>, payload: usize) -> [u8; 40] {
+pub(crate) fn datagram_header(
+    link: Link,
+    source: &Port,
+    route: Option<&GlobalRoute>,
+    payload: usize,
+) -> [u8; 40] {
     let mut header = [0; 40];
     let Some(route) = route else { return header };
     let gids = source.gids();
@@ -204,7 +230,8 @@ pub(crate) fn datagram_header(link: Link, source: &Port, route: Option<&GlobalRo
         ip[9] = 17;
         ip[12..16].copy_from_slice(&from[12..]);
         ip[16..20].copy_from_slice(&route.gid[12..]);
-        let sum: u32 = ip.chunks_exact(2).map(|pair| u32::from(u16::from_be_bytes([pair[0], pair[1]]))).sum();
+        let sum: u32 =
+            ip.chunks_exact(2).map(|pair| u32::from(u16::from_be_bytes([pair[0], pair[1]]))).sum();
         let folded = (sum & 0xffff) + (sum >> 16);
         let check = !((folded & 0xffff) + (folded >> 16)) as u16;
         ip[10..12].copy_from_slice(&check.to_be_bytes());
@@ -213,7 +240,8 @@ pub(crate) fn datagram_header(link: Link, source: &Port, route: Option<&GlobalRo
     let first = 6 << 28 | u32::from(route.traffic_class) << 20 | route.flow_label;
     header[..4].copy_from_slice(&first.to_be_bytes());
     let next = if link == Link::Roce { 17 } else { 0x1b };
-    let total = (12 + 8 + payload.next_multiple_of(4) + 4 + if link == Link::Roce { 8 } else { 0 }) as u16;
+    let total =
+        (12 + 8 + payload.next_multiple_of(4) + 4 + if link == Link::Roce { 8 } else { 0 }) as u16;
     header[4..6].copy_from_slice(&total.to_be_bytes());
     header[6] = next;
     header[7] = route.hop_limit;
@@ -235,8 +263,8 @@ pub(crate) fn wanted(operation: wqe::Operation) -> u32 {
 pub(crate) fn rnr_wait(qp: &Qp) -> u64 {
     /// In hundredths of a millisecond, from 1; 0 is the longest.
     const TABLE: [u64; 31] = [
-        1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144,
-        8192, 12288, 16384, 24576, 32768, 49152,
+        1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536,
+        2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152,
     ];
     match qp.attr.min_rnr_timer & 31 {
         0 => 655_360,

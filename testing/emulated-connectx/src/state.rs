@@ -161,16 +161,19 @@ impl State {
 
     /// All that was made from `context` goes, as when the kernel closes the descriptor.
     fn close_context(&mut self, context: ContextId) {
-        let qps: Vec<_> = self.qps.iter().filter(|(_, qp)| qp.context == context).map(|(&qp, _)| qp).collect();
+        let qps: Vec<_> =
+            self.qps.iter().filter(|(_, qp)| qp.context == context).map(|(&qp, _)| qp).collect();
         for qp in qps {
             self.remove_qp(qp);
         }
         self.srqs.retain(|_, srq| srq.context != context);
-        let cqs: Vec<_> = self.cqs.iter().filter(|(_, cq)| cq.context == context).map(|(&cq, _)| cq).collect();
+        let cqs: Vec<_> =
+            self.cqs.iter().filter(|(_, cq)| cq.context == context).map(|(&cq, _)| cq).collect();
         for cq in cqs {
             self.remove_cq(cq);
         }
-        let mrs: Vec<_> = self.mrs.iter().filter(|(_, mr)| mr.context == context).map(|(&mr, _)| mr).collect();
+        let mrs: Vec<_> =
+            self.mrs.iter().filter(|(_, mr)| mr.context == context).map(|(&mr, _)| mr).collect();
         for mr in mrs {
             self.remove_mr(mr);
         }
@@ -219,39 +222,60 @@ impl State {
 
     /// An event of all who have `device` open; `port` if it is about a port.
     pub(crate) fn device_event(&mut self, device: usize, port: u64, kind: u32) {
-        let open: Vec<_> = self.contexts.iter().filter(|(_, open)| open.device == device).map(|(&id, _)| id).collect();
+        let open: Vec<_> = self
+            .contexts
+            .iter()
+            .filter(|(_, open)| open.device == device)
+            .map(|(&id, _)| id)
+            .collect();
         for context in open {
             self.event(context, port, kind);
         }
     }
 
     pub(crate) fn qp_event(&mut self, qp: Handle, kind: u32) {
-        let Some((context, element)) = self.qps.get(&qp).map(|qp| (qp.context, qp.user_handle)) else { return };
+        let Some((context, element)) = self.qps.get(&qp).map(|qp| (qp.context, qp.user_handle))
+        else {
+            return;
+        };
         if self.event(context, element, kind) {
             self.qps.get_mut(&qp).expect("looked up above").async_events += 1;
         }
     }
 
     pub(crate) fn srq_event(&mut self, srq: Handle, kind: u32) {
-        let Some((context, element)) = self.srqs.get(&srq).map(|srq| (srq.context, srq.user_handle)) else { return };
+        let Some((context, element)) =
+            self.srqs.get(&srq).map(|srq| (srq.context, srq.user_handle))
+        else {
+            return;
+        };
         if self.event(context, element, kind) {
             self.srqs.get_mut(&srq).expect("looked up above").async_events += 1;
         }
     }
 
     pub(crate) fn cq_event(&mut self, cq: Handle, kind: u32) {
-        let Some((context, element)) = self.cqs.get(&cq).map(|cq| (cq.context, cq.user_handle)) else { return };
+        let Some((context, element)) = self.cqs.get(&cq).map(|cq| (cq.context, cq.user_handle))
+        else {
+            return;
+        };
         if self.event(context, element, kind) {
             self.cqs.get_mut(&cq).expect("looked up above").async_events += 1;
         }
     }
 
     /// Events about `element` that the program has not read are taken back; how many.
-    pub(crate) fn take_back_events(&mut self, context: ContextId, element: u64, kinds: &[u32]) -> u32 {
+    pub(crate) fn take_back_events(
+        &mut self,
+        context: ContextId,
+        element: u64,
+        kinds: &[u32],
+    ) -> u32 {
         let events = self.contexts.get(&context).and_then(|context| context.events);
         let Some(channel) = events.and_then(|fd| self.channels.get_mut(&fd)) else { return 0 };
         channel.take_back(|record| {
-            channel::element_of(record).is_some_and(|(of, kind)| of == element && kinds.contains(&kind))
+            channel::element_of(record)
+                .is_some_and(|(of, kind)| of == element && kinds.contains(&kind))
         })
     }
 
@@ -291,7 +315,8 @@ impl State {
 
     pub(crate) fn lose_device(&mut self, device: usize) {
         self.lost[device] = true;
-        let qps: Vec<_> = self.qps.iter().filter(|(_, qp)| qp.device == device).map(|(&qp, _)| qp).collect();
+        let qps: Vec<_> =
+            self.qps.iter().filter(|(_, qp)| qp.device == device).map(|(&qp, _)| qp).collect();
         for qp in qps {
             self.fail_qp(qp);
         }

@@ -27,13 +27,17 @@ pub(crate) fn build(ports: &[Port]) -> io::Result<CString> {
     }
     // Another process may have had the same number, or has it elsewhere.
     let age = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_err(io::Error::other)?;
-    let root = std::env::temp_dir().join(format!("{NAME}{}-{}", std::process::id(), age.as_nanos()));
+    let root =
+        std::env::temp_dir().join(format!("{NAME}{}-{}", std::process::id(), age.as_nanos()));
     let named = path(&root);
     remove_old(&std::env::temp_dir())?;
     fs::create_dir(&root)?;
     let lock = File::create(root.join(LOCK))?;
     if !is_free(&lock) {
-        return Err(io::Error::new(io::ErrorKind::AlreadyExists, format!("{} is in use", root.display())));
+        return Err(io::Error::new(
+            io::ErrorKind::AlreadyExists,
+            format!("{} is in use", root.display()),
+        ));
     }
     put(&root, "class/infiniband_verbs/abi_version", "6")?;
     for port in ports {
@@ -85,8 +89,12 @@ fn device(root: &Path, port: &Port) -> io::Result<()> {
     put(root, &format!("{verbs}/abi_version"), "1")?;
     let device = format!("class/infiniband/{name}");
     let [major, minor, patch] = FIRMWARE;
-    let guid: Vec<_> =
-        port.guid().to_be_bytes().chunks(2).map(|pair| format!("{:02x}{:02x}", pair[0], pair[1])).collect();
+    let guid: Vec<_> = port
+        .guid()
+        .to_be_bytes()
+        .chunks(2)
+        .map(|pair| format!("{:02x}{:02x}", pair[0], pair[1]))
+        .collect();
     put(root, &format!("{device}/node_type"), "1: CA")?;
     put(root, &format!("{device}/node_guid"), &guid.join(":"))?;
     put(root, &format!("{device}/sys_image_guid"), &guid.join(":"))?;
@@ -103,7 +111,8 @@ fn device(root: &Path, port: &Port) -> io::Result<()> {
     put(root, &format!("{ports}/lid"), &format!("{:#x}", port.lid()))?;
     put(root, &format!("{ports}/state"), "4: ACTIVE")?;
     for (index, (gid, kind)) in port.gids().into_iter().enumerate() {
-        let parts: Vec<_> = gid.chunks(2).map(|pair| format!("{:02x}{:02x}", pair[0], pair[1])).collect();
+        let parts: Vec<_> =
+            gid.chunks(2).map(|pair| format!("{:02x}{:02x}", pair[0], pair[1])).collect();
         put(root, &format!("{ports}/gids/{index}"), &parts.join(":"))?;
         let kind = if kind == 2 { "RoCE v2" } else { "IB/RoCE v1" };
         put(root, &format!("{ports}/gid_attrs/types/{index}"), kind)?;

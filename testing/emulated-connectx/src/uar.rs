@@ -33,7 +33,8 @@ static MEMORY: OnceLock<Memory> = OnceLock::new();
 /// The descriptor and place of what is at `offset` of the device's.
 pub(crate) fn mapping(offset: i64, len: usize) -> Option<(RawFd, i64)> {
     let at = offset.checked_sub(FIRST)?;
-    let inside = at >= 0 && at % PAGE as i64 == 0 && len as u64 == PAGE && at < (PAGES * PAGE) as i64;
+    let inside =
+        at >= 0 && at % PAGE as i64 == 0 && len as u64 == PAGE && at < (PAGES * PAGE) as i64;
     inside.then_some((MEMORY.get()?.fd, at))
 }
 

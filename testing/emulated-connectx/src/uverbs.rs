@@ -32,7 +32,8 @@ pub(crate) unsafe fn serve(context: ContextId, header: *mut Header) -> Reply {
     // SAFETY: a header (caller).
     let (header, first) = unsafe { (header.read(), header.add(1).cast::<Attribute>()) };
     // SAFETY: so many follow it (caller), and no one else uses them meanwhile.
-    let attributes = unsafe { std::slice::from_raw_parts_mut(first, usize::from(header.attributes)) };
+    let attributes =
+        unsafe { std::slice::from_raw_parts_mut(first, usize::from(header.attributes)) };
     let mut request = Request { context, object: header.object, method: header.method, attributes };
     let mut state = state::lock_started();
     state.reap();
@@ -81,7 +82,10 @@ impl Request<'_> {
     }
 
     pub(crate) fn put_bytes(&mut self, id: u16, bytes: &[u8]) {
-        let Some(attribute) = self.attributes.iter_mut().find(|attribute| attribute.id == id) else { return };
+        let Some(attribute) = self.attributes.iter_mut().find(|attribute| attribute.id == id)
+        else {
+            return;
+        };
         let room = usize::from(attribute.len);
         let now = bytes.len().min(room);
         let into: *mut u8 = ptr::with_exposed_provenance_mut(attribute.data as usize);

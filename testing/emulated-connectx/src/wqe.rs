@@ -67,7 +67,9 @@ pub(crate) struct Control {
 impl Control {
     /// The first block of an entry.
     pub(crate) fn parse(block: &[u8; BLOCK]) -> Self {
-        let word = |at: usize| u32::from_be_bytes([block[at], block[at + 1], block[at + 2], block[at + 3]]);
+        let word = |at: usize| {
+            u32::from_be_bytes([block[at], block[at + 1], block[at + 2], block[at + 3]])
+        };
         let flags = block[11];
         Self {
             index: (word(0) >> 8) as u16,
@@ -152,10 +154,9 @@ struct Segments<'a>(&'a [u8]);
 
 impl<'a> Segments<'a> {
     fn take(&mut self, len: usize, what: &str) -> Result<&'a [u8], Malformed> {
-        let (taken, rest) = self
-            .0
-            .split_at_checked(len)
-            .ok_or_else(|| Malformed(format!("the entry ends {} bytes short of its {what}", len - self.0.len())))?;
+        let (taken, rest) = self.0.split_at_checked(len).ok_or_else(|| {
+            Malformed(format!("the entry ends {} bytes short of its {what}", len - self.0.len()))
+        })?;
         self.0 = rest;
         Ok(taken)
     }
@@ -171,12 +172,18 @@ fn double(bytes: &[u8], at: usize) -> u64 {
 
 impl Send {
     /// `bytes` is the whole entry, `addressed` whether one of this queue pair has an address.
-    pub(crate) fn parse(control: &Control, bytes: &[u8], addressed: bool) -> Result<Self, Malformed> {
-        let operation = Operation::new(control.opcode)
-            .ok_or_else(|| Malformed(format!("operation {:#x} is not one that is emulated", control.opcode)))?;
+    pub(crate) fn parse(
+        control: &Control,
+        bytes: &[u8],
+        addressed: bool,
+    ) -> Result<Self, Malformed> {
+        let operation = Operation::new(control.opcode).ok_or_else(|| {
+            Malformed(format!("operation {:#x} is not one that is emulated", control.opcode))
+        })?;
         let mut rest = Segments(bytes);
         rest.take(SEGMENT, "control segment")?;
-        let mut send = Self { operation, address: None, remote: None, operands: [0; 2], data: Vec::new() };
+        let mut send =
+            Self { operation, address: None, remote: None, operands: [0; 2], data: Vec::new() };
         if operation == Operation::Nop {
             return Ok(send);
         }
@@ -234,7 +241,10 @@ impl Address {
 impl Data {
     fn parse(rest: &mut Segments<'_>) -> Result<Option<Self>, Malformed> {
         const INLINE: u32 = 1 << 31;
-        let first = rest.0.get(..4).ok_or_else(|| Malformed("the entry ends within a data segment".into()))?;
+        let first = rest
+            .0
+            .get(..4)
+            .ok_or_else(|| Malformed("the entry ends within a data segment".into()))?;
         let count = word(first, 0);
         if count & INLINE != 0 {
             let len = (count & !INLINE) as usize;

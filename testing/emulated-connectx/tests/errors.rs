@@ -16,12 +16,14 @@ fn failed_request_ends_the_queue_pair_and_flushes_what_is_behind_it() {
     let pair = Pair::new(RC);
     (10..14).for_each(|id| pair.a.post_recv(id, vec![]));
     let list = || vec![pair.source.sge(0, 8)];
-    let bad = Work::write(2, list(), &pair.target, 0).at(pair.target.address(), pair.target.key() ^ 0x100);
+    let bad = Work::write(2, list(), &pair.target, 0)
+        .at(pair.target.address(), pair.target.key() ^ 0x100);
     let works = vec![
         Work::write(1, list(), &pair.target, 0),
         bad.flags(0),
         // Not signaled, and of two blocks.
-        Work::write(3, (0..4).map(|part| pair.source.sge(part, 1)).collect(), &pair.target, 0).flags(0),
+        Work::write(3, (0..4).map(|part| pair.source.sge(part, 1)).collect(), &pair.target, 0)
+            .flags(0),
         Work::send(4, list()),
     ];
     assert_eq!(pair.a.try_post(works), 0);
@@ -35,7 +37,10 @@ fn failed_request_ends_the_queue_pair_and_flushes_what_is_behind_it() {
     cq.ends(5, ibv_wc_status::IBV_WC_WR_FLUSH_ERR);
     pair.a.post_recv(6, vec![]);
     cq.ends(6, ibv_wc_status::IBV_WC_WR_FLUSH_ERR);
-    assert_eq!((pair.a.state(), pair.b.state()), (ibv_qp_state::IBV_QPS_ERR, ibv_qp_state::IBV_QPS_ERR));
+    assert_eq!(
+        (pair.a.state(), pair.b.state()),
+        (ibv_qp_state::IBV_QPS_ERR, ibv_qp_state::IBV_QPS_ERR)
+    );
     device.assert_clean();
 }
 
@@ -75,7 +80,10 @@ fn shared_receives_and_the_event_when_they_run_low() {
     let pair = Pair::with(RC, Some((15, 3)), |_| {});
     let srq = pair.srq();
     for round in 0..100_u64 {
-        srq.post(round, vec![pair.target.sge(0, 10), pair.target.sge(100, 10), pair.target.sge(200, 10)]);
+        srq.post(
+            round,
+            vec![pair.target.sge(0, 10), pair.target.sge(100, 10), pair.target.sge(200, 10)],
+        );
         pair.a.post(Work::send(round, vec![pair.source.sge(0, 25)]));
         pair.a.ends.send.ok(round);
         assert_eq!(pair.b.ends.recv.ok(round).byte_len, 25);

@@ -34,7 +34,15 @@ fn bed() -> Bed {
     let (a, b) = (Qp::new(&pd, RC, Ends::one(&cq)), Qp::new(&pd, RC, Ends::one(&cq)));
     a.connect(b.number(), context.route(), |_| {});
     b.connect(a.number(), context.route(), |_| {});
-    Bed { a, b, source: Mr::new(&pd, 256, LOCAL), target: Mr::new(&pd, 256, ALL), channel, cq, context }
+    Bed {
+        a,
+        b,
+        source: Mr::new(&pd, 256, LOCAL),
+        target: Mr::new(&pd, 256, ALL),
+        channel,
+        cq,
+        context,
+    }
 }
 
 impl Bed {

@@ -128,7 +128,9 @@ fn malformed_entries_are_found_and_fail() {
         ("queue pair", |entry| entry[6] ^= 1),
         ("operation", |entry| entry[3] = 0x3f),
         ("two segments: no data", |entry| entry[7] = 1),
-        ("inline data longer than the entry", |entry| entry[32..36].copy_from_slice(&0x8000_0100_u32.to_be_bytes())),
+        ("inline data longer than the entry", |entry| {
+            entry[32..36].copy_from_slice(&0x8000_0100_u32.to_be_bytes())
+        }),
     ];
     for (what, spoil) in wrong {
         let mut direct = Direct::new();

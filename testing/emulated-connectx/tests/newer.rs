@@ -31,13 +31,27 @@ struct Request {
 }
 
 /// Sends a request of `object` and `method` to `context`; what it answers.
-fn send(context: &Context, object: u16, method: u16, list: &mut [Attribute; 8], used: usize) -> i32 {
+fn send(
+    context: &Context,
+    object: u16,
+    method: u16,
+    list: &mut [Attribute; 8],
+    used: usize,
+) -> i32 {
     const VERBS_IOCTL: c_ulong = 0xc018_1b01;
     let length = (24 + 16 * used) as u16;
     let attributes = used as u16;
     let list_now = *list;
-    let mut request =
-        Request { length, object, method, attributes, reserved1: 0, driver: 0, reserved2: 0, list: list_now };
+    let mut request = Request {
+        length,
+        object,
+        method,
+        attributes,
+        reserved1: 0,
+        driver: 0,
+        reserved2: 0,
+        list: list_now,
+    };
     // SAFETY: a request of the kernel's interface, on the device's descriptor.
     let result = unsafe { libc::ioctl((*context.0).cmd_fd, VERBS_IOCTL, &raw mut request) };
     *list = request.list;

@@ -46,7 +46,10 @@ fn inline_data_and_lists_wrap_around_the_queue() {
         pair.a.ends.send.ok(2);
         let (source, target) = (pair.source.bytes(), pair.target.bytes());
         assert_eq!(target[..50], [&source[3..23], &source[100..130]].concat());
-        assert_eq!(target[64..264], [&source[..50], &source[100..150], &source[200..250], &source[300..350]].concat());
+        assert_eq!(
+            target[64..264],
+            [&source[..50], &source[100..150], &source[200..250], &source[300..350]].concat()
+        );
     }
     device.assert_clean();
 }
@@ -72,7 +75,8 @@ fn sends_with_and_without_immediate_data() {
     assert_eq!((wc.wc_flags & 2, u32::from_be(immediate)), (2, 0x0102_0304));
     pair.a.ends.send.ok(2);
     pair.b.post_recv(3, vec![]);
-    let write = Work::new(4, ibv_wr_opcode::IBV_WR_RDMA_WRITE_WITH_IMM, vec![pair.source.sge(8, 16)]);
+    let write =
+        Work::new(4, ibv_wr_opcode::IBV_WR_RDMA_WRITE_WITH_IMM, vec![pair.source.sge(8, 16)]);
     pair.a.post(write.at(pair.target.address() + 512, pair.target.key()).immediate(77));
     let wc = pair.b.ends.recv.ok(3);
     assert_eq!((wc.opcode, wc.byte_len), (ibv_wc_opcode::IBV_WC_RECV_RDMA_WITH_IMM, 16));
@@ -92,7 +96,8 @@ fn atomics() {
     assert_eq!((wc.opcode, wc.byte_len), (ibv_wc_opcode::IBV_WC_FETCH_ADD, 8));
     assert_eq!((pair.source.word(0), pair.target.word(2)), (40, 42));
     for (compare, now) in [(41, 42), (42, 7)] {
-        let swap = Work::new(2, ibv_wr_opcode::IBV_WR_ATOMIC_CMP_AND_SWP, vec![pair.source.sge(0, 8)]);
+        let swap =
+            Work::new(2, ibv_wr_opcode::IBV_WR_ATOMIC_CMP_AND_SWP, vec![pair.source.sge(0, 8)]);
         pair.a.post(swap.at(pair.target.address() + 16, pair.target.key()).operands(compare, 7));
         assert_eq!(pair.a.ends.send.ok(2).opcode, ibv_wc_opcode::IBV_WC_COMP_SWAP);
         assert_eq!((pair.source.word(0), pair.target.word(2)), (42, now));

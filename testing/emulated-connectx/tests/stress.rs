@@ -31,7 +31,8 @@ fn work(context: &Arc<Context>, deadline: Instant) -> u64 {
         (0..PAIRS).for_each(|at| source.set_word(8 * at, round << 8 | at as u64));
         for (at, (a, _)) in pairs.iter().enumerate() {
             // Inline data goes through the doorbell register itself, shared by some of the queue pairs.
-            let write = Work::write(at as u64, vec![source.sge(64 * at, 8)], &target, 64 * at as u64);
+            let write =
+                Work::write(at as u64, vec![source.sge(64 * at, 8)], &target, 64 * at as u64);
             a.post(write.flags(if round % 2 == 0 { SIGNALED } else { SIGNALED | INLINE }));
         }
         let mut done = [false; PAIRS];

@@ -62,8 +62,14 @@ fn datagrams_come_with_who_sent_them() {
             // SAFETY: any bytes are a GID.
             let gid = unsafe { route.grh.dgid.raw };
             match v4 {
-                true => assert_eq!((bytes[20], &bytes[32..36], &bytes[36..40]), (0x45, &gid[12..], &gid[12..])),
-                false => assert_eq!((bytes[0], &bytes[8..24], &bytes[24..40]), (0x60, &gid[..], &gid[..])),
+                true => assert_eq!(
+                    (bytes[20], &bytes[32..36], &bytes[36..40]),
+                    (0x45, &gid[12..], &gid[12..])
+                ),
+                false => assert_eq!(
+                    (bytes[0], &bytes[8..24], &bytes[24..40]),
+                    (0x60, &gid[..], &gid[..])
+                ),
             }
         }
     }

@@ -11,7 +11,9 @@ use rdma_sys::*;
 fn device() -> EmulatedConnectX {
     static DEVICE: OnceLock<EmulatedConnectX> = OnceLock::new();
     *DEVICE.get_or_init(|| {
-        for (name, value) in [("MLX5_CQE_SIZE", "128"), ("MLX5_SHUT_UP_BF", "1"), ("MLX5_SCATTER_TO_CQE", "0")] {
+        for (name, value) in
+            [("MLX5_CQE_SIZE", "128"), ("MLX5_SHUT_UP_BF", "1"), ("MLX5_SCATTER_TO_CQE", "0")]
+        {
             // SAFETY: this is the only test of its process, and libmlx5 reads them when the device is opened.
             unsafe { std::env::set_var(name, value) };
         }
@@ -35,7 +37,10 @@ fn large_completion_entries_without_blue_flame() {
         assert_eq!(pair.a.try_post(vec![inline, send]), 0);
         pair.a.ends.send.ok(2);
         assert_eq!(pair.b.ends.recv.ok(round).byte_len, 20);
-        assert_eq!(pair.target.bytes()[..20], pair.source.bytes()[round as usize..round as usize + 20]);
+        assert_eq!(
+            pair.target.bytes()[..20],
+            pair.source.bytes()[round as usize..round as usize + 20]
+        );
         assert_eq!(pair.target.bytes()[100..140], pair.source.bytes()[..40]);
     }
     // Into the error state, whose entries are others.

@@ -30,7 +30,11 @@ const LISTED: [Listed; 4] = [
         foreign: &["bitflags", "serde_core"],
     },
     Listed { package: "rdma-soft", features: "", foreign: &["rdma_provider"] },
-    Listed { package: "rdma-ibverbs", features: "mlx5", foreign: &["rdma_provider", "rdma_mummy_sys"] },
+    Listed {
+        package: "rdma-ibverbs",
+        features: "mlx5",
+        foreign: &["rdma_provider", "rdma_mummy_sys"],
+    },
     Listed {
         package: "tokio-rdma",
         features: "mlx5,serde",
@@ -51,7 +55,10 @@ const LISTED: [Listed; 4] = [
 
 fn main() -> ExitCode {
     let write = std::env::args().any(|argument| argument == "--write");
-    match LISTED.iter().try_fold(true, |good, listed| Ok::<_, Box<dyn Error>>(check(listed, write)? && good)) {
+    match LISTED
+        .iter()
+        .try_fold(true, |good, listed| Ok::<_, Box<dyn Error>>(check(listed, write)? && good))
+    {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => {
             eprintln!("if the change is meant: cargo run -p public-api-files -- --write");
@@ -71,8 +78,10 @@ fn check(listed: &Listed, write: bool) -> Result<bool, Box<dyn Error>> {
     if write {
         fs::write(&path, &items)?;
     }
-    let known = fs::read_to_string(&path).map_err(|error| format!("{}: {error}", path.display()))?;
-    let (before, after): (BTreeSet<_>, BTreeSet<_>) = (known.lines().collect(), items.lines().collect());
+    let known =
+        fs::read_to_string(&path).map_err(|error| format!("{}: {error}", path.display()))?;
+    let (before, after): (BTreeSet<_>, BTreeSet<_>) =
+        (known.lines().collect(), items.lines().collect());
     before.difference(&after).for_each(|item| println!("{}: - {item}", listed.package));
     after.difference(&before).for_each(|item| println!("{}: + {item}", listed.package));
     let own = listed.package.replace('-', "_");
@@ -90,13 +99,37 @@ fn check(listed: &Listed, write: bool) -> Result<bool, Box<dyn Error>> {
 fn interface(listed: &Listed) -> Result<String, Box<dyn Error>> {
     let target = root().join("target/public-api");
     let mut rustdoc = Command::new("rustup");
-    rustdoc.current_dir(root()).args(["run", NIGHTLY, "cargo", "rustdoc", "--lib", "--package", listed.package]);
+    rustdoc.current_dir(root()).args([
+        "run",
+        NIGHTLY,
+        "cargo",
+        "rustdoc",
+        "--lib",
+        "--package",
+        listed.package,
+    ]);
     rustdoc.args(["--features", listed.features, "--target-dir"]).arg(&target);
-    rustdoc.args(["--", "-Z", "unstable-options", "--output-format", "json", "--cap-lints", "allow"]);
+    rustdoc.args([
+        "--",
+        "-Z",
+        "unstable-options",
+        "--output-format",
+        "json",
+        "--cap-lints",
+        "allow",
+    ]);
     // Those of the toolchain that runs this program.
-    rustdoc.env_remove("CARGO").env_remove("RUSTC").env_remove("RUSTDOC").env_remove("RUSTUP_TOOLCHAIN");
+    rustdoc
+        .env_remove("CARGO")
+        .env_remove("RUSTC")
+        .env_remove("RUSTDOC")
+        .env_remove("RUSTUP_TOOLCHAIN");
     if !rustdoc.status()?.success() {
-        return Err(format!("rustdoc fails for {}; is there a toolchain {NIGHTLY}?", listed.package).into());
+        return Err(format!(
+            "rustdoc fails for {}; is there a toolchain {NIGHTLY}?",
+            listed.package
+        )
+        .into());
     }
     let json = target.join("doc").join(format!("{}.json", listed.package.replace('-', "_")));
     let api = public_api::Builder::from_rustdoc_json(json)
@@ -113,10 +146,12 @@ fn interface(listed: &Listed) -> Result<String, Box<dyn Error>> {
 
 /// Names of the crates in the paths of an item: what stands before a first `::`.
 fn crates(item: &str) -> impl Iterator<Item = &str> {
-    item.split(|character: char| !(character.is_alphanumeric() || character == '_' || character == ':'))
-        .filter_map(|path| path.split_once("::"))
-        .map(|(first, _)| first)
-        .filter(|first| first.starts_with(|character: char| character.is_lowercase()))
+    item.split(|character: char| {
+        !(character.is_alphanumeric() || character == '_' || character == ':')
+    })
+    .filter_map(|path| path.split_once("::"))
+    .map(|(first, _)| first)
+    .filter(|first| first.starts_with(|character: char| character.is_lowercase()))
 }
 
 fn root() -> PathBuf {

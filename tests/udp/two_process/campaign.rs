@@ -69,7 +69,8 @@ fn plan(seed: u64, of: Role) -> Vec<Step> {
 
 /// What the other side's work makes arrive in receives.
 fn arrivals(steps: &[Step]) -> VecDeque<Step> {
-    let takes = |step: &&Step| matches!(step.work, Work::Send { .. } | Work::Write { imm: Some(_) });
+    let takes =
+        |step: &&Step| matches!(step.work, Work::Send { .. } | Work::Write { imm: Some(_) });
     steps.iter().filter(takes).copied().collect()
 }
 
@@ -85,14 +86,18 @@ async fn work(end: &End, steps: &[Step]) {
             first.await;
         }
         let bytes = pattern(step.len, step.seed);
-        let range = |at: usize| -> RemoteRegion { end.remote.slice(at as u64..(at + step.len) as u64).unwrap() };
+        let range = |at: usize| -> RemoteRegion {
+            end.remote.slice(at as u64..(at + step.len) as u64).unwrap()
+        };
         let qp = &end.qp;
         // Posted now, awaited later.
         under_way.push_back(match step.work {
             Work::Send { imm: None } => done(qp.send(end.buffer(&bytes))),
             Work::Send { imm: Some(imm) } => done(qp.send_with_imm(end.buffer(&bytes), imm)),
             Work::Write { imm: None } => done(qp.write(end.buffer(&bytes), range(step.at))),
-            Work::Write { imm: Some(imm) } => done(qp.write_with_imm(end.buffer(&bytes), range(step.at), imm)),
+            Work::Write { imm: Some(imm) } => {
+                done(qp.write_with_imm(end.buffer(&bytes), range(step.at), imm))
+            }
             Work::Read => {
                 let read = qp.read(end.room(step.len), range(READABLE));
                 let expected = pattern(step.len, 0xaa);
@@ -102,13 +107,17 @@ async fn work(end: &End, steps: &[Step]) {
                 let (add, before) = (u64::from(step.seed), counter);
                 counter += add;
                 let added = qp.fetch_add(word, add);
-                Box::pin(async move { assert_eq!(added.await.unwrap(), before, "{step:?}: once, and in order") })
+                Box::pin(async move {
+                    assert_eq!(added.await.unwrap(), before, "{step:?}: once, and in order")
+                })
             }
             Work::Swap => {
                 let (before, swap) = (counter, counter + 1000);
                 counter = swap;
                 let swapped = qp.compare_swap(word, before, swap);
-                Box::pin(async move { assert_eq!(swapped.await.unwrap(), before, "{step:?}: once, and in order") })
+                Box::pin(async move {
+                    assert_eq!(swapped.await.unwrap(), before, "{step:?}: once, and in order")
+                })
             }
         });
     }
@@ -128,7 +137,8 @@ fn done<T: Send, E: std::fmt::Debug + Send>(
 async fn receive(end: &End, mut expected: VecDeque<Step>) {
     // Fewer than may be under way: some wait for a receive.
     const POSTED: usize = 3;
-    let mut posted: VecDeque<_> = (0..POSTED.min(expected.len())).map(|_| end.qp.recv(end.room(20_000))).collect();
+    let mut posted: VecDeque<_> =
+        (0..POSTED.min(expected.len())).map(|_| end.qp.recv(end.room(20_000))).collect();
     while let (Some(receive), Some(step)) = (posted.pop_front(), expected.pop_front()) {
         let received = receive.await.unwrap();
         match step.work {
@@ -137,7 +147,11 @@ async fn receive(end: &End, mut expected: VecDeque<Step>) {
                 assert_eq!(&received.buffer[..], pattern(step.len, step.seed), "{step:?}");
             }
             Work::Write { imm } => {
-                assert_eq!((received.imm, received.written, received.len), (imm, true, step.len), "{step:?}");
+                assert_eq!(
+                    (received.imm, received.written, received.len),
+                    (imm, true, step.len),
+                    "{step:?}"
+                );
                 let mut bytes = vec![0; step.len];
                 end.region.read(step.at, &mut bytes).unwrap();
                 assert_eq!(bytes, pattern(step.len, step.seed), "{step:?}");
@@ -190,7 +204,9 @@ async fn unreliable(device: &Device, meeting: &mut Meeting, role: Role, seed: u6
     let active = (role == Role::Client) == seed.is_multiple_of(2);
     if active {
         meeting.meet().await;
-        let send = |number: u32| end.qp.send_with_imm(end.buffer(&pattern(LEN, number as u8)), Imm(number));
+        let send = |number: u32| {
+            end.qp.send_with_imm(end.buffer(&pattern(LEN, number as u8)), Imm(number))
+        };
         for number in 0..MESSAGES {
             send(number).await.unwrap();
         }
@@ -206,7 +222,8 @@ async fn unreliable(device: &Device, meeting: &mut Meeting, role: Role, seed: u6
             () = last => {}
         }
     } else {
-        let mut receives: VecDeque<_> = (0..MESSAGES + 1).map(|_| end.qp.recv(end.room(LEN))).collect();
+        let mut receives: VecDeque<_> =
+            (0..MESSAGES + 1).map(|_| end.qp.recv(end.room(LEN))).collect();
         meeting.meet().await;
         let mut before = None;
         while let Some(receive) = receives.pop_front() {
@@ -226,7 +243,12 @@ async fn unreliable(device: &Device, meeting: &mut Meeting, role: Role, seed: u6
 }
 
 /// `seeds`, one after the other, each on connections of its own.
-pub(super) async fn campaign(device: &Device, meeting: &mut Meeting, role: Role, seeds: impl Iterator<Item = u64>) {
+pub(super) async fn campaign(
+    device: &Device,
+    meeting: &mut Meeting,
+    role: Role,
+    seeds: impl Iterator<Item = u64>,
+) {
     for seed in seeds {
         // Shown if it fails.
         eprintln!("campaign: TOKIO_RDMA_SEED={seed}, {role:?}");

@@ -2,8 +2,8 @@
 //! responder, what was posted behind it, and that nothing was written. A table that both processes go through in step.
 
 use tokio_rdma::types::{
-    Access, AddressVector, AsyncEvent, Data, Imm, Lkey, PortNum, Qkey, QpState, Qpn, RemoteAddr, Rkey, SendFlags,
-    SendOp, Sge, Transport, WcStatus,
+    Access, AddressVector, AsyncEvent, Data, Imm, Lkey, PortNum, Qkey, QpState, Qpn, RemoteAddr,
+    Rkey, SendFlags, SendOp, Sge, Transport, WcStatus,
 };
 use tokio_rdma::{Device, ProtectionDomain};
 
@@ -66,9 +66,13 @@ struct Case {
 
 const WRITE: (&str, Op, Access) = ("WRITE", SendOp::Write, Access::REMOTE_WRITE);
 const READ: (&str, Op, Access) = ("READ", SendOp::Read, Access::REMOTE_READ);
-const ADD: (&str, Op, Access) = ("fetch-and-add", |remote| SendOp::FetchAdd { remote, add: 1 }, Access::REMOTE_ATOMIC);
-const SWAP: (&str, Op, Access) =
-    ("compare-and-swap", |remote| SendOp::CompareSwap { remote, compare: 0, swap: 1 }, Access::REMOTE_ATOMIC);
+const ADD: (&str, Op, Access) =
+    ("fetch-and-add", |remote| SendOp::FetchAdd { remote, add: 1 }, Access::REMOTE_ATOMIC);
+const SWAP: (&str, Op, Access) = (
+    "compare-and-swap",
+    |remote| SendOp::CompareSwap { remote, compare: 0, swap: 1 },
+    Access::REMOTE_ATOMIC,
+);
 const WRITE_IMM: (&str, Op, Access) =
     ("WRITE_IMM", |remote| SendOp::WriteWithImm(remote, Imm(3)), Access::REMOTE_WRITE);
 
@@ -95,7 +99,9 @@ const FORBIDDEN: [(&str, Target); 10] = [
         let memory = kept.memory(b, size(len), Access::REMOTE_ALL);
         memory.remote(size(len) + 4)
     }),
-    ("across the end", |b, kept, _, len| kept.memory(b, size(len), Access::REMOTE_ALL).remote(size(len) - 4)),
+    ("across the end", |b, kept, _, len| {
+        kept.memory(b, size(len), Access::REMOTE_ALL).remote(size(len) - 4)
+    }),
     ("before the start", |b, kept, _, len| {
         let start = kept.memory(b, size(len), Access::REMOTE_ALL).remote(0);
         RemoteAddr { addr: start.addr - 8, ..start }
@@ -104,7 +110,10 @@ const FORBIDDEN: [(&str, Target); 10] = [
         addr: u64::MAX - 7,
         ..kept.memory(b, size(len), Access::REMOTE_ALL).remote(0)
     }),
-    ("address 0", |b, kept, _, len| RemoteAddr { addr: 0, ..kept.memory(b, size(len), Access::REMOTE_ALL).remote(0) }),
+    ("address 0", |b, kept, _, len| RemoteAddr {
+        addr: 0,
+        ..kept.memory(b, size(len), Access::REMOTE_ALL).remote(0)
+    }),
     ("everything allowed but this", |b, kept, needed, len| {
         kept.memory(b, size(len), Access::REMOTE_ALL.difference(needed)).remote(0)
     }),
@@ -112,8 +121,9 @@ const FORBIDDEN: [(&str, Target); 10] = [
 ];
 
 const ALLOWED: Target = |b, kept, _, len| kept.memory(b, size(len), Access::REMOTE_ALL).remote(0);
-const ROOM: Room =
-    |b, kept, len| if len == 0 { vec![] } else { vec![kept.memory(b, len, Access::empty()).sge(0, len)] };
+const ROOM: Room = |b, kept, len| {
+    if len == 0 { vec![] } else { vec![kept.memory(b, len, Access::empty()).sge(0, len)] }
+};
 
 /// Receives into memory that is not covered.
 const NOT_COVERED: [(&str, Room); 5] = [
@@ -153,40 +163,63 @@ fn cases() -> Vec<Case> {
                 } else {
                     There::Event(AsyncEvent::QpAccessError)
                 };
-                let case = plain(format!("{name} of {len}: {what}"), op, len, WcStatus::REM_ACCESS_ERR, there);
-                all.push(Case { target: (target, needed), receive: with_imm.then_some((ROOM, 0)), ..case });
+                let case = plain(
+                    format!("{name} of {len}: {what}"),
+                    op,
+                    len,
+                    WcStatus::REM_ACCESS_ERR,
+                    there,
+                );
+                all.push(Case {
+                    target: (target, needed),
+                    receive: with_imm.then_some((ROOM, 0)),
+                    ..case
+                });
             }
         }
     }
     for (name, op, lacking) in [WRITE, READ, ADD, SWAP] {
-        let options = Options { access: Access::REMOTE_ALL.difference(lacking), ..Options::default() };
+        let options =
+            Options { access: Access::REMOTE_ALL.difference(lacking), ..Options::default() };
         let there = There::Event(AsyncEvent::QpRequestError);
-        let case = plain(format!("{name} without the right"), op, 8, WcStatus::REM_INV_REQ_ERR, there);
+        let case =
+            plain(format!("{name} without the right"), op, 8, WcStatus::REM_INV_REQ_ERR, there);
         all.push(Case { options, ..case });
     }
     for (name, op, _) in [READ, ADD] {
         let options = Options { dest_rd_atomic: 0, ..Options::default() };
         let there = There::Event(AsyncEvent::QpRequestError);
-        let case = plain(format!("{name} that is not served"), op, 8, WcStatus::REM_INV_REQ_ERR, there);
+        let case =
+            plain(format!("{name} that is not served"), op, 8, WcStatus::REM_INV_REQ_ERR, there);
         all.push(Case { options, ..case });
     }
     for (name, op, _) in [ADD, SWAP] {
         let there = There::Event(AsyncEvent::QpRequestError);
         let off: Target = |b, kept, _, len| kept.memory(b, size(len), Access::REMOTE_ALL).remote(4);
-        let case = plain(format!("{name} off its boundary"), op, 8, WcStatus::REM_INV_REQ_ERR, there);
+        let case =
+            plain(format!("{name} off its boundary"), op, 8, WcStatus::REM_INV_REQ_ERR, there);
         all.push(Case { target: (off, Access::empty()), ..case });
     }
-    let sends: [(&str, Op); 2] = [("SEND", |_| SendOp::Send), ("SEND_IMM", |_| SendOp::SendWithImm(Imm(1)))];
+    let sends: [(&str, Op); 2] =
+        [("SEND", |_| SendOp::Send), ("SEND_IMM", |_| SendOp::SendWithImm(Imm(1)))];
     for (name, op) in sends {
-        for (room, len) in [(16, 17), (0, 1), (1023, 1024), (1024, 1025), (16, 5000), (4999, 5000)] {
+        for (room, len) in [(16, 17), (0, 1), (1023, 1024), (1024, 1025), (16, 5000), (4999, 5000)]
+        {
             let there = There::Receive(WcStatus::LOC_LEN_ERR);
-            let case = plain(format!("{name} of {len} into {room}"), op, len, WcStatus::REM_INV_REQ_ERR, there);
+            let case = plain(
+                format!("{name} of {len} into {room}"),
+                op,
+                len,
+                WcStatus::REM_INV_REQ_ERR,
+                there,
+            );
             all.push(Case { receive: Some((ROOM, room)), ..case });
         }
         for (what, room) in NOT_COVERED {
             for len in [16, 1025] {
                 let there = There::Receive(WcStatus::LOC_PROT_ERR);
-                let case = plain(format!("{name} of {len}: {what}"), op, len, WcStatus::REM_OP_ERR, there);
+                let case =
+                    plain(format!("{name} of {len}: {what}"), op, len, WcStatus::REM_OP_ERR, there);
                 all.push(Case { receive: Some((room, len)), ..case });
             }
         }
@@ -219,7 +252,10 @@ async fn connected(device: &Device, meeting: &mut Meeting, options: &Options) ->
     let (qpn, gid) = theirs.split_first_chunk().unwrap();
     let gid = tokio_rdma::types::Gid(gid.try_into().unwrap());
     let index = device.default_path().unwrap().1.index;
-    let peer = Peer { address: AddressVector::new(PortNum(1), index, gid), qpn: Qpn(u32::from_be_bytes(*qpn)) };
+    let peer = Peer {
+        address: AddressVector::new(PortNum(1), index, gid),
+        qpn: Qpn(u32::from_be_bytes(*qpn)),
+    };
     end.qp.modify(&init(options)).unwrap();
     end.qp.modify(&rtr_to(options, peer.address, peer.qpn)).unwrap();
     end.qp.modify(&rts(options)).unwrap();
@@ -233,7 +269,10 @@ fn told(remote: RemoteAddr) -> Vec<u8> {
 
 fn heard(bytes: &[u8]) -> RemoteAddr {
     let (addr, rkey) = bytes.split_first_chunk().unwrap();
-    RemoteAddr { addr: u64::from_be_bytes(*addr), rkey: Rkey(u32::from_be_bytes(rkey.try_into().unwrap())) }
+    RemoteAddr {
+        addr: u64::from_be_bytes(*addr),
+        rkey: Rkey(u32::from_be_bytes(rkey.try_into().unwrap())),
+    }
 }
 
 /// What is posted in the error state is flushed, in order, also if not signalled.
@@ -241,7 +280,8 @@ fn flushes(end: &End, name: &str) {
     end.send_with(2, SendOp::Send, SendFlags::empty(), Data::Sges(&[])).unwrap();
     end.send(3, SendOp::Send, &[]).unwrap();
     end.recv(4, &[]).unwrap();
-    let flushed = |ids: &[u64]| ids.iter().map(|&id| (id, WcStatus::WR_FLUSH_ERR)).collect::<Vec<_>>();
+    let flushed =
+        |ids: &[u64]| ids.iter().map(|&id| (id, WcStatus::WR_FLUSH_ERR)).collect::<Vec<_>>();
     assert_eq!(outcome(&end.sent(2)), flushed(&[2, 3]), "{name}");
     assert_eq!(outcome(&end.received(1)), flushed(&[4]), "{name}");
 }
@@ -363,7 +403,10 @@ async fn fails_here(device: &Device, meeting: &mut Meeting, active: bool) {
             let right = kept.memory(a, 16, Access::REMOTE_ALL).sge(0, 8);
             Sge { lkey: Lkey(right.lkey.0 ^ 0x10), ..right }
         }),
-        ("key 0", |a, kept| Sge { lkey: Lkey(0), ..kept.memory(a, 16, Access::REMOTE_ALL).sge(0, 8) }),
+        ("key 0", |a, kept| Sge {
+            lkey: Lkey(0),
+            ..kept.memory(a, 16, Access::REMOTE_ALL).sge(0, 8)
+        }),
         ("past the end", |a, kept| kept.memory(a, 16, Access::REMOTE_ALL).sge(12, 8)),
         ("another protection domain", |a, kept| kept.foreign(a, 16).sge(0, 8)),
         ("a registration that has ended", |a, _| a.memory(16).sge(0, 8)),
@@ -375,8 +418,15 @@ async fn fails_here(device: &Device, meeting: &mut Meeting, active: bool) {
             cases.push((what.to_owned(), Options::default(), op, bad, WcStatus::LOC_PROT_ERR));
         }
     }
-    let short: Bad = |a, kept| Sge { length: 4, ..kept.memory(a, 16, Access::REMOTE_ALL).sge(0, 8) };
-    cases.push(("no room for a word".into(), Options::default(), ADD.1, short, WcStatus::LOC_LEN_ERR));
+    let short: Bad =
+        |a, kept| Sge { length: 4, ..kept.memory(a, 16, Access::REMOTE_ALL).sge(0, 8) };
+    cases.push((
+        "no room for a word".into(),
+        Options::default(),
+        ADD.1,
+        short,
+        WcStatus::LOC_LEN_ERR,
+    ));
     let good: Bad = |a, kept| kept.memory(a, 16, Access::REMOTE_ALL).sge(0, 8);
     let none = Options { rd_atomic: 0, ..Options::default() };
     cases.push(("no READ of its own".into(), none.clone(), READ.1, good, WcStatus::LOC_QP_OP_ERR));
@@ -424,8 +474,12 @@ async fn dropped_on_a_connection(device: &Device, meeting: &mut Meeting, active:
                 assert_eq!(outcome(&end.sent(1)), [(id, WcStatus::SUCCESS)], "{op:?} of {len}");
             }
             // Behind them on the way: when it is there, they have been.
-            end.send(4, SendOp::Write(RemoteAddr { addr: remote.addr + len as u64, ..remote }), &[from.sge(0, 1)])
-                .unwrap();
+            end.send(
+                4,
+                SendOp::Write(RemoteAddr { addr: remote.addr + len as u64, ..remote }),
+                &[from.sge(0, 1)],
+            )
+            .unwrap();
             assert_eq!(outcome(&end.sent(1)), [(4, WcStatus::SUCCESS)]);
             meeting.meet().await;
             end.send(5, SendOp::Send, &[from.sge(0, len)]).unwrap();
@@ -434,11 +488,17 @@ async fn dropped_on_a_connection(device: &Device, meeting: &mut Meeting, active:
             let to = end.memory(len + 1);
             meeting.swap(&told(to.remote(0))).await;
             crate::common::eventually("the last write", || (to.bytes(len, 1) != [0]).then_some(()));
-            assert!(to.bytes(0, len).iter().all(|&byte| byte == 0), "what was dropped wrote, {len}");
+            assert!(
+                to.bytes(0, len).iter().all(|&byte| byte == 0),
+                "what was dropped wrote, {len}"
+            );
             end.recv(7, &[to.sge(0, len)]).unwrap();
             meeting.meet().await;
             let received = end.received(1);
-            assert_eq!((outcome(&received), received[0].byte_len), (vec![(7, WcStatus::SUCCESS)], len as u32));
+            assert_eq!(
+                (outcome(&received), received[0].byte_len),
+                (vec![(7, WcStatus::SUCCESS)], len as u32)
+            );
             assert_eq!(to.bytes(0, len), crate::common::pattern(len, 2));
         }
         assert_eq!((end.state(), events(device)), (QpState::Rts, vec![]));
@@ -454,7 +514,8 @@ async fn lost_datagrams(device: &Device, meeting: &mut Meeting, active: bool) {
         if active {
             let sges = [memory.sge(0, len)];
             meeting.meet().await;
-            let wrong = [(peer.qpn, Qkey(QKEY.0 + 1)), (peer.qpn, Qkey(0)), (Qpn(peer.qpn.0 ^ 1), QKEY)];
+            let wrong =
+                [(peer.qpn, Qkey(QKEY.0 + 1)), (peer.qpn, Qkey(0)), (Qpn(peer.qpn.0 ^ 1), QKEY)];
             for (qpn, qkey) in wrong.into_iter().chain([(peer.qpn, QKEY)]) {
                 end.send_at(5, &peer.address, qpn, qkey, &sges).unwrap();
                 assert_eq!(outcome(&end.sent(1)), [(5, WcStatus::SUCCESS)]);
@@ -468,7 +529,10 @@ async fn lost_datagrams(device: &Device, meeting: &mut Meeting, active: bool) {
             end.recv(1, &[memory.sge(0, 40 + len)]).unwrap();
             meeting.meet().await;
             let received = end.received(1);
-            assert_eq!((outcome(&received), received[0].src_qpn), (vec![(1, WcStatus::SUCCESS)], peer.qpn));
+            assert_eq!(
+                (outcome(&received), received[0].src_qpn),
+                (vec![(1, WcStatus::SUCCESS)], peer.qpn)
+            );
             assert_eq!(memory.bytes(40, len), crate::common::pattern(40 + len.max(8), 3)[..len]);
             end.recv(2, &[memory.sge(0, 39 + len)]).unwrap();
             end.recv(3, &[memory.sge(0, 40 + len)]).unwrap();

@@ -84,7 +84,12 @@ pub(super) struct Shim {
 
 impl Shim {
     /// Stands in for `far`, towards `near`; `None` if `far` is taken here. `paths`: of its Unix socket, and the other's.
-    pub(super) async fn start(near: IpAddr, far: SocketAddr, paths: (&Path, &Path), seed: u64) -> Option<Self> {
+    pub(super) async fn start(
+        near: IpAddr,
+        far: SocketAddr,
+        paths: (&Path, &Path),
+        seed: u64,
+    ) -> Option<Self> {
         let socket = Arc::new(UdpSocket::bind(far).await.ok()?);
         let near = SocketAddr::new(near, far.port());
         let (ours, theirs) = (paths.0.to_owned(), paths.1.to_owned());
@@ -199,6 +204,10 @@ pub(super) fn in_namespace(program: &Path) -> Option<Command> {
         command.args(["--user", "--map-root-user", "--net", "sh", "-c", SETUP]).arg(program);
         command
     };
-    let tried = command(Path::new("true")).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).status();
+    let tried = command(Path::new("true"))
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status();
     tried.is_ok_and(|status| status.success()).then(|| command(program))
 }

@@ -8,7 +8,9 @@ use tokio_rdma::cm::{self, ConnectError, Link, Options};
 use tokio_rdma::op::{ConnectOptions, Recv};
 use tokio_rdma::software::{Network, UdpConfig};
 use tokio_rdma::types::AckTimeout;
-use tokio_rdma::{BufMut, CompletionMode, CompletionQueue, Device, Pool, ProtectionDomain, QueuePair};
+use tokio_rdma::{
+    BufMut, CompletionMode, CompletionQueue, Device, Pool, ProtectionDomain, QueuePair,
+};
 
 /// An emulated machine takes its time for hundreds of queue pairs.
 const PATIENCE: Duration = Duration::from_secs(150);
@@ -29,7 +31,11 @@ impl Client {
         let device = Device::software_in(&network, "one").unwrap();
         let pd = device.protection_domain().unwrap();
         let capacity = connections * (messages + 1) * 2;
-        let queue = CompletionQueue::builder(&device).capacity(capacity).mode(CompletionMode::Event).build().unwrap();
+        let queue = CompletionQueue::builder(&device)
+            .capacity(capacity)
+            .mode(CompletionMode::Event)
+            .build()
+            .unwrap();
         let buffers = (connections * (messages + 1)) as usize;
         let pool = Pool::new(&pd, size as usize, buffers).unwrap();
         Self { device, pd, queue, pool, server, messages, size: size as usize }
@@ -37,11 +43,13 @@ impl Client {
 
     /// Connects with receives posted, since the server sends at once.
     async fn connect(&self) -> Result<(Link, QueuePair, Vec<Recv<BufMut>>), ConnectError> {
-        let transport = ConnectOptions { timeout: AckTimeout::from_code(17), ..ConnectOptions::default() };
+        let transport =
+            ConnectOptions { timeout: AckTimeout::from_code(17), ..ConnectOptions::default() };
         let options = Options::default().timeout(PATIENCE).transport(transport);
         let route = cm::resolve_with(&self.device, self.server, &options).await?;
         let entries = self.messages + 1;
-        let builder = QueuePair::builder(&self.pd, &self.queue).max_send_wr(entries).max_recv_wr(entries);
+        let builder =
+            QueuePair::builder(&self.pd, &self.queue).max_send_wr(entries).max_recv_wr(entries);
         let qp = route.prepare(builder).build().unwrap();
         let mut receives = Vec::new();
         for _ in 0..self.messages {
@@ -56,7 +64,10 @@ impl Client {
 #[test]
 fn ucmatose_serves_many_connections() {
     let Ok(said) = std::env::var("TOKIO_RDMA_UCMATOSE") else { return };
-    let [server, ours, connections, messages, size] = said.split(' ').collect::<Vec<_>>()[..] else { panic!("{said}") };
+    let [server, ours, connections, messages, size] = said.split(' ').collect::<Vec<_>>()[..]
+    else {
+        panic!("{said}")
+    };
     let number = |text: &str| text.parse::<u32>().unwrap();
     let counts = [number(connections), number(messages), number(size)];
     super::runtime().block_on(async {
@@ -71,7 +82,8 @@ fn ucmatose_serves_many_connections() {
             }
             println!("{messages} messages of {size} bytes by each received");
             try_join_all(ends.iter().flat_map(|(_, qp)| {
-                (0..counts[1]).map(|_| async { qp.send(client.pool.alloc(client.size).await.unwrap()).await })
+                (0..counts[1])
+                    .map(|_| async { qp.send(client.pool.alloc(client.size).await.unwrap()).await })
             }))
             .await
             .unwrap();

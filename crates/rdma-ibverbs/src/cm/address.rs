@@ -58,7 +58,9 @@ mod tests {
 
     #[test]
     fn both_families_there_and_back() {
-        for text in ["10.9.0.1:7471", "0.0.0.0:0", "[::]:65535", "[fe80::1%3]:7471", "[2001:db8::9]:1"] {
+        for text in
+            ["10.9.0.1:7471", "0.0.0.0:0", "[::]:65535", "[fe80::1%3]:7471", "[2001:db8::9]:1"]
+        {
             let address: SocketAddr = text.parse().unwrap();
             assert_eq!(Address::from(address).to_ip(), Some(address));
         }

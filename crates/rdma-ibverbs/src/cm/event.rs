@@ -23,17 +23,32 @@ use rdma_provider::types::RejectReason;
 #[cfg(target_pointer_width = "64")]
 const _: () = {
     assert!(size_of::<rdma_cm_event>() == 80 && align_of::<rdma_cm_event>() == 8);
-    assert!(mem::offset_of!(rdma_cm_event, listen_id) == 8 && mem::offset_of!(rdma_cm_event, event) == 16);
-    assert!(mem::offset_of!(rdma_cm_event, status) == 20 && mem::offset_of!(rdma_cm_event, param) == 24);
-    assert!(size_of::<rdma_conn_param>() == 24 && mem::offset_of!(rdma_conn_param, private_data_len) == 8);
-    assert!(mem::offset_of!(rdma_conn_param, srq) == 14 && mem::offset_of!(rdma_conn_param, qp_num) == 16);
+    assert!(
+        mem::offset_of!(rdma_cm_event, listen_id) == 8
+            && mem::offset_of!(rdma_cm_event, event) == 16
+    );
+    assert!(
+        mem::offset_of!(rdma_cm_event, status) == 20 && mem::offset_of!(rdma_cm_event, param) == 24
+    );
+    assert!(
+        size_of::<rdma_conn_param>() == 24
+            && mem::offset_of!(rdma_conn_param, private_data_len) == 8
+    );
+    assert!(
+        mem::offset_of!(rdma_conn_param, srq) == 14
+            && mem::offset_of!(rdma_conn_param, qp_num) == 16
+    );
     assert!(size_of::<rdma_ud_param>() == 56 && size_of::<rdma_event_channel>() == 4);
     assert!(size_of::<rdma_cm_id>() == 416 && mem::offset_of!(rdma_cm_id, context) == 16);
-    assert!(mem::offset_of!(rdma_cm_id, route) == 32 && mem::offset_of!(rdma_cm_id, port_num) == 348);
+    assert!(
+        mem::offset_of!(rdma_cm_id, route) == 32 && mem::offset_of!(rdma_cm_id, port_num) == 348
+    );
     assert!(size_of::<rdma_addr>() == 296 && mem::offset_of!(rdma_addr, dst_addr_union) == 128);
     assert!(mem::offset_of!(rdma_addr, addr) == 256 && size_of::<rdma_ib_addr>() == 40);
     assert!(size_of::<rdma_route>() == 312 && mem::offset_of!(rdma_route, path_rec) == 296);
-    assert!(mem::offset_of!(rdma_route, num_paths) == 304 && mem::offset_of!(rdma_ib_addr, dgid) == 16);
+    assert!(
+        mem::offset_of!(rdma_route, num_paths) == 304 && mem::offset_of!(rdma_ib_addr, dgid) == 16
+    );
     assert!(size_of::<ibv_sa_path_rec>() == 64 && mem::offset_of!(ibv_sa_path_rec, mtu) == 58);
 };
 
@@ -141,7 +156,10 @@ impl<'a> Taken<'a> {
         let (key, known) = self.events.enter(known);
         // SAFETY: S3: nobody else has the id yet, and its context, the listener's until now, is read here only.
         unsafe { (*id.as_ptr()).context = ptr::without_provenance_mut(key) };
-        CmEventKind::ConnectRequest { id: CmId::new(id, key, known, Arc::clone(self.events)), peer: self.peer() }
+        CmEventKind::ConnectRequest {
+            id: CmId::new(id, key, known, Arc::clone(self.events)),
+            peer: self.peer(),
+        }
     }
 
     /// Notes what librdmacm has found out; it writes that down while an event is taken, or by calls before.
@@ -160,7 +178,10 @@ impl<'a> Taken<'a> {
             Vec::new()
         } else {
             // SAFETY: S4: so many bytes came with the event, of any value.
-            unsafe { slice::from_raw_parts(said.private_data.cast::<u8>(), said.private_data_len.into()) }.to_vec()
+            unsafe {
+                slice::from_raw_parts(said.private_data.cast::<u8>(), said.private_data_len.into())
+            }
+            .to_vec()
         };
         CmPeer {
             private_data,

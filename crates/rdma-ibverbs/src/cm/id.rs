@@ -17,7 +17,8 @@ use super::address::Address;
 use crate::{convert, sys};
 use rdma_provider::VerbError;
 use rdma_provider::cm_contract::{
-    self, CmEvent, CmEventKind, CmParams, CmRoute, MAX_REJECT_DATA, MAX_REQUEST_DATA, MAX_RESPONSE_DATA,
+    self, CmEvent, CmEventKind, CmParams, CmRoute, MAX_REJECT_DATA, MAX_REQUEST_DATA,
+    MAX_RESPONSE_DATA,
 };
 use rdma_provider::types::{PortNum, QpAttr, QpState, RejectReason};
 
@@ -95,12 +96,21 @@ impl CmId {
         self.raw
     }
 
-    pub(super) fn new(raw: NonNull<rdma_cm_id>, key: usize, known: Arc<Mutex<Known>>, events: Arc<Events>) -> Self {
+    pub(super) fn new(
+        raw: NonNull<rdma_cm_id>,
+        key: usize,
+        known: Arc<Mutex<Known>>,
+        events: Arc<Events>,
+    ) -> Self {
         Self { raw, key, calls: Mutex::new(()), known, events }
     }
 
     /// Calls librdmacm.
-    fn call(&self, verb: &'static str, f: impl FnOnce(*mut rdma_cm_id) -> c_int) -> Result<(), VerbError> {
+    fn call(
+        &self,
+        verb: &'static str,
+        f: impl FnOnce(*mut rdma_cm_id) -> c_int,
+    ) -> Result<(), VerbError> {
         let _one_at_a_time = self.calls.lock();
         sys::status(verb, f(self.raw.as_ptr()))
     }
@@ -143,7 +153,8 @@ impl CmId {
         if refused {
             self.known.lock().phase = Phase::Failed;
             // What managers say when they take a request back.
-            let kind = CmEventKind::Rejected { reason: RejectReason::TIMEOUT, private_data: Vec::new() };
+            let kind =
+                CmEventKind::Rejected { reason: RejectReason::TIMEOUT, private_data: Vec::new() };
             self.events.own.lock().push_back(CmEvent { key: self.key as u64, kind });
         }
     }
@@ -191,7 +202,8 @@ impl cm_contract::CmId for CmId {
         let mut raw = Address::from(destination);
         let with_source = source.is_some();
         let called = self.call("rdma_resolve_addr", |id| {
-            let source = source.as_mut().map_or(ptr::null_mut(), |source| ptr::from_mut(source).cast());
+            let source =
+                source.as_mut().map_or(ptr::null_mut(), |source| ptr::from_mut(source).cast());
             // SAFETY: S3: the id is alive, the addresses ours and as long as their families have them.
             unsafe { rdma_resolve_addr(id, source, (&raw mut raw).cast(), milliseconds(timeout)) }
         });
@@ -205,7 +217,9 @@ impl cm_contract::CmId for CmId {
             return Err(VerbError::new("rdma_resolve_route", VerbError::EINVAL));
         }
         // SAFETY: S3: the id is alive and has a device.
-        self.call("rdma_resolve_route", |id| unsafe { rdma_resolve_route(id, milliseconds(timeout)) })
+        self.call("rdma_resolve_route", |id| unsafe {
+            rdma_resolve_route(id, milliseconds(timeout))
+        })
     }
 
     fn connect(&self, params: &CmParams<'_>) -> Result<(), VerbError> {
@@ -322,7 +336,9 @@ pub(super) unsafe fn path(id: *mut rdma_cm_id) -> Option<CmRoute> {
     // zero; `path_rec` has `num_paths` entries. S4: 16 bytes of any value are a GID.
     unsafe {
         let verbs = NonNull::new((*id).verbs)?;
-        let device = CStr::from_ptr(ibv_get_device_name(verbs.as_ref().device)).to_string_lossy().into_owned();
+        let device = CStr::from_ptr(ibv_get_device_name(verbs.as_ref().device))
+            .to_string_lossy()
+            .into_owned();
         let route = &raw const (*id).route;
         let gids = &raw const (*route).addr.addr.ibaddr;
         let paths = (*route).path_rec;
@@ -343,10 +359,18 @@ pub(super) unsafe fn path(id: *mut rdma_cm_id) -> Option<CmRoute> {
 
 /// What the kernel says of an address to bind to that is on no interface of an RDMA device.
 fn not_ours(error: VerbError) -> VerbError {
-    if error.errno == VerbError::ENODEV { VerbError::new(error.verb, VerbError::EADDRNOTAVAIL) } else { error }
+    if error.errno == VerbError::ENODEV {
+        VerbError::new(error.verb, VerbError::EADDRNOTAVAIL)
+    } else {
+        error
+    }
 }
 
-fn conn_param(verb: &'static str, params: &CmParams<'_>, most: usize) -> Result<rdma_conn_param, VerbError> {
+fn conn_param(
+    verb: &'static str,
+    params: &CmParams<'_>,
+    most: usize,
+) -> Result<rdma_conn_param, VerbError> {
     Ok(rdma_conn_param {
         private_data: params.private_data.as_ptr().cast(),
         private_data_len: data_len(verb, params.private_data, most)?,

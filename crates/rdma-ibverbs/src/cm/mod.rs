@@ -61,7 +61,12 @@ impl CmChannel {
     pub(super) fn new() -> Result<Self, VerbError> {
         // SAFETY: S3: takes nothing.
         let raw = sys::handle("rdma_create_event_channel", unsafe { rdma_create_event_channel() })?;
-        let events = Events { raw, next_key: AtomicUsize::new(1), ids: Mutex::default(), own: Mutex::default() };
+        let events = Events {
+            raw,
+            next_key: AtomicUsize::new(1),
+            ids: Mutex::default(),
+            own: Mutex::default(),
+        };
         do_not_block(events.fd())?;
         Ok(Self(Arc::new(events)))
     }
@@ -75,7 +80,8 @@ impl Events {
 
     /// A key that was never used, which names `known` until it is forgotten.
     fn enter(&self, known: Known) -> (usize, Arc<Mutex<Known>>) {
-        let (key, known) = (self.next_key.fetch_add(1, Ordering::Relaxed), Arc::new(Mutex::new(known)));
+        let (key, known) =
+            (self.next_key.fetch_add(1, Ordering::Relaxed), Arc::new(Mutex::new(known)));
         self.ids.lock().insert(key, Arc::clone(&known));
         (key, known)
     }
@@ -126,7 +132,8 @@ impl cm_contract::CmChannel<Ibverbs> for CmChannel {
             let context = ptr::without_provenance_mut(key);
             rdma_create_id(self.0.raw.as_ptr(), &raw mut raw, context, rdma_port_space::RDMA_PS_TCP)
         };
-        let made = sys::status("rdma_create_id", result).and_then(|()| sys::handle("rdma_create_id", raw));
+        let made =
+            sys::status("rdma_create_id", result).and_then(|()| sys::handle("rdma_create_id", raw));
         match made {
             Ok(raw) => Ok(CmId::new(raw, key, known, Arc::clone(&self.0))),
             Err(error) => {

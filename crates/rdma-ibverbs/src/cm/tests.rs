@@ -15,7 +15,9 @@ use super::*;
 use crate::ibv_context::Context;
 use crate::ibv_pd::Pd;
 use crate::{ibv_cq, ibv_qp};
-use rdma_provider::cm_contract::{CmChannel as _, CmEventKind as Kind, CmId as _, CmParams, CmPeer, CmRoute};
+use rdma_provider::cm_contract::{
+    CmChannel as _, CmEventKind as Kind, CmId as _, CmParams, CmPeer, CmRoute,
+};
 use rdma_provider::contract::{Context as _, Pd as _, Qp as _, QpInit};
 use rdma_provider::types::{PortNum, QpAttr, QpCaps, QpState, Qpn, RejectReason, Transport};
 
@@ -47,7 +49,13 @@ impl Program {
     fn new(name: &str) -> Self {
         let context = Context::open(name).unwrap().unwrap();
         let (pd, cq) = (context.create_pd().unwrap(), context.create_cq(16, None, 0, 0).unwrap());
-        Self { channel: context.create_cm_channel().unwrap(), taken: VecDeque::new(), cq, pd, context }
+        Self {
+            channel: context.create_cm_channel().unwrap(),
+            taken: VecDeque::new(),
+            cq,
+            pd,
+            context,
+        }
     }
 
     fn address(&self) -> SocketAddr {
@@ -112,8 +120,20 @@ impl Program {
     }
 
     fn qp(&self) -> ibv_qp::Qp {
-        let caps = QpCaps { max_send_wr: 1, max_recv_wr: 1, max_send_sge: 1, max_recv_sge: 1, max_inline: 0 };
-        let init = QpInit { transport: Transport::Rc, send_cq: &self.cq, recv_cq: &self.cq, srq: None, caps };
+        let caps = QpCaps {
+            max_send_wr: 1,
+            max_recv_wr: 1,
+            max_send_sge: 1,
+            max_recv_sge: 1,
+            max_inline: 0,
+        };
+        let init = QpInit {
+            transport: Transport::Rc,
+            send_cq: &self.cq,
+            recv_cq: &self.cq,
+            srq: None,
+            caps,
+        };
         self.pd.create_qp(&init).unwrap()
     }
 }
@@ -142,7 +162,11 @@ fn params<'a>(qpn: Qpn, private_data: &'a [u8]) -> CmParams<'a> {
 }
 
 /// Active and passive id with their queue pairs, connected.
-fn connected(a: &mut Program, b: &mut Program, listener: &CmId) -> ((CmId, ibv_qp::Qp), (CmId, ibv_qp::Qp)) {
+fn connected(
+    a: &mut Program,
+    b: &mut Program,
+    listener: &CmId,
+) -> ((CmId, ibv_qp::Qp), (CmId, ibv_qp::Qp)) {
     let (active, ours) = (a.resolved(listener.local_addr().unwrap()), a.qp());
     active.connect(&params(ours.qpn(), b"question")).unwrap();
     let (passive, peer) = b.request(listener);
@@ -150,7 +174,9 @@ fn connected(a: &mut Program, b: &mut Program, listener: &CmId) -> ((CmId, ibv_q
     assert_eq!((peer.responder_resources, peer.initiator_depth, peer.srq), (2, 4, false));
     let theirs = b.qp();
     let at_b = ready(&passive, &theirs);
-    passive.accept(&CmParams { responder_resources: 2, ..params(theirs.qpn(), b"answer") }).unwrap();
+    passive
+        .accept(&CmParams { responder_resources: 2, ..params(theirs.qpn(), b"answer") })
+        .unwrap();
     match a.next(&active) {
         Kind::ConnectResponse(peer) => {
             assert_eq!((&peer.private_data[..7], peer.private_data.len()), (&b"answer\0"[..], 196));
@@ -184,7 +210,9 @@ fn descriptors() -> usize {
 fn machine_without_it_gets_an_error_with_its_number() {
     match CmChannel::new() {
         Ok(channel) => assert!(channel.take_event().unwrap().is_none()),
-        Err(error) => assert!(error.verb == "rdma_create_event_channel" && error.errno > 0, "{error:?}"),
+        Err(error) => {
+            assert!(error.verb == "rdma_create_event_channel" && error.errno > 0, "{error:?}")
+        }
     }
 }
 
@@ -252,11 +280,17 @@ fn peer_that_says_no_or_is_not_there_is_told_apart() {
     drop(listener);
     let active = a.resolved(address);
     active.connect(&params(a.qp().qpn(), b"")).unwrap();
-    assert!(matches!(a.next(&active), Kind::Rejected { reason: RejectReason::INVALID_SERVICE_ID, .. }));
+    assert!(matches!(
+        a.next(&active),
+        Kind::Rejected { reason: RejectReason::INVALID_SERVICE_ID, .. }
+    ));
 
     // A network for documentation: RFC 5737. Where no route leads, the call fails; else nothing answers there.
     let active = a.id();
-    if active.resolve_addr(None, "192.0.2.1:7471".parse().unwrap(), Duration::from_millis(100)).is_ok() {
+    if active
+        .resolve_addr(None, "192.0.2.1:7471".parse().unwrap(), Duration::from_millis(100))
+        .is_ok()
+    {
         assert!(matches!(a.next(&active), Kind::AddressError(errno) if errno > 0));
     }
 }
@@ -275,7 +309,10 @@ fn ids_dropped_at_each_step_tell_the_peer_and_leave_nothing_behind() {
         let key = active.key();
         active.resolve_addr(None, address, LONG).unwrap();
         drop(active);
-        assert!(!matches!(a.channel.take_event().unwrap(), Some(event) if event.key == key), "of an id that is gone");
+        assert!(
+            !matches!(a.channel.take_event().unwrap(), Some(event) if event.key == key),
+            "of an id that is gone"
+        );
         drop(a.resolved(address));
 
         // A request that is taken back, before it is answered and in the moment of the answer.
@@ -307,7 +344,10 @@ fn ids_dropped_at_each_step_tell_the_peer_and_leave_nothing_behind() {
         passive.accept(&params(b.qp().qpn(), b"")).unwrap();
         assert!(matches!(a.next(&active), Kind::ConnectResponse(_)));
         drop(passive);
-        assert!(matches!(a.next(&active), Kind::Rejected { .. } | Kind::ConnectError(_) | Kind::Disconnected));
+        assert!(matches!(
+            a.next(&active),
+            Kind::Rejected { .. } | Kind::ConnectError(_) | Kind::Disconnected
+        ));
 
         for passive_first in [true, false] {
             let (active, passive) = connected(&mut a, &mut b, &listener);
@@ -342,7 +382,8 @@ fn calls_out_of_order_and_too_much_data_are_refused() {
     let (mut a, mut b) = (Program::new(&name), Program::new(&name));
     let listener = b.listen();
     let address = listener.local_addr().unwrap();
-    let refused = |result: Result<(), VerbError>| assert_eq!(result.unwrap_err().errno, VerbError::EINVAL);
+    let refused =
+        |result: Result<(), VerbError>| assert_eq!(result.unwrap_err().errno, VerbError::EINVAL);
 
     let id = a.id();
     refused(id.resolve_route(LONG));
@@ -356,7 +397,10 @@ fn calls_out_of_order_and_too_much_data_are_refused() {
     id.bind(a.address()).unwrap();
     refused(id.bind(a.address()));
     assert_eq!(a.id().bind(address).unwrap_err().errno, VerbError::EADDRINUSE);
-    assert_eq!(a.id().bind("192.0.2.1:0".parse().unwrap()).unwrap_err().errno, VerbError::EADDRNOTAVAIL);
+    assert_eq!(
+        a.id().bind("192.0.2.1:0".parse().unwrap()).unwrap_err().errno,
+        VerbError::EADDRNOTAVAIL
+    );
 
     let active = a.resolved(address);
     refused(active.connect(&params(Qpn(1), &[0; 57])));
@@ -368,7 +412,9 @@ fn calls_out_of_order_and_too_much_data_are_refused() {
     refused(passive.accept(&params(Qpn(1), &[0; 197])));
     refused(passive.reject(&[0; 149]));
     passive.reject(&[9; 148]).unwrap();
-    assert!(matches!(a.next(&active), Kind::Rejected { private_data, .. } if private_data == [9; 148]));
+    assert!(
+        matches!(a.next(&active), Kind::Rejected { private_data, .. } if private_data == [9; 148])
+    );
 }
 
 #[test]
@@ -409,7 +455,9 @@ fn ids_are_destroyed_while_their_events_are_taken() {
 fn device_that_is_taken_away_tells_every_id() {
     let Some(name) = device("removal") else { return };
     if std::env::var_os("TOKIO_RDMA_REMOVE").is_none() {
-        eprintln!("SKIPPED removal: TOKIO_RDMA_REMOVE does not say that the device may be taken away");
+        eprintln!(
+            "SKIPPED removal: TOKIO_RDMA_REMOVE does not say that the device may be taken away"
+        );
         return;
     }
     let (mut a, mut b) = (Program::new(&name), Program::new(&name));

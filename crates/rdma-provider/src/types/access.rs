@@ -26,7 +26,8 @@ bitflags! {
 
 impl Access {
     /// All that a peer can be granted.
-    pub const REMOTE_ALL: Self = Self::REMOTE_WRITE.union(Self::REMOTE_READ).union(Self::REMOTE_ATOMIC);
+    pub const REMOTE_ALL: Self =
+        Self::REMOTE_WRITE.union(Self::REMOTE_READ).union(Self::REMOTE_ATOMIC);
 
     /// True if a peer may reach the memory in any way, be it through a window bound later.
     #[must_use]
@@ -49,11 +50,17 @@ mod tests {
     #[test]
     fn whoever_lets_peers_change_memory_lets_the_local_device_too() {
         assert!(!Access::REMOTE_WRITE.is_legal() && !Access::REMOTE_ATOMIC.is_legal());
-        assert!((Access::REMOTE_ALL | Access::LOCAL_WRITE).is_legal() && Access::REMOTE_READ.is_legal());
+        assert!(
+            (Access::REMOTE_ALL | Access::LOCAL_WRITE).is_legal() && Access::REMOTE_READ.is_legal()
+        );
     }
 
     #[test]
     fn memory_that_windows_may_be_bound_to_is_within_reach_of_peers() {
-        assert!(Access::MW_BIND.is_remote() && Access::REMOTE_READ.is_remote() && !Access::LOCAL_WRITE.is_remote());
+        assert!(
+            Access::MW_BIND.is_remote()
+                && Access::REMOTE_READ.is_remote()
+                && !Access::LOCAL_WRITE.is_remote()
+        );
     }
 }

@@ -152,7 +152,8 @@ pub enum Mtu {
 
 impl Mtu {
     /// Every MTU, ascending.
-    pub const ALL: [Self; 5] = [Self::Mtu256, Self::Mtu512, Self::Mtu1024, Self::Mtu2048, Self::Mtu4096];
+    pub const ALL: [Self; 5] =
+        [Self::Mtu256, Self::Mtu512, Self::Mtu1024, Self::Mtu2048, Self::Mtu4096];
 
     /// Payload bytes of a full packet.
     #[must_use]

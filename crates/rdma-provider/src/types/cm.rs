@@ -96,7 +96,10 @@ mod tests {
 
     #[test]
     fn unknown_reasons_are_kept_and_printed() {
-        assert_eq!(format!("{:?} {:?}", RejectReason::CONSUMER, RejectReason(999)), "CONSUMER RejectReason(999)");
+        assert_eq!(
+            format!("{:?} {:?}", RejectReason::CONSUMER, RejectReason(999)),
+            "CONSUMER RejectReason(999)"
+        );
         assert_eq!(RejectReason(999).to_string(), "reason 999");
     }
 }

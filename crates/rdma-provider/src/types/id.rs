@@ -161,7 +161,10 @@ mod tests {
             assert_eq!(earlier.add(HALF), earlier.sub(HALF));
             assert!(earlier.add(0xffff_ffff).value() <= 0xff_ffff);
         }
-        assert_eq!((Psn::new(0xff_ffff).add(1), Psn::new(0).sub(1)), (Psn::new(0), Psn::new(0xff_ffff)));
+        assert_eq!(
+            (Psn::new(0xff_ffff).add(1), Psn::new(0).sub(1)),
+            (Psn::new(0), Psn::new(0xff_ffff))
+        );
         assert_eq!(Psn::new(0x0100_0005), Psn::new(5));
     }
 

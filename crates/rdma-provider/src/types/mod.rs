@@ -18,11 +18,18 @@ mod wr;
 
 pub use access::Access;
 pub use addr::{AddressVector, Gid, GidEntry, GidKind, LinkLayer, Mtu};
-pub use caps::{AtomicCapability, DcAttr, DciStreams, DeviceAttr, PortAttr, PortState, QpCaps, SrqCaps};
+pub use caps::{
+    AtomicCapability, DcAttr, DciStreams, DeviceAttr, PortAttr, PortState, QpCaps, SrqCaps,
+};
 pub use cm::RejectReason;
 pub use event::AsyncEvent;
 pub use id::{DcKey, Imm, Lkey, PortNum, Psn, Qkey, Qpn, Rkey, WrId};
 pub use qp::{AckTimeout, QpAttr, QpAttrMask, QpState, RnrTimer, Transport};
-pub use transition::{Transition, TransitionError, check_dct_transition, check_transition, dct_transition, transition};
+pub use transition::{
+    Transition, TransitionError, check_dct_transition, check_transition, dct_transition, transition,
+};
 pub use wc::{WcFlags, WcOpcode, WcStatus, WorkCompletion};
-pub use wr::{Data, DctTarget, RecvWr, RemoteAddr, SendFlags, SendOp, SendTarget, SendWr, Sge, UdTarget, WindowBind};
+pub use wr::{
+    Data, DctTarget, RecvWr, RemoteAddr, SendFlags, SendOp, SendTarget, SendWr, Sge, UdTarget,
+    WindowBind,
+};

@@ -40,7 +40,8 @@ pub enum QpState {
 
 impl QpState {
     /// Every state, in the order of their codes.
-    pub const ALL: [Self; 7] = [Self::Reset, Self::Init, Self::Rtr, Self::Rts, Self::Sqd, Self::Sqe, Self::Err];
+    pub const ALL: [Self; 7] =
+        [Self::Reset, Self::Init, Self::Rtr, Self::Rts, Self::Sqd, Self::Sqe, Self::Err];
 }
 
 bitflags! {
@@ -141,8 +142,8 @@ pub struct RnrTimer(u8);
 impl RnrTimer {
     /// Hundredths of a millisecond by code (IBTA table 45).
     const CENTI_MS: [u32; 32] = [
-        65536, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072,
-        4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152,
+        65536, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024,
+        1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152,
     ];
 
     /// The code as it is written in the attribute; only the low 5 bits count. Code 0 is the longest, 655.36 ms.

@@ -76,7 +76,11 @@ pub fn transition(transport: Transport, from: QpState, to: QpState) -> Option<Tr
     let connect = M::AV.union(M::PATH_MTU).union(M::DEST_QPN).union(M::RQ_PSN);
     // What RTS takes besides its required attributes, also on the way back from SQD and SQE.
     let running = match transport {
-        Rc => M::CUR_STATE.union(M::ALT_PATH).union(rights).union(M::MIN_RNR_TIMER).union(M::PATH_MIG_STATE),
+        Rc => M::CUR_STATE
+            .union(M::ALT_PATH)
+            .union(rights)
+            .union(M::MIN_RNR_TIMER)
+            .union(M::PATH_MIG_STATE),
         Uc => M::CUR_STATE.union(M::ALT_PATH).union(rights).union(M::PATH_MIG_STATE),
         Ud => M::CUR_STATE.union(rights),
         // What mlx5 takes, which knows no SQD of it either.
@@ -100,7 +104,11 @@ pub fn transition(transport: Transport, from: QpState, to: QpState) -> Option<Tr
         },
         (Rtr, Rts) => match transport {
             Rc | Dci => (
-                M::SQ_PSN.union(M::TIMEOUT).union(M::RETRY_CNT).union(M::RNR_RETRY).union(M::MAX_QP_RD_ATOMIC),
+                M::SQ_PSN
+                    .union(M::TIMEOUT)
+                    .union(M::RETRY_CNT)
+                    .union(M::RNR_RETRY)
+                    .union(M::MAX_QP_RD_ATOMIC),
                 running,
             ),
             Uc | Ud => (M::SQ_PSN, running),
@@ -125,7 +133,14 @@ pub fn transition(transport: Transport, from: QpState, to: QpState) -> Option<Tr
                     .union(M::MIN_RNR_TIMER)
                     .union(M::PATH_MIG_STATE),
             ),
-            Uc => (none, M::AV.union(M::ALT_PATH).union(rights).union(M::PKEY_INDEX).union(M::PATH_MIG_STATE)),
+            Uc => (
+                none,
+                M::AV
+                    .union(M::ALT_PATH)
+                    .union(rights)
+                    .union(M::PKEY_INDEX)
+                    .union(M::PATH_MIG_STATE),
+            ),
             Ud | Dci => (none, M::PKEY_INDEX.union(rights)),
         },
         // What is reliable fails as a whole: it has no SQE.
@@ -140,7 +155,12 @@ pub fn transition(transport: Transport, from: QpState, to: QpState) -> Option<Tr
 /// # Errors
 ///
 /// [`TransitionError`] with the states and, for a wrong set of attributes, both differences.
-pub fn check_transition(transport: Transport, from: QpState, to: QpState, given: M) -> Result<(), TransitionError> {
+pub fn check_transition(
+    transport: Transport,
+    from: QpState,
+    to: QpState,
+    given: M,
+) -> Result<(), TransitionError> {
     check(transition(transport, from, to), from, to, given)
 }
 
@@ -165,7 +185,12 @@ pub fn check_dct_transition(from: QpState, to: QpState, given: M) -> Result<(), 
     check(dct_transition(from, to), from, to, given)
 }
 
-fn check(row: Option<Transition>, from: QpState, to: QpState, given: M) -> Result<(), TransitionError> {
+fn check(
+    row: Option<Transition>,
+    from: QpState,
+    to: QpState,
+    given: M,
+) -> Result<(), TransitionError> {
     let row = row.ok_or(TransitionError::Illegal { from, to })?;
     let missing = row.required.difference(given);
     let superfluous = given.difference(row.required.union(row.optional).union(M::STATE));
@@ -181,7 +206,10 @@ impl std::fmt::Display for TransitionError {
         match self {
             Self::Illegal { from, to } => write!(f, "no transition from {from:?} to {to:?}"),
             Self::Attributes { from, to, missing, superfluous } => {
-                write!(f, "transition {from:?} to {to:?}: missing {missing:?}, not allowed {superfluous:?}")
+                write!(
+                    f,
+                    "transition {from:?} to {to:?}: missing {missing:?}, not allowed {superfluous:?}"
+                )
             }
             Self::NotInState { claimed, actual } => {
                 write!(f, "queue pair is in {actual:?}, not in {claimed:?} as claimed")
@@ -201,7 +229,10 @@ mod tests {
         for transport in [Transport::Rc, Transport::Uc, Transport::Ud, Transport::Dci] {
             for from in QpState::ALL {
                 assert!(transition(transport, from, QpState::Reset).is_some());
-                assert_eq!(transition(transport, from, QpState::Err).is_some(), from != QpState::Reset);
+                assert_eq!(
+                    transition(transport, from, QpState::Err).is_some(),
+                    from != QpState::Reset
+                );
             }
         }
     }
@@ -210,7 +241,10 @@ mod tests {
     fn target_goes_to_rtr_and_no_further() {
         for from in QpState::ALL {
             for to in QpState::ALL {
-                let there = matches!((from, to), (QpState::Reset, QpState::Init) | (QpState::Init, QpState::Rtr));
+                let there = matches!(
+                    (from, to),
+                    (QpState::Reset, QpState::Init) | (QpState::Init, QpState::Rtr)
+                );
                 assert_eq!(dct_transition(from, to).is_some(), there, "{from:?} to {to:?}");
             }
         }
@@ -218,21 +252,33 @@ mod tests {
 
     #[test]
     fn initiator_takes_no_rights_and_is_not_drained() {
-        let all = |from, to| transition(Transport::Dci, from, to).map(|row| row.required | row.optional);
-        for (from, to) in [(QpState::Reset, QpState::Init), (QpState::Init, QpState::Rtr), (QpState::Rtr, QpState::Rts)]
-        {
+        let all =
+            |from, to| transition(Transport::Dci, from, to).map(|row| row.required | row.optional);
+        for (from, to) in [
+            (QpState::Reset, QpState::Init),
+            (QpState::Init, QpState::Rtr),
+            (QpState::Rtr, QpState::Rts),
+        ] {
             let attributes = all(from, to).unwrap();
-            assert!(!attributes.intersects(M::ACCESS_FLAGS | M::QKEY | M::DEST_QPN | M::RQ_PSN), "{attributes:?}");
+            assert!(
+                !attributes.intersects(M::ACCESS_FLAGS | M::QKEY | M::DEST_QPN | M::RQ_PSN),
+                "{attributes:?}"
+            );
         }
         for state in QpState::ALL {
-            let left = if matches!(state, QpState::Reset | QpState::Err) { None } else { all(QpState::Sqd, state) };
+            let left = if matches!(state, QpState::Reset | QpState::Err) {
+                None
+            } else {
+                all(QpState::Sqd, state)
+            };
             assert_eq!((all(state, QpState::Sqd), left), (None, None), "{state:?}");
         }
     }
 
     #[test]
     fn a_missing_and_a_superfluous_attribute_are_both_named() {
-        let error = check_transition(Transport::Rc, QpState::Reset, QpState::Init, M::PORT | M::AV).unwrap_err();
+        let error = check_transition(Transport::Rc, QpState::Reset, QpState::Init, M::PORT | M::AV)
+            .unwrap_err();
         assert_eq!(
             error,
             TransitionError::Attributes {

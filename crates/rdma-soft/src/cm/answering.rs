@@ -70,7 +70,9 @@ impl Machine {
         };
         let Some(id) = oldest else { return false };
         let listener = self.connections.get(&id).and_then(|connection| connection.waiting_at);
-        if let Some(admit) = listener.and_then(|key| self.listeners.get(&key)).and_then(|it| it.admit.as_ref()) {
+        if let Some(admit) =
+            listener.and_then(|key| self.listeners.get(&key)).and_then(|it| it.admit.as_ref())
+        {
             admit.gave_way();
         }
         // Its peer is not told: most likely there is none.

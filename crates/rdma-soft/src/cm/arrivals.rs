@@ -8,7 +8,9 @@ use rdma_provider::types::{Gid, Qkey, Qpn, RejectReason};
 
 use super::connection::{Connection, State};
 use super::machine::{BUSY_TIMEOUT, Event, Machine, Numbers, Output, bounded};
-use super::message::{About, CommId, Drep, Dreq, Mad, Message, Mra, Private, Rej, Rep, Req, SidrRep, SidrStatus};
+use super::message::{
+    About, CommId, Drep, Dreq, Mad, Message, Mra, Private, Rej, Rep, Req, SidrRep, SidrStatus,
+};
 use super::ports::covers;
 
 impl Machine {
@@ -27,8 +29,17 @@ impl Machine {
         reason: RejectReason,
     ) {
         if remote_id != 0 {
-            let rej = Rej { local_id: 0, remote_id, about: About::Req, reason, private_data: Private::empty() };
-            let answer = Output::Send { to: from, mad: Mad { transaction, message: Message::Rej(Box::new(rej)) } };
+            let rej = Rej {
+                local_id: 0,
+                remote_id,
+                about: About::Req,
+                reason,
+                private_data: Private::empty(),
+            };
+            let answer = Output::Send {
+                to: from,
+                mad: Mad { transaction, message: Message::Rej(Box::new(rej)) },
+            };
             self.limited(now, from, |machine| machine.out.push_back(answer));
         }
     }
@@ -94,10 +105,26 @@ impl Machine {
         }
     }
 
-    fn on_request(&mut self, now: u64, from: Gid, transaction: u64, req: Req, mut numbers: impl Numbers) {
+    fn on_request(
+        &mut self,
+        now: u64,
+        from: Gid,
+        transaction: u64,
+        req: Req,
+        mut numbers: impl Numbers,
+    ) {
         let refuse_with = |reason, private_data| {
-            let rej = Rej { local_id: 0, remote_id: req.local_id, about: About::Req, reason, private_data };
-            Output::Send { to: from, mad: Mad { transaction, message: Message::Rej(Box::new(rej)) } }
+            let rej = Rej {
+                local_id: 0,
+                remote_id: req.local_id,
+                about: About::Req,
+                reason,
+                private_data,
+            };
+            Output::Send {
+                to: from,
+                mad: Mad { transaction, message: Message::Rej(Box::new(rej)) },
+            }
         };
         let refuse = |reason| refuse_with(reason, Private::empty());
         // Not of a manager that plays by the rules, so nobody would understand the answer.
@@ -111,7 +138,8 @@ impl Machine {
             return self.out.push_back(refuse(RejectReason::INVALID_GID));
         }
         let listener = self.listeners.iter_mut().find(|(_, listener)| {
-            listener.address.port() == req.service_port && covers(listener.address.ip(), req.destination)
+            listener.address.port() == req.service_port
+                && covers(listener.address.ip(), req.destination)
         });
         let Some((&key, listener)) = listener else {
             return self.out.push_back(refuse(RejectReason::INVALID_SERVICE_ID));
@@ -141,11 +169,17 @@ impl Machine {
         }
         let answers = matches!(verdict, Verdict::Answer(_));
         let may_open = |machine: &mut Self| {
-            machine.half_open.open(from) || (machine.give_way_to(from, answers) && machine.half_open.open(from))
+            machine.half_open.open(from)
+                || (machine.give_way_to(from, answers) && machine.half_open.open(from))
         };
         if !room || !may_open(self) {
             // Nothing is remembered of it: the peer repeats it, and there may be room then.
-            let mra = Mra { local_id: 0, remote_id: req.local_id, about: About::Req, service_timeout: BUSY_TIMEOUT };
+            let mra = Mra {
+                local_id: 0,
+                remote_id: req.local_id,
+                about: About::Req,
+                service_timeout: BUSY_TIMEOUT,
+            };
             let mad = Mad { transaction, message: Message::Mra(mra) };
             return self.out.push_back(Output::Send { to: from, mad });
         }
@@ -183,10 +217,13 @@ impl Machine {
 
     fn on_response(&mut self, from: Gid, transaction: u64, rep: &Rep) {
         let connection = self.connections.get_mut(&rep.remote_id).filter(|connection| {
-            connection.peer == from && (connection.remote_id == rep.local_id || connection.remote_id == 0)
+            connection.peer == from
+                && (connection.remote_id == rep.local_id || connection.remote_id == 0)
         });
         match connection.map(|connection| connection.state) {
-            Some(State::ReqSent) if rep.local_id != 0 && rep.qpn.0 > 1 && rep.qpn.0 <= Qpn::MAX.0 => {
+            Some(State::ReqSent)
+                if rep.local_id != 0 && rep.qpn.0 > 1 && rep.qpn.0 <= Qpn::MAX.0 =>
+            {
                 let id = rep.remote_id;
                 if self.queue_pairs.contains_key(&(from, rep.qpn)) {
                     self.event(id, Event::Rejected(RejectReason::STALE_CONNECTION, Vec::new()));
@@ -282,9 +319,14 @@ impl Machine {
         let id = dreq.remote_id;
         let answer = Message::Drep(Drep { local_id: id, remote_id: dreq.local_id });
         let state = self.find(from, id, dreq.local_id);
-        let ours = self.connections.get(&id).is_some_and(|connection| connection.local_qpn == dreq.remote_qpn);
+        let ours = self
+            .connections
+            .get(&id)
+            .is_some_and(|connection| connection.local_qpn == dreq.remote_qpn);
         match state {
-            Some(State::RepRcvd | State::RepSent | State::Established | State::DreqSent) if ours => {
+            Some(State::RepRcvd | State::RepSent | State::Established | State::DreqSent)
+                if ours =>
+            {
                 if let Some(connection) = self.connections.get_mut(&id) {
                     connection.transaction = transaction;
                 }
@@ -296,11 +338,16 @@ impl Machine {
                 self.disconnected(now, id);
             }
             Some(State::TimeWait) if ours => {
-                self.out.push_back(Output::Send { to: from, mad: Mad { transaction, message: answer } });
+                self.out.push_back(Output::Send {
+                    to: from,
+                    mad: Mad { transaction, message: answer },
+                });
             }
             Some(_) => {}
             // Forgotten here: the peer shall not wait for us.
-            None => self.out.push_back(Output::Send { to: from, mad: Mad { transaction, message: answer } }),
+            None => self
+                .out
+                .push_back(Output::Send { to: from, mad: Mad { transaction, message: answer } }),
         }
     }
 }

@@ -104,7 +104,12 @@ const fn invalid(verb: &'static str) -> VerbError {
 
 impl CmId {
     fn new(device: &Arc<DeviceInner>, channel: &Arc<ChannelInner>, key: u64, known: Known) -> Self {
-        Self { device: Arc::clone(device), channel: Arc::downgrade(channel), key, known: Mutex::new(known) }
+        Self {
+            device: Arc::clone(device),
+            channel: Arc::downgrade(channel),
+            key,
+            known: Mutex::new(known),
+        }
     }
 
     pub(super) fn of_request(
@@ -200,7 +205,8 @@ impl cm_contract::CmId for CmId {
         const VERB: &str = "rdma_listen";
         self.device.alive(VERB)?;
         let mut known = self.known.lock();
-        let (Some(local), Some((port, claim)), Role::New) = (known.local, known.claim, known.role) else {
+        let (Some(local), Some((port, claim)), Role::New) = (known.local, known.claim, known.role)
+        else {
             return Err(invalid(VERB));
         };
         known.role = Role::Listener;
@@ -217,7 +223,9 @@ impl cm_contract::CmId for CmId {
         let mut known = self.known.lock();
         let Role::Connection(connection) = known.role else { return false };
         let taken = Manager::with(&self.device, |state, now| {
-            state.answer_late(now, connection, self.key, answer, || self.device.reserve_number().ok())
+            state.answer_late(now, connection, self.key, answer, || {
+                self.device.reserve_number().ok()
+            })
         });
         if taken {
             known.role = Role::New;
@@ -229,7 +237,12 @@ impl cm_contract::CmId for CmId {
         self.known.lock().reserved
     }
 
-    fn resolve_addr(&self, source: Option<SocketAddr>, destination: SocketAddr, _: Duration) -> Result<(), VerbError> {
+    fn resolve_addr(
+        &self,
+        source: Option<SocketAddr>,
+        destination: SocketAddr,
+        _: Duration,
+    ) -> Result<(), VerbError> {
         const VERB: &str = "rdma_resolve_addr";
         /// `EAFNOSUPPORT` of `errno(3)`.
         const OTHER_FAMILY: i32 = 97;
@@ -244,8 +257,12 @@ impl cm_contract::CmId for CmId {
         let destination = match destination.ip() {
             // This host: over UDP, this device.
             ip if ip.is_unspecified() && udp => SocketAddr::new(own, destination.port()),
-            IpAddr::V4(Ipv4Addr::UNSPECIFIED) => SocketAddr::new(Ipv4Addr::LOCALHOST.into(), destination.port()),
-            IpAddr::V6(Ipv6Addr::UNSPECIFIED) => SocketAddr::new(Ipv6Addr::LOCALHOST.into(), destination.port()),
+            IpAddr::V4(Ipv4Addr::UNSPECIFIED) => {
+                SocketAddr::new(Ipv4Addr::LOCALHOST.into(), destination.port())
+            }
+            IpAddr::V6(Ipv6Addr::UNSPECIFIED) => {
+                SocketAddr::new(Ipv6Addr::LOCALHOST.into(), destination.port())
+            }
             _ => destination,
         };
         let nearest = if self.is_shared(destination.ip()) { destination.ip() } else { own };
@@ -329,7 +346,9 @@ impl cm_contract::CmId for CmId {
 
     fn reject(&self, private_data: &[u8]) -> Result<(), VerbError> {
         let connection = self.connection("rdma_reject")?;
-        Manager::with(&self.device, |state, now| state.machine.reject(now, connection, private_data))
+        Manager::with(&self.device, |state, now| {
+            state.machine.reject(now, connection, private_data)
+        })
     }
 
     fn establish(&self) -> Result<(), VerbError> {
@@ -363,7 +382,9 @@ impl cm_contract::CmId for CmId {
             });
         }
         let connection = self.connection(VERB)?;
-        let attr = Manager::with(&self.device, |all, _| all.machine.connection(connection)?.qp_attr(state));
+        let attr = Manager::with(&self.device, |all, _| {
+            all.machine.connection(connection)?.qp_attr(state)
+        });
         attr.ok_or(invalid(VERB))
     }
 

@@ -3,7 +3,9 @@
 use std::net::SocketAddr;
 
 use rdma_provider::cm_contract::CmPeer;
-use rdma_provider::types::{AckTimeout, AddressVector, Gid, Mtu, Psn, QpAttr, QpState, Qpn, RnrTimer};
+use rdma_provider::types::{
+    AckTimeout, AddressVector, Gid, Mtu, Psn, QpAttr, QpState, Qpn, RnrTimer,
+};
 
 use super::super::device::PORT;
 use super::message::{CommId, Message, Rep, Req, Traffic};
@@ -104,7 +106,12 @@ pub(super) struct Connection {
 
 impl Connection {
     /// Takes what a request says.
-    pub(super) fn of_request(req: &Req, transaction: u64, rq_psn: Psn, response_timeout: u64) -> Self {
+    pub(super) fn of_request(
+        req: &Req,
+        transaction: u64,
+        rq_psn: Psn,
+        response_timeout: u64,
+    ) -> Self {
         Self {
             state: State::ReqRcvd,
             owned: true,
@@ -162,7 +169,10 @@ impl Connection {
 
     /// Attributes for RTR and RTS; `None` where the peer is not known or the connection over.
     pub(super) fn qp_attr(&self, state: QpState) -> Option<QpAttr> {
-        let known = matches!(self.state, State::RepRcvd | State::ReqRcvd | State::RepSent | State::Established);
+        let known = matches!(
+            self.state,
+            State::RepRcvd | State::ReqRcvd | State::RepSent | State::Established
+        );
         let dest_qpn = self.remote_qpn.filter(|_| known)?;
         match state {
             QpState::Rtr => Some(QpAttr {

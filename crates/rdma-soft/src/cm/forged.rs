@@ -42,7 +42,9 @@ impl Network {
         };
         machine.connect(0, route, &params, Psn::new(number)).expect("a new machine connects");
         loop {
-            if let Output::Send { mad, .. } = machine.next_output().expect("a machine that connects sends a request") {
+            if let Output::Send { mad, .. } =
+                machine.next_output().expect("a machine that connects sends a request")
+            {
                 return mad.encode();
             }
         }
@@ -50,7 +52,12 @@ impl Network {
 
     /// Returns a connection request as a UDP payload for port 4791, with its ICRC.
     #[must_use]
-    pub fn forged_datagram(from: IpAddr, number: u32, to: SocketAddr, private_data: &[u8]) -> Vec<u8> {
+    pub fn forged_datagram(
+        from: IpAddr,
+        number: u32,
+        to: SocketAddr,
+        private_data: &[u8],
+    ) -> Vec<u8> {
         let mad = Self::forged_request(from.into(), number, to, private_data);
         let packet = Packet {
             transport: Transport::Ud,

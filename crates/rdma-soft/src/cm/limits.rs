@@ -226,10 +226,15 @@ mod tests {
     #[test]
     fn peer_that_asks_all_the_time_gets_a_burst_and_then_its_rate() {
         let mut answers = Answers::new(0x1234_5678_9abc_def0);
-        let taken = |answers: &mut Answers, now| (0..100_000).filter(|_| answers.take(now, gid(1))).count() as u64;
+        let taken = |answers: &mut Answers, now| {
+            (0..100_000).filter(|_| answers.take(now, gid(1))).count() as u64
+        };
         assert_eq!(taken(&mut answers, 0), OF_PEER.burst);
         assert_eq!(taken(&mut answers, SECOND / 10), 1_000);
-        assert!(answers.take(SECOND / 10, gid(2)) || answers.take(SECOND / 10, gid(3)), "others are not held up");
+        assert!(
+            answers.take(SECOND / 10, gid(2)) || answers.take(SECOND / 10, gid(3)),
+            "others are not held up"
+        );
         // After a long pause it has no more than a burst.
         assert_eq!(taken(&mut answers, 3_600 * SECOND), OF_PEER.burst);
     }
@@ -237,7 +242,8 @@ mod tests {
     #[test]
     fn many_peers_together_get_no_more_than_all_may() {
         let mut answers = Answers::new(0x1234_5678_9abc_def0);
-        let taken = (0..200_000).filter(|number| answers.take(0, gid(number % 10_000))).count() as u64;
+        let taken =
+            (0..200_000).filter(|number| answers.take(0, gid(number % 10_000))).count() as u64;
         assert_eq!(taken, OF_ALL.burst);
     }
 

@@ -15,7 +15,9 @@ use rdma_provider::types::{AckTimeout, Gid, Mtu, Psn, Qpn, RejectReason};
 
 use super::connection::{Connection, State};
 use super::limits::{Answers, HURRIED_RETRIES, HURRIED_TIMEOUT, HalfOpen, Yielding};
-use super::message::{About, CmTimeout, CommId, Dreq, Mad, Message, Mra, Private, Rej, Rep, Req, Rtu, Traffic};
+use super::message::{
+    About, CmTimeout, CommId, Dreq, Mad, Message, Mra, Private, Rej, Rep, Req, Rtu, Traffic,
+};
 
 /// First wait for an answer to a request or a disconnect: 268 ms, far above what a process takes to be scheduled.
 /// Each further wait is twice as long, up to [`LONGEST_WAIT`], so that many connections at once do not keep a slow
@@ -255,7 +257,8 @@ impl Machine {
             response_timeout: RESPONSE_TIMEOUT.nanoseconds(),
             retries: MAX_RETRIES,
             repeated: 0,
-            give_up: now.saturating_add(u64::try_from(params.timeout.as_nanos()).unwrap_or(u64::MAX)),
+            give_up: now
+                .saturating_add(u64::try_from(params.timeout.as_nanos()).unwrap_or(u64::MAX)),
             deadline: None,
             last: None,
             params: None,
@@ -267,9 +270,17 @@ impl Machine {
     }
 
     /// Answers a request with yes.
-    pub(super) fn accept(&mut self, now: u64, id: CommId, params: &CmParams<'_>) -> Result<(), VerbError> {
+    pub(super) fn accept(
+        &mut self,
+        now: u64,
+        id: CommId,
+        params: &CmParams<'_>,
+    ) -> Result<(), VerbError> {
         const VERB: &str = "rdma_accept";
-        if self.in_state(id, State::Established).is_some_and(|connection| connection.waiting_at.is_some()) {
+        if self
+            .in_state(id, State::Established)
+            .is_some_and(|connection| connection.waiting_at.is_some())
+        {
             // The peer was answered, and has confirmed.
             self.answered(id);
             self.event(id, Event::Established);
@@ -301,7 +312,12 @@ impl Machine {
     }
 
     /// Answers a request with no.
-    pub(super) fn reject(&mut self, now: u64, id: CommId, private_data: &[u8]) -> Result<(), VerbError> {
+    pub(super) fn reject(
+        &mut self,
+        now: u64,
+        id: CommId,
+        private_data: &[u8],
+    ) -> Result<(), VerbError> {
         const VERB: &str = "rdma_reject";
         let private_data = Private::new(private_data).ok_or(invalid(VERB))?;
         if let Some(connection) = self.in_state(id, State::Established)
@@ -311,9 +327,17 @@ impl Machine {
             // ends it also if the rejection is lost.
             let remote_id = connection.remote_id;
             let (to, transaction) = (connection.peer, connection.transaction);
-            let rej =
-                Rej { local_id: id, remote_id, about: About::Other, reason: RejectReason::CONSUMER, private_data };
-            self.out.push_back(Output::Send { to, mad: Mad { transaction, message: Message::Rej(Box::new(rej)) } });
+            let rej = Rej {
+                local_id: id,
+                remote_id,
+                about: About::Other,
+                reason: RejectReason::CONSUMER,
+                private_data,
+            };
+            self.out.push_back(Output::Send {
+                to,
+                mad: Mad { transaction, message: Message::Rej(Box::new(rej)) },
+            });
             self.answered(id);
             return self.disconnect(now, id);
         }
@@ -340,14 +364,22 @@ impl Machine {
             State::Established => {
                 connection.state = State::DreqSent;
                 connection.transaction = transaction;
-                let (remote_id, remote_qpn) = (connection.remote_id, connection.remote_qpn.unwrap_or_default());
-                self.send_and_repeat(now, id, Message::Dreq(Dreq { local_id: id, remote_id, remote_qpn }));
+                let (remote_id, remote_qpn) =
+                    (connection.remote_id, connection.remote_qpn.unwrap_or_default());
+                self.send_and_repeat(
+                    now,
+                    id,
+                    Message::Dreq(Dreq { local_id: id, remote_id, remote_qpn }),
+                );
                 Ok(())
             }
             State::DreqSent | State::TimeWait => Ok(()),
-            State::ReqSent | State::RepRcvd | State::ReqRcvd | State::RepSent | State::Refused | State::Withdrawn => {
-                Err(invalid(VERB))
-            }
+            State::ReqSent
+            | State::RepRcvd
+            | State::ReqRcvd
+            | State::RepSent
+            | State::Refused
+            | State::Withdrawn => Err(invalid(VERB)),
         }
     }
 
@@ -386,7 +418,8 @@ impl Machine {
                 State::ReqSent => now < connection.give_up,
                 State::DreqSent => connection.repeated + 1 < DISCONNECTS,
                 _ => {
-                    let retries = connection.retries.min(if hurried { HURRIED_RETRIES } else { u8::MAX });
+                    let retries =
+                        connection.retries.min(if hurried { HURRIED_RETRIES } else { u8::MAX });
                     connection.repeated < retries
                 }
             };
@@ -434,7 +467,8 @@ impl Machine {
     /// State of the connection that both numbers and the peer's GID name.
     pub(super) fn find(&self, from: Gid, id: CommId, remote_id: CommId) -> Option<State> {
         let connection = self.connections.get(&id)?;
-        (connection.peer == from && connection.remote_id == remote_id && remote_id != 0).then_some(connection.state)
+        (connection.peer == from && connection.remote_id == remote_id && remote_id != 0)
+            .then_some(connection.state)
     }
 
     pub(super) fn in_state(&mut self, id: CommId, state: State) -> Option<&mut Connection> {
@@ -455,7 +489,9 @@ impl Machine {
         if !std::mem::take(&mut connection.unseen) {
             return self.event(id, Event::Established);
         }
-        let (Some(key), Some(peer)) = (connection.waiting_at, connection.params.clone()) else { return };
+        let (Some(key), Some(peer)) = (connection.waiting_at, connection.params.clone()) else {
+            return;
+        };
         connection.owned = true;
         match self.listeners.get_mut(&key) {
             Some(listener) => listener.waiting += 1,
@@ -498,7 +534,13 @@ impl Machine {
     }
 
     /// Rejects a request, and remembers that for as long as the peer may repeat it. Its queue pair may ask anew.
-    fn refuse(&mut self, now: u64, id: CommId, reason: RejectReason, private_data: Private<MAX_REJECT_DATA>) {
+    fn refuse(
+        &mut self,
+        now: u64,
+        id: CommId,
+        reason: RejectReason,
+        private_data: Private<MAX_REJECT_DATA>,
+    ) {
         let Some(connection) = self.connections.get_mut(&id) else { return };
         connection.state = State::Refused;
         let remote_id = connection.remote_id;
@@ -531,7 +573,12 @@ impl Machine {
 
     pub(super) fn ask_for_time(&mut self, id: CommId, about: About) {
         let Some(connection) = self.connections.get(&id) else { return };
-        let mra = Mra { local_id: id, remote_id: connection.remote_id, about, service_timeout: SERVICE_TIMEOUT };
+        let mra = Mra {
+            local_id: id,
+            remote_id: connection.remote_id,
+            about,
+            service_timeout: SERVICE_TIMEOUT,
+        };
         let mad = Mad { transaction: connection.transaction, message: Message::Mra(mra) };
         self.out.push_back(Output::Send { to: connection.peer, mad });
     }
@@ -675,7 +722,9 @@ fn repeat_at(now: u64, id: CommId, connection: &Connection, hurried: bool) -> u6
             };
             now.saturating_add(wait)
         }
-        State::ReqSent => now.saturating_add(backoff(id, connection.repeated)).min(connection.give_up),
+        State::ReqSent => {
+            now.saturating_add(backoff(id, connection.repeated)).min(connection.give_up)
+        }
         _ => now.saturating_add(backoff(id, connection.repeated)),
     }
 }
@@ -685,7 +734,8 @@ fn repeat_at(now: u64, id: CommId, connection: &Connection, hurried: bool) -> u6
 pub(super) fn backoff(id: CommId, repeated: u8) -> u64 {
     let doublings = repeated.min(LONGEST_WAIT.0 - FIRST_WAIT.0);
     let wait = FIRST_WAIT.nanoseconds() << doublings;
-    let spread = ((u64::from(id) << 8) | u64::from(repeated)).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
+    let spread =
+        ((u64::from(id) << 8) | u64::from(repeated)).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
     wait - ((wait / 4 * spread) >> 32)
 }
 

@@ -12,8 +12,8 @@ use rdma_provider::types::{AckTimeout, Gid, Mtu, Psn, Qkey, Qpn, RejectReason};
 
 use super::super::net::network::MAD as SIZE;
 use super::message::{
-    About, CmTimeout, CommId, Drep, Dreq, Mad, Message, Mra, Private, Rej, Rep, Req, Rtu, SidrRep, SidrReq, SidrStatus,
-    Traffic,
+    About, CmTimeout, CommId, Drep, Dreq, Mad, Message, Mra, Private, Rej, Rep, Req, Rtu, SidrRep,
+    SidrReq, SidrStatus, Traffic,
 };
 
 /// Why bytes are no message that means something here.
@@ -148,7 +148,9 @@ impl Mad {
     /// Its bytes.
     pub(super) fn encode(&self) -> Bytes {
         let mut mad = [0; SIZE];
-        for (at, value) in [header::BASE_VERSION, header::CLASS, header::CLASS_VERSION, header::METHOD] {
+        for (at, value) in
+            [header::BASE_VERSION, header::CLASS, header::CLASS_VERSION, header::METHOD]
+        {
             mad[at] = value;
         }
         put(&mut mad, header::TRANSACTION, self.transaction.to_be_bytes());
@@ -220,8 +222,11 @@ impl Mad {
         let message = match u16::from_be_bytes(get(mad, header::ATTRIBUTE)) {
             attribute::REQ => {
                 let request = decode_request(mad);
-                let request =
-                    request.map_err(|reason| MadError::Request { transaction, remote_id: local_id, reason })?;
+                let request = request.map_err(|reason| MadError::Request {
+                    transaction,
+                    remote_id: local_id,
+                    reason,
+                })?;
                 Message::Req(Box::new(request))
             }
             attribute::REP => Message::Rep(Box::new(decode_response(mad))),
@@ -239,9 +244,11 @@ impl Mad {
                 private_data: get_private(mad, at::rej::PRIVATE),
             })),
             attribute::RTU => Message::Rtu(Rtu { local_id, remote_id }),
-            attribute::DREQ => {
-                Message::Dreq(Dreq { local_id, remote_id, remote_qpn: Qpn(get_24(mad, at::dreq::REMOTE_QPN)) })
-            }
+            attribute::DREQ => Message::Dreq(Dreq {
+                local_id,
+                remote_id,
+                remote_qpn: Qpn(get_24(mad, at::dreq::REMOTE_QPN)),
+            }),
             attribute::DREP => Message::Drep(Drep { local_id, remote_id }),
             attribute::SIDR_REQ => Message::SidrReq(Box::new(SidrReq {
                 request_id: get_32(mad, at::sidr::REQUEST_ID),
@@ -280,7 +287,8 @@ fn encode_request(req: &Req, mad: &mut Bytes) -> u16 {
     put(mad, req::LIDS, NO_LID.to_be_bytes());
     put(mad, req::LOCAL_GID, req.local_gid.0);
     put(mad, req::REMOTE_GID, req.remote_gid.0);
-    let Traffic { flow_label, traffic_class, service_level, hop_limit, rate, subnet_local } = req.traffic;
+    let Traffic { flow_label, traffic_class, service_level, hop_limit, rate, subnet_local } =
+        req.traffic;
     put(mad, req::FLOW_LABEL, (flow_label << 12 | u32::from(rate & 63)).to_be_bytes());
     mad[req::TRAFFIC_CLASS] = traffic_class;
     mad[req::HOP_LIMIT] = hop_limit;
@@ -306,7 +314,8 @@ fn decode_request(mad: &Bytes) -> Result<Req, RejectReason> {
     if u16::from_be_bytes(get(mad, req::PKEY)) | 0x8000 != PKEY {
         return Err(RejectReason::UNSUPPORTED);
     }
-    let (source, destination) = decode_addresses(&get(mad, req::ADDRESSES)).ok_or(RejectReason::UNSUPPORTED)?;
+    let (source, destination) =
+        decode_addresses(&get(mad, req::ADDRESSES)).ok_or(RejectReason::UNSUPPORTED)?;
     let flow = get_32(mad, req::FLOW_LABEL);
     let level = mad[req::SERVICE_LEVEL];
     Ok(Req {

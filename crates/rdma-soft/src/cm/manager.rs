@@ -105,11 +105,17 @@ impl Manager {
             {
                 tracing::debug!(device = device.attr().name, %from, source = %req.source, "another's address: dropped");
             }
-            Ok(mad) => Self::with(device, |state, now| state.machine.on_message(now, from, mad, Drawn(device))),
+            Ok(mad) => Self::with(device, |state, now| {
+                state.machine.on_message(now, from, mad, Drawn(device))
+            }),
             Err(MadError::Request { transaction, remote_id, reason }) => {
-                Self::with(device, |state, now| state.machine.refuse_unseen(now, from, transaction, remote_id, reason));
+                Self::with(device, |state, now| {
+                    state.machine.refuse_unseen(now, from, transaction, remote_id, reason)
+                });
             }
-            Err(error) => tracing::debug!(device = device.attr().name, %from, ?error, "no message: dropped"),
+            Err(error) => {
+                tracing::debug!(device = device.attr().name, %from, ?error, "no message: dropped")
+            }
         }
     }
 
@@ -120,15 +126,27 @@ impl Manager {
 
     /// A packet has arrived at a queue pair that is not ready. If its number is one that a peer was told, and the packet is the
     /// first of that peer, what asks the peer to wait.
-    pub(crate) fn on_early(device: &Arc<DeviceInner>, from: Gid, packet: &Packet) -> Option<Packet> {
+    pub(crate) fn on_early(
+        device: &Arc<DeviceInner>,
+        from: Gid,
+        packet: &Packet,
+    ) -> Option<Packet> {
         let asks = packet.transport == Transport::Rc && !packet.body.is_response();
         if !asks || !device.is_reserved(packet.dest) {
             return None;
         }
-        let dest = Self::with(device, |state, _| state.machine.on_early(from, packet.dest, packet.psn))?;
+        let dest =
+            Self::with(device, |state, _| state.machine.on_early(from, packet.dest, packet.psn))?;
         let aeth = Aeth { syndrome: Syndrome::RnrNak(NOT_READY.code()), msn: 0 };
         let body = Body::Acknowledge(aeth);
-        Some(Packet { transport: Transport::Rc, dest, psn: packet.psn, solicited: false, ack_request: false, body })
+        Some(Packet {
+            transport: Transport::Rc,
+            dest,
+            psn: packet.psn,
+            solicited: false,
+            ack_request: false,
+            body,
+        })
     }
 
     /// The connection for whose queue pair this number is reserved.
@@ -145,7 +163,8 @@ impl Manager {
             let mut owners: Vec<_> = state.owners.drain().collect();
             // In a fixed order, for reproducible simulations.
             owners.sort_unstable_by_key(|&(key, _)| key);
-            let alive = owners.into_iter().filter_map(|(key, channel)| Some((key, channel.upgrade()?)));
+            let alive =
+                owners.into_iter().filter_map(|(key, channel)| Some((key, channel.upgrade()?)));
             let told = alive.map(|(key, channel)| {
                 channel.events.push(CmEvent { key, kind: CmEventKind::DeviceRemoval });
                 channel
@@ -229,7 +248,9 @@ impl State {
         while let Some(output) = self.machine.next_output() {
             match output {
                 Output::Release(number) => device.release_number(number),
-                Output::Send { to, mad } => device.network.transmit_management(device, to, &mad.encode()),
+                Output::Send { to, mad } => {
+                    device.network.transmit_management(device, to, &mad.encode())
+                }
                 Output::Event { connection, event } => {
                     let Some(&key) = self.connections.get(&connection) else { continue };
                     let Some(channel) = self.owner(key) else { continue };
@@ -239,16 +260,23 @@ impl State {
                 Output::Request { listener, connection, peer } => {
                     let known = self.machine.connection(connection);
                     let known = known.map(|known| (known.addresses, (known.peer, known.mtu)));
-                    let (Some((addresses, path)), Some(channel)) = (known, self.owner(listener)) else {
+                    let (Some((addresses, path)), Some(channel)) = (known, self.owner(listener))
+                    else {
                         self.machine.release(now, connection);
                         continue;
                     };
                     let key = self.new_key(&channel);
                     self.add(connection, key);
-                    let reserved = self.machine.connection(connection).filter(|known| known.reserved);
+                    let reserved =
+                        self.machine.connection(connection).filter(|known| known.reserved);
                     let reserved = reserved.map(|known| known.local_qpn);
-                    let id = CmId::of_request(device, &channel, key, connection, addresses, path, reserved);
-                    channel.events.push(CmEvent { key: listener, kind: CmEventKind::ConnectRequest { id, peer } });
+                    let id = CmId::of_request(
+                        device, &channel, key, connection, addresses, path, reserved,
+                    );
+                    channel.events.push(CmEvent {
+                        key: listener,
+                        kind: CmEventKind::ConnectRequest { id, peer },
+                    });
                     held.push(channel);
                 }
             }

@@ -122,8 +122,14 @@ pub(super) struct Traffic {
 
 impl Traffic {
     /// What we ask for: nothing special, through as many routers as IP goes.
-    pub(super) const PLAIN: Self =
-        Self { flow_label: 0, traffic_class: 0, service_level: 0, hop_limit: 64, rate: 0, subnet_local: false };
+    pub(super) const PLAIN: Self = Self {
+        flow_label: 0,
+        traffic_class: 0,
+        service_level: 0,
+        hop_limit: 64,
+        rate: 0,
+        subnet_local: false,
+    };
 }
 
 /// Which message another one is about.

@@ -27,24 +27,35 @@ pub(crate) struct Ports {
 
 impl Ports {
     /// Takes `address` for a device; the port, and a number by which it is given back.
-    pub(super) fn claim(&mut self, address: SocketAddr, device: Gid) -> Result<(u16, u64), VerbError> {
+    pub(super) fn claim(
+        &mut self,
+        address: SocketAddr,
+        device: Gid,
+    ) -> Result<(u16, u64), VerbError> {
         const VERB: &str = "rdma_bind_addr";
         let port = match address.port() {
             0 => self.any_free().ok_or(VerbError::new(VERB, VerbError::EADDRINUSE))?,
             port => port,
         };
         let ip = address.ip();
-        let taken = self.bound.get(&port).is_some_and(|all| all.iter().any(|one| overlap(one.ip, ip)));
+        let taken =
+            self.bound.get(&port).is_some_and(|all| all.iter().any(|one| overlap(one.ip, ip)));
         if taken {
             return Err(VerbError::new(VERB, VerbError::EADDRINUSE));
         }
         self.claims += 1;
-        self.bound.entry(port).or_default().push(Bound { claim: self.claims, ip, device, listens: false });
+        self.bound.entry(port).or_default().push(Bound {
+            claim: self.claims,
+            ip,
+            device,
+            listens: false,
+        });
         Ok((port, self.claims))
     }
 
     pub(super) fn listen(&mut self, port: u16, claim: u64) {
-        let bound = self.bound.get_mut(&port).and_then(|all| all.iter_mut().find(|one| one.claim == claim));
+        let bound =
+            self.bound.get_mut(&port).and_then(|all| all.iter_mut().find(|one| one.claim == claim));
         if let Some(bound) = bound {
             bound.listens = true;
         }
@@ -67,7 +78,8 @@ impl Ports {
 
     fn any_free(&mut self) -> Option<u16> {
         for _ in EPHEMERAL {
-            self.next = if EPHEMERAL.contains(&self.next) { self.next + 1 } else { *EPHEMERAL.start() };
+            self.next =
+                if EPHEMERAL.contains(&self.next) { self.next + 1 } else { *EPHEMERAL.start() };
             if EPHEMERAL.contains(&self.next) && !self.bound.contains_key(&self.next) {
                 return Some(self.next);
             }
@@ -113,7 +125,11 @@ mod tests {
         let mut ports = Ports::default();
         let (port, claim) = ports.claim(at("127.0.0.1:7"), a).unwrap();
         for taken in ["127.0.0.1:7", "0.0.0.0:7", "[::]:7"] {
-            assert_eq!(ports.claim(at(taken), b).unwrap_err().errno, VerbError::EADDRINUSE, "{taken}");
+            assert_eq!(
+                ports.claim(at(taken), b).unwrap_err().errno,
+                VerbError::EADDRINUSE,
+                "{taken}"
+            );
         }
         let other = ports.claim(at("127.0.0.2:7"), b).unwrap();
         assert_eq!(ports.listener(at("127.0.0.2:7")), None, "bound is not listening");
@@ -124,7 +140,11 @@ mod tests {
         assert_eq!((ports.taken(), ports.listener(at("127.0.0.2:7"))), (0, None));
         let all = ports.claim(at("[::]:7"), a).unwrap();
         ports.listen(all.0, all.1);
-        assert_eq!(ports.listener(at("10.0.0.1:7")), Some(a), "the address of IPv6 takes both families");
+        assert_eq!(
+            ports.listener(at("10.0.0.1:7")),
+            Some(a),
+            "the address of IPv6 takes both families"
+        );
         assert!(ports.claim(at("10.0.0.1:7"), b).is_err());
     }
 

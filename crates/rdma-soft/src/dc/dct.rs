@@ -8,7 +8,8 @@ use parking_lot::Mutex;
 use rdma_provider::VerbError;
 use rdma_provider::contract::{self, DctInit};
 use rdma_provider::types::{
-    Access, AsyncEvent, Gid, Mtu, Qkey, QpAttr, QpState, Qpn, RnrTimer, Transport, WorkCompletion, check_dct_transition,
+    Access, AsyncEvent, Gid, Mtu, Qkey, QpAttr, QpState, Qpn, RnrTimer, Transport, WorkCompletion,
+    check_dct_transition,
 };
 
 use crate::Soft;
@@ -93,7 +94,11 @@ impl Surroundings for TargetSide<'_> {
 }
 
 /// Makes a target in RESET.
-pub(crate) fn create(context: &Arc<ContextInner>, pd: u32, init: &DctInit<'_, Soft>) -> Result<Dct, VerbError> {
+pub(crate) fn create(
+    context: &Arc<ContextInner>,
+    pd: u32,
+    init: &DctInit<'_, Soft>,
+) -> Result<Dct, VerbError> {
     let device = context.device();
     let foreign = [init.recv_cq.0.context(), init.srq.0.context()];
     if foreign.into_iter().any(|other| !Arc::ptr_eq(other.device(), device)) {

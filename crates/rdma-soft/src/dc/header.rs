@@ -47,8 +47,11 @@ impl Header {
 
     /// The header, and the payload behind it.
     pub(crate) fn parse(bytes: &[u8]) -> Result<(Self, &[u8]), WireError> {
-        let (words, payload) = bytes.split_first_chunk::<{ Self::LEN }>().ok_or(WireError::Truncated)?;
-        let word = |at: usize| u32::from_be_bytes([words[at], words[at + 1], words[at + 2], words[at + 3]]);
+        let (words, payload) =
+            bytes.split_first_chunk::<{ Self::LEN }>().ok_or(WireError::Truncated)?;
+        let word = |at: usize| {
+            u32::from_be_bytes([words[at], words[at + 1], words[at + 2], words[at + 3]])
+        };
         let session = SessionNumber { incarnation: word(4), count: word(8) };
         // The upper byte is reserved, and passed over.
         Ok((Self { source: Qpn(word(0) & Qpn::MAX.0), session, cookie: word(12) }, payload))
@@ -69,7 +72,11 @@ mod tests {
         image.extend_from_slice(b"payload");
         assert_eq!(Header::parse(&image), Ok((header, &b"payload"[..])));
         image[0] = 0xff;
-        assert_eq!(Header::parse(&image), Ok((header, &b"payload"[..])), "reserved bits say nothing");
+        assert_eq!(
+            Header::parse(&image),
+            Ok((header, &b"payload"[..])),
+            "reserved bits say nothing"
+        );
         for len in 0..Header::LEN {
             assert_eq!(Header::parse(&image[..len]), Err(WireError::Truncated));
         }

@@ -21,7 +21,11 @@ use super::target::Outcome;
 impl QpInner {
     /// Direct. True if there is more to do.
     #[inline(never)]
-    pub(crate) fn pump_initiator(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) -> bool {
+    pub(crate) fn pump_initiator(
+        self: &Arc<Self>,
+        sender: &mut Sender,
+        deferred: &Deferred,
+    ) -> bool {
         let here = self.device();
         let mut out = SendSide { qp: self, deferred };
         let mut budget = Budget::slice();
@@ -38,21 +42,32 @@ impl QpInner {
             if budget.is_spent() {
                 return sender.machine.has_work();
             }
-            let Some(outgoing) = sender.machine.next_packet(&here.keys, &mut gather, &mut out) else { return false };
+            let Some(outgoing) = sender.machine.next_packet(&here.keys, &mut gather, &mut out)
+            else {
+                return false;
+            };
             let Some(header) = sender.machine.header() else { return false };
             tracing::trace!(qpn = %self.qpn(), packet = ?outgoing.packet, ?header, "request");
             let target = self.find_target(sender, outgoing.to);
             let payload = payload_of(&sender.machine, &outgoing, &gather);
             budget.spend(payload.len());
             let outcome = match target {
-                Some(target) => target.execute((&outgoing.packet, &header), self, &payload, deferred),
+                Some(target) => {
+                    target.execute((&outgoing.packet, &header), self, &payload, deferred)
+                }
                 None => Outcome::Nothing,
             };
             gather.clear();
             answered = matches!(outcome, Outcome::Session(_));
             if let Outcome::Answer((packet, header)) = outcome {
                 let payload = Payload::Bytes(&[]);
-                sender.machine.on_answer((&packet, &header), outgoing.to.gid, &payload, &here.keys, &mut out);
+                sender.machine.on_answer(
+                    (&packet, &header),
+                    outgoing.to.gid,
+                    &payload,
+                    &here.keys,
+                    &mut out,
+                );
             }
         }
     }
@@ -75,7 +90,9 @@ impl QpInner {
         let mut target_out = TargetSide { dct: target, deferred };
         let mut gather = Gather::new();
         let mut state = target.state.lock();
-        while let Some((packet, header)) = state.machine.next_reply(&key, &there.keys, &mut gather, &mut target_out) {
+        while let Some((packet, header)) =
+            state.machine.next_reply(&key, &there.keys, &mut gather, &mut target_out)
+        {
             tracing::trace!(qpn = %self.qpn(), ?packet, ?header, "reply");
             let payload = Payload::Segments(&gather);
             machine.on_answer((&packet, &header), there.gid, &payload, &here.keys, &mut out);
@@ -102,7 +119,11 @@ impl QpInner {
 
     /// Encoded onto the network.
     #[inline(never)]
-    pub(crate) fn pump_initiator_queued(self: &Arc<Self>, sender: &mut Sender, deferred: &Deferred) -> bool {
+    pub(crate) fn pump_initiator_queued(
+        self: &Arc<Self>,
+        sender: &mut Sender,
+        deferred: &Deferred,
+    ) -> bool {
         let here = self.device();
         // Nothing is underway to the target before: what comes next is asked of the way to this one.
         if let Some(to) = sender.machine.turns_to() {
@@ -129,12 +150,23 @@ impl QpInner {
     }
 
     /// A target's answer arrived from the network.
-    pub(crate) fn on_answer(self: &Arc<Self>, framed: (&Packet, &Header), source: Gid, payload: &[u8]) {
+    pub(crate) fn on_answer(
+        self: &Arc<Self>,
+        framed: (&Packet, &Header),
+        source: Gid,
+        payload: &[u8],
+    ) {
         let deferred = Deferred::new();
         {
             let mut sender = self.sender.lock();
             let mut out = SendSide { qp: self, deferred: &deferred };
-            sender.machine.on_answer(framed, source, &Payload::Bytes(payload), &self.device().keys, &mut out);
+            sender.machine.on_answer(
+                framed,
+                source,
+                &Payload::Bytes(payload),
+                &self.device().keys,
+                &mut out,
+            );
         }
         deferred.run();
     }
@@ -171,13 +203,19 @@ impl DctInner {
     }
 
     /// A packet arrived from the network. What it leads to is sent by [`answer`](Self::answer), which must follow.
-    pub(crate) fn on_packet(self: &Arc<Self>, framed: (&Packet, &Header), source: Gid, payload: &[u8]) {
+    pub(crate) fn on_packet(
+        self: &Arc<Self>,
+        framed: (&Packet, &Header),
+        source: Gid,
+        payload: &[u8],
+    ) {
         let deferred = Deferred::new();
         {
             let mut state = self.state.lock();
             let mut out = TargetSide { dct: self, deferred: &deferred };
             let payload = Payload::Bytes(payload);
-            match state.machine.on_request(framed, source, &payload, &self.device().keys, &mut out) {
+            match state.machine.on_request(framed, source, &payload, &self.device().keys, &mut out)
+            {
                 Outcome::Nothing => {}
                 Outcome::Answer(answer) => {
                     Outbox::new(self.device()).push_framed(&answer, source, &Payload::Bytes(&[]));
@@ -219,7 +257,9 @@ impl DctInner {
         let mut budget = Budget::slice();
         let mut gather = Gather::new();
         while let Some(key) = state.machine.take_due() {
-            while let Some(framed) = state.machine.next_reply(&key, &device.keys, &mut gather, &mut out) {
+            while let Some(framed) =
+                state.machine.next_reply(&key, &device.keys, &mut gather, &mut out)
+            {
                 let payload = Payload::Segments(&gather);
                 outbox.push_framed(&framed, key.gid, &payload);
                 budget.spend(payload.len());

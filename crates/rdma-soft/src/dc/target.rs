@@ -118,7 +118,11 @@ impl Target {
         out: &mut impl Surroundings,
     ) -> Outcome {
         self.counters.packets += 1;
-        let key = SessionKey { gid: source, source: header.source, incarnation: header.session.incarnation };
+        let key = SessionKey {
+            gid: source,
+            source: header.source,
+            incarnation: header.session.incarnation,
+        };
         if self.state != QpState::Rtr {
             self.counters.dropped += 1;
             return Outcome::Nothing;
@@ -135,12 +139,14 @@ impl Target {
                     self.counters.refused += 1;
                     return self.refuse(packet, header, Syndrome::Nak(Nak::InvalidRequest));
                 }
-                let config = ReceiveConfig { mtu, peer: header.source, peer_gid: source, ..self.config };
+                let config =
+                    ReceiveConfig { mtu, peer: header.source, peer_gid: source, ..self.config };
                 return self.on_open(packet, header, key, config, out);
             }
             Body::Close => {
-                let is_this =
-                    |session: &mut Session| (session.number, session.cookie) == (header.session, header.cookie);
+                let is_this = |session: &mut Session| {
+                    (session.number, session.cookie) == (header.session, header.cookie)
+                };
                 if self.sessions.get_mut(&key).is_some_and(is_this) {
                     self.remove(&key, out);
                 } else {
@@ -151,11 +157,17 @@ impl Target {
             _ => {}
         }
         match self.sessions.get_mut(&key) {
-            Some(session) if session.number == header.session && session.cookie == header.cookie => {
+            Some(session)
+                if session.number == header.session && session.cookie == header.cookie =>
+            {
                 session.used = out.now();
                 let packet = Packet { transport: Transport::Rc, ..*packet };
                 session.responder.on_request(&packet, source, payload, keys, out);
-                if session.responder.has_replies() { Outcome::Session(key) } else { Outcome::Nothing }
+                if session.responder.has_replies() {
+                    Outcome::Session(key)
+                } else {
+                    Outcome::Nothing
+                }
             }
             // Its initiator has begun a later one and does not wait for an answer.
             Some(session) if session.number.count > header.session.count => {
@@ -194,7 +206,11 @@ impl Target {
         if self.sessions.is_full() {
             let Some(silent) = self.sessions.silent(now) else {
                 self.counters.full += 1;
-                return self.refuse(packet, header, Syndrome::RnrNak(self.config.min_rnr_timer.code()));
+                return self.refuse(
+                    packet,
+                    header,
+                    Syndrome::RnrNak(self.config.min_rnr_timer.code()),
+                );
             };
             self.counters.given_up += 1;
             self.remove(&silent, out);
@@ -205,7 +221,10 @@ impl Target {
         let mut responder = Responder::new(config);
         responder.start(packet.psn.add(1));
         responder.set_state(QpState::Rts, out);
-        self.sessions.insert(key, Session { number: header.session, cookie, responder, used: now, due: false });
+        self.sessions.insert(
+            key,
+            Session { number: header.session, cookie, responder, used: now, due: false },
+        );
         self.counters.sessions += 1;
         self.answer(packet, header, cookie, Body::Accept)
     }
@@ -225,7 +244,10 @@ impl Target {
 
     fn answer(&self, packet: &Packet, header: &Header, cookie: u32, body: Body) -> Outcome {
         let answer = Packet::of_dc(header.source, packet.psn, body);
-        Outcome::Answer((answer, Header { source: self.config.qpn, session: header.session, cookie }))
+        Outcome::Answer((
+            answer,
+            Header { source: self.config.qpn, session: header.session, cookie },
+        ))
     }
 
     /// The next reply of a session, its payload in `gather` (which is empty).
@@ -238,7 +260,8 @@ impl Target {
     ) -> Option<Framed> {
         let session = self.sessions.get_mut(key)?;
         let reply = session.responder.next_reply(keys, gather, out)?;
-        let header = Header { source: self.config.qpn, session: session.number, cookie: session.cookie };
+        let header =
+            Header { source: self.config.qpn, session: session.number, cookie: session.cookie };
         Some((reply, header))
     }
 

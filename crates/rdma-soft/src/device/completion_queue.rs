@@ -192,7 +192,12 @@ impl CqInner {
     }
 
     /// Reserves the place of a queue pair; its index is the `owner` of completions.
-    pub(crate) fn attach(&self, qpn: Qpn, polled: &Arc<Polled>, srq: Option<&Arc<SrqInner>>) -> u32 {
+    pub(crate) fn attach(
+        &self,
+        qpn: Qpn,
+        polled: &Arc<Polled>,
+        srq: Option<&Arc<SrqInner>>,
+    ) -> u32 {
         let attached = Attached { qpn, polled: Arc::clone(polled), srq: srq.cloned() };
         let mut state = self.state.lock();
         if let Some(index) = state.vacant.pop() {
@@ -208,7 +213,11 @@ impl CqInner {
     pub(crate) fn purge(&self, owner: u32) {
         let mut state = self.state.lock();
         let state = &mut *state;
-        let shared = state.attached.get(owner as usize).and_then(Option::as_ref).and_then(|it| it.srq.as_ref());
+        let shared = state
+            .attached
+            .get(owner as usize)
+            .and_then(Option::as_ref)
+            .and_then(|it| it.srq.as_ref());
         state.entries.retain(|entry| {
             let keep = entry.owner != owner;
             if let (false, Frees::Shared, Some(srq)) = (keep, entry.frees, shared) {
@@ -242,7 +251,8 @@ impl CqInner {
 
     /// Queue pairs that complete here, in the order of their numbers.
     pub(crate) fn queue_pairs(&self) -> Vec<Qpn> {
-        let mut all: Vec<_> = self.state.lock().attached.iter().flatten().map(|it| it.qpn).collect();
+        let mut all: Vec<_> =
+            self.state.lock().attached.iter().flatten().map(|it| it.qpn).collect();
         all.sort_unstable();
         all.dedup();
         all
@@ -285,8 +295,9 @@ impl Cq {
         channel: Option<&Channel>,
         cookie: u64,
     ) -> Self {
-        let channel = channel
-            .map(|channel| (channel.clone(), Arc::new(Subscriber { cookie, unacknowledged: AtomicU32::new(0) })));
+        let channel = channel.map(|channel| {
+            (channel.clone(), Arc::new(Subscriber { cookie, unacknowledged: AtomicU32::new(0) }))
+        });
         Self(Arc::new(CqInner {
             id,
             capacity,
@@ -305,7 +316,11 @@ impl Cq {
     }
 
     #[cold]
-    fn poll_ended(&self, state: &mut State, out: &mut [WorkCompletion]) -> Result<usize, VerbError> {
+    fn poll_ended(
+        &self,
+        state: &mut State,
+        out: &mut [WorkCompletion],
+    ) -> Result<usize, VerbError> {
         if state.health == Health::Overrun || state.entries.is_empty() {
             return Err(VerbError::new("ibv_poll_cq", VerbError::EIO));
         }
@@ -358,13 +373,22 @@ impl contract::Cq for Cq {
 
     fn ack(&self, events: u32) {
         let Some((_, subscriber)) = &self.0.channel else {
-            tracing::error!(cq = self.0.id, events, "acknowledged events of a completion queue without channel");
+            tracing::error!(
+                cq = self.0.id,
+                events,
+                "acknowledged events of a completion queue without channel"
+            );
             return;
         };
         let before = subscriber.unacknowledged.fetch_sub(events, Ordering::Relaxed);
         if before < events {
             subscriber.unacknowledged.fetch_add(events - before, Ordering::Relaxed);
-            tracing::error!(cq = self.0.id, events, given = before, "acknowledged more events than were given");
+            tracing::error!(
+                cq = self.0.id,
+                events,
+                given = before,
+                "acknowledged more events than were given"
+            );
         }
     }
 }
@@ -376,12 +400,20 @@ impl Drop for Cq {
             // libibverbs would block here for ever; nothing of ours depends on it.
             let missing = subscriber.unacknowledged.load(Ordering::Relaxed);
             if missing > 0 {
-                tracing::error!(cq = self.0.id, missing, "completion queue destroyed with unacknowledged events");
+                tracing::error!(
+                    cq = self.0.id,
+                    missing,
+                    "completion queue destroyed with unacknowledged events"
+                );
             }
         }
         let users = self.0.queue_pairs();
         if !users.is_empty() {
-            tracing::error!(cq = self.0.id, ?users, "completion queue destroyed before its queue pairs");
+            tracing::error!(
+                cq = self.0.id,
+                ?users,
+                "completion queue destroyed before its queue pairs"
+            );
         }
     }
 }

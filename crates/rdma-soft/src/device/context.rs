@@ -14,7 +14,8 @@ use memmap2::MmapRaw;
 use rdma_provider::VerbError;
 use rdma_provider::contract::{self, DctInit, DmaBufRange, QpInit};
 use rdma_provider::types::{
-    Access, AddressVector, AsyncEvent, DeviceAttr, GidEntry, GidKind, Lkey, PortAttr, PortNum, Qpn, Rkey, SrqCaps,
+    Access, AddressVector, AsyncEvent, DeviceAttr, GidEntry, GidKind, Lkey, PortAttr, PortNum, Qpn,
+    Rkey, SrqCaps,
 };
 
 use super::{DeviceInner, MAX_MR_SIZE, PORT};
@@ -79,7 +80,8 @@ impl contract::Context<Soft> for Context {
         if port != PORT {
             return Err(VerbError::new("ibv_query_port", VerbError::EINVAL));
         }
-        let mut attr = PortAttr::ethernet(PORT, vec![GidEntry::new(0, self.0.device.gid, GidKind::RoceV2)]);
+        let mut attr =
+            PortAttr::ethernet(PORT, vec![GidEntry::new(0, self.0.device.gid, GidKind::RoceV2)]);
         attr.state = self.0.device.port_state();
         attr.active_mtu = self.0.device.mtu;
         attr.max_msg_size = MAX_MESSAGE;
@@ -102,10 +104,18 @@ impl contract::Context<Soft> for Context {
     fn create_channel(&self) -> Result<Channel, VerbError> {
         const VERB: &str = "ibv_create_comp_channel";
         self.0.device.alive(VERB)?;
-        Mailbox::new().map(|mailbox| Channel(Arc::new(mailbox))).map_err(|error| os_error(VERB, &error))
+        Mailbox::new()
+            .map(|mailbox| Channel(Arc::new(mailbox)))
+            .map_err(|error| os_error(VERB, &error))
     }
 
-    fn create_cq(&self, capacity: u32, channel: Option<&Channel>, vector: u32, cookie: u64) -> Result<Cq, VerbError> {
+    fn create_cq(
+        &self,
+        capacity: u32,
+        channel: Option<&Channel>,
+        vector: u32,
+        cookie: u64,
+    ) -> Result<Cq, VerbError> {
         let attr = &self.0.device.attr;
         self.0.device.alive("ibv_create_cq")?;
         if capacity == 0 || capacity > attr.max_cqe || vector >= attr.completion_vectors {
@@ -126,7 +136,9 @@ impl contract::Context<Soft> for Context {
 
     fn next_event(&self) -> Result<Option<AsyncEvent>, VerbError> {
         match self.0.events.pop() {
-            None if self.0.device.is_dead() => Err(VerbError::new("ibv_get_async_event", VerbError::ENODEV)),
+            None if self.0.device.is_dead() => {
+                Err(VerbError::new("ibv_get_async_event", VerbError::ENODEV))
+            }
             event => Ok(event),
         }
     }
@@ -214,7 +226,13 @@ impl Pd {
 }
 
 impl contract::Pd<Soft> for Pd {
-    unsafe fn register(&self, addr: NonNull<u8>, len: usize, access: Access, shared: bool) -> Result<Mr, VerbError> {
+    unsafe fn register(
+        &self,
+        addr: NonNull<u8>,
+        len: usize,
+        access: Access,
+        shared: bool,
+    ) -> Result<Mr, VerbError> {
         const VERB: &str = "ibv_reg_mr";
         let device = self.context.device();
         device.alive(VERB)?;
@@ -228,7 +246,12 @@ impl contract::Pd<Soft> for Pd {
         self.insert(VERB, memory, access, shared, None)
     }
 
-    fn register_dma_buf(&self, fd: BorrowedFd<'_>, range: DmaBufRange, access: Access) -> Result<Mr, VerbError> {
+    fn register_dma_buf(
+        &self,
+        fd: BorrowedFd<'_>,
+        range: DmaBufRange,
+        access: Access,
+    ) -> Result<Mr, VerbError> {
         const VERB: &str = "ibv_reg_dmabuf_mr";
         self.context.device().alive(VERB)?;
         if range.len as u64 > MAX_MR_SIZE || !access.is_legal() {
@@ -257,7 +280,10 @@ impl contract::Pd<Soft> for Pd {
         let device = self.context.device();
         device.alive(VERB)?;
         let random = device.network.random()?;
-        let key = device.keys.add_window(self.id, random).ok_or(VerbError::new(VERB, VerbError::ENOMEM))?;
+        let key = device
+            .keys
+            .add_window(self.id, random)
+            .ok_or(VerbError::new(VERB, VerbError::ENOMEM))?;
         Ok(Mw { device: Arc::clone(device), key, ended: false })
     }
 
@@ -384,7 +410,10 @@ mod tests {
         let limit = if cfg!(miri) { 20 } else { 1000 };
         let mut numbers = PdNumbers::new(limit);
         let mut live: VecDeque<u32> = (0..limit).map(|_| numbers.take().unwrap()).collect();
-        assert_eq!(live.iter().copied().collect::<std::collections::BTreeSet<_>>().len(), limit as usize);
+        assert_eq!(
+            live.iter().copied().collect::<std::collections::BTreeSet<_>>().len(),
+            limit as usize
+        );
         assert_eq!(numbers.take(), None, "as many as the device can have");
         for _ in 0..10 * limit {
             let gone = live.pop_front().unwrap();

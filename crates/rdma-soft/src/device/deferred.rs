@@ -65,7 +65,9 @@ impl Deferred {
             for item in work {
                 match item {
                     Work::Fail { qp, generation, event } => qp.fail(Some(generation), event, &self),
-                    Work::Heard { qp, connection } => Manager::on_traffic(qp.device(), connection, qp.qpn()),
+                    Work::Heard { qp, connection } => {
+                        Manager::on_traffic(qp.device(), connection, qp.qpn())
+                    }
                     Work::Overrun(cq) => {
                         let event = cq.error_event();
                         tracing::error!(?event, "completion queue overrun: completions are lost");

@@ -95,7 +95,13 @@ impl Region {
 
     /// `addr..addr + len`, if that is within the region.
     #[inline]
-    pub(crate) fn piece<'k>(&self, addr: u64, len: usize, shared: bool, hold: Use<'k>) -> Option<Segment<'k>> {
+    pub(crate) fn piece<'k>(
+        &self,
+        addr: u64,
+        len: usize,
+        shared: bool,
+        hold: Use<'k>,
+    ) -> Option<Segment<'k>> {
         let start = self.start.load(Ordering::Relaxed);
         let size = self.len.load(Ordering::Relaxed);
         let offset = usize::try_from(addr.checked_sub(start)?).ok()?;
@@ -214,9 +220,9 @@ pub(crate) fn atomic(target: &Segment<'_>, op: AtomicOp) -> Option<u64> {
     // checked), so nobody touches it but with atomics (S2).
     let word = unsafe { AtomicU64::from_ptr(pointer) };
     Some(match op {
-        AtomicOp::CompareSwap { compare, swap } => {
-            word.compare_exchange(compare, swap, Ordering::AcqRel, Ordering::Acquire).unwrap_or_else(|now| now)
-        }
+        AtomicOp::CompareSwap { compare, swap } => word
+            .compare_exchange(compare, swap, Ordering::AcqRel, Ordering::Acquire)
+            .unwrap_or_else(|now| now),
         AtomicOp::FetchAdd { add } => word.fetch_add(add, Ordering::AcqRel),
     })
 }
@@ -259,9 +265,11 @@ mod tests {
 
     #[test]
     fn every_alignment_and_length_is_copied_exactly() {
-        for (from_shared, to_shared) in [(false, false), (false, true), (true, false), (true, true)] {
+        for (from_shared, to_shared) in [(false, false), (false, true), (true, false), (true, true)]
+        {
             // Miri takes a second for some ten copies.
-            let (step, lengths) = if cfg!(miri) { (5, vec![0, 1, 8, 13]) } else { (1, (0..40).collect()) };
+            let (step, lengths) =
+                if cfg!(miri) { (5, vec![0, 1, 8, 13]) } else { (1, (0..40).collect()) };
             for from_offset in (0..9).step_by(step) {
                 for to_offset in (0..9).step_by(step) {
                     for &len in &lengths {
@@ -278,8 +286,16 @@ mod tests {
                                 len,
                             );
                         }
-                        assert_eq!(to[to_offset..to_offset + len], source[from_offset..from_offset + len]);
-                        assert!(to[..to_offset].iter().chain(&to[to_offset + len..]).all(|&byte| byte == 0));
+                        assert_eq!(
+                            to[to_offset..to_offset + len],
+                            source[from_offset..from_offset + len]
+                        );
+                        assert!(
+                            to[..to_offset]
+                                .iter()
+                                .chain(&to[to_offset + len..])
+                                .all(|&byte| byte == 0)
+                        );
                     }
                 }
             }

@@ -31,7 +31,8 @@ pub(crate) fn map(fd: BorrowedFd<'_>, range: DmaBufRange) -> Result<MmapRaw, i32
     };
     let size = u64::try_from(fstat(fd).map_err(os)?.st_size).unwrap_or(0);
     let end = range.offset.checked_add(range.len as u64);
-    let named = range.iova.checked_add(range.len as u64).is_some() && range.iova % PAGE == range.offset % PAGE;
+    let named = range.iova.checked_add(range.len as u64).is_some()
+        && range.iova % PAGE == range.offset % PAGE;
     if !stays || !named || range.len == 0 || end.is_none_or(|end| end > size) {
         return Err(VerbError::EINVAL);
     }

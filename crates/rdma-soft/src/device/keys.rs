@@ -127,7 +127,8 @@ impl Slot {
     pub(crate) fn open(&self, key: u32, owner: u32, access: Access, shared: bool) {
         let shared = if shared { SHARED } else { 0 };
         self.key.store(key, Ordering::Relaxed);
-        self.rights.store(u64::from(owner) << 32 | u64::from(access.bits() | shared), Ordering::Relaxed);
+        self.rights
+            .store(u64::from(owner) << 32 | u64::from(access.bits() | shared), Ordering::Relaxed);
         // Release pairs with the acquire in `find`: who sees the slot open sees its fields.
         self.users.fetch_and(!CLOSED, Ordering::Release);
     }
@@ -171,7 +172,14 @@ impl Keys {
     /// Registers memory; its key, or `None` if the table is full. The device reaches the memory by atomic accesses if it is
     /// `shared` or peers may write it. Memory that peers may only read is read as plain memory: atomic accesses, even loads,
     /// are for memory that may be written. `random` is drawn for this key alone, and peers cannot predict it.
-    pub(crate) fn insert(&self, memory: Memory, access: Access, shared: bool, pd: u32, random: u64) -> Option<u32> {
+    pub(crate) fn insert(
+        &self,
+        memory: Memory,
+        access: Access,
+        shared: bool,
+        pd: u32,
+        random: u64,
+    ) -> Option<u32> {
         let (slot, key) = self.claim(random)?;
         slot.region.assign(memory);
         let writable = access.intersects(Access::REMOTE_WRITE | Access::REMOTE_ATOMIC);
@@ -198,7 +206,8 @@ impl Keys {
             free.returned.pop_front()?
         };
         let (chunk, at) = split(index);
-        let slot = &self.chunks[chunk].get_or_init(|| Box::new(std::array::from_fn(|_| Slot::default())))[at];
+        let slot = &self.chunks[chunk]
+            .get_or_init(|| Box::new(std::array::from_fn(|_| Slot::default())))[at];
         if !fresh {
             self.place(slot.key.load(Ordering::Relaxed)).store(0, Ordering::Relaxed);
         }

@@ -51,7 +51,12 @@ impl Keys {
     }
 
     /// Binds a window for the peer of `qpn`, a queue pair of `pd` (`ibv_bind_mw(3)`).
-    pub(crate) fn bind_window(&self, qpn: Qpn, pd: u32, bind: &WindowBind) -> Result<(), NotCovered> {
+    pub(crate) fn bind_window(
+        &self,
+        qpn: Qpn,
+        pd: u32,
+        bind: &WindowBind,
+    ) -> Result<(), NotCovered> {
         let mut windows = self.windows.lock();
         let key = bind.rkey.0;
         let window = windows.get_mut(&family(bind.window as u32)).ok_or(NotCovered)?;
@@ -99,7 +104,11 @@ impl Keys {
     }
 
     pub(crate) fn end_windows(&self, which: impl Fn(&Window) -> bool) {
-        self.windows.lock().values_mut().filter(|window| which(window)).for_each(|window| self.end(window));
+        self.windows
+            .lock()
+            .values_mut()
+            .filter(|window| which(window))
+            .for_each(|window| self.end(window));
     }
 
     /// Those who are within hold the responder of the queue pair and wait for nobody who is here.

@@ -50,7 +50,9 @@ use super::dc::DctInner;
 use super::net::network::NetworkInner;
 use super::net::udp::Endpoint;
 use rdma_provider::VerbError;
-use rdma_provider::types::{AsyncEvent, AtomicCapability, DcAttr, DeviceAttr, Gid, Mtu, PortNum, PortState, Psn, Qpn};
+use rdma_provider::types::{
+    AsyncEvent, AtomicCapability, DcAttr, DeviceAttr, Gid, Mtu, PortNum, PortState, Psn, Qpn,
+};
 
 /// The only port.
 pub(super) const PORT: PortNum = PortNum(1);
@@ -108,7 +110,8 @@ impl DeviceInner {
     ) -> Result<Arc<Self>, VerbError> {
         let mut attr = DeviceAttr::named(name);
         // Locally administered, from the address.
-        attr.guid = 0x0200_5eff_fe00_0000 | u64::from(u32::from_be_bytes([0, gid.0[13], gid.0[14], gid.0[15]]));
+        attr.guid = 0x0200_5eff_fe00_0000
+            | u64::from(u32::from_be_bytes([0, gid.0[13], gid.0[14], gid.0[15]]));
         attr.firmware = env!("CARGO_PKG_VERSION").to_owned();
         attr.ports = 1;
         attr.max_qp = 1 << 20;
@@ -283,7 +286,8 @@ impl DeviceInner {
         loop {
             let qpn = self.numbers.next();
             // 0 and 1 are management, 0xffffff is multicast (IBTA 3.5.10).
-            let taken = pairs.contains_key(&qpn) || targets.contains_key(&qpn) || self.is_reserved(qpn);
+            let taken =
+                pairs.contains_key(&qpn) || targets.contains_key(&qpn) || self.is_reserved(qpn);
             if qpn.0 > 1 && qpn != Qpn::MAX && !taken {
                 return Ok(qpn);
             }
@@ -295,7 +299,9 @@ impl DeviceInner {
     }
 
     pub(super) fn announce(&self, event: AsyncEvent) {
-        self.contexts.lock().retain(|context| context.upgrade().map(|context| context.event(event)).is_some());
+        self.contexts
+            .lock()
+            .retain(|context| context.upgrade().map(|context| context.event(event)).is_some());
     }
 
     pub(super) fn kill(self: &Arc<Self>) {

@@ -30,11 +30,12 @@ impl Numbers {
     pub(super) fn next(&self) -> Qpn {
         let count = self.count.fetch_add(1, Ordering::Relaxed) & Qpn::MAX.0;
         // A Feistel network, which is a permutation whatever its function.
-        let (left, right) = (0..ROUNDS).fold((count >> HALF, count & MASK), |(left, right), round| {
-            let mut hasher = DefaultHasher::new();
-            (self.key, round, right).hash(&mut hasher);
-            (right, left ^ (hasher.finish() as u32 & MASK))
-        });
+        let (left, right) =
+            (0..ROUNDS).fold((count >> HALF, count & MASK), |(left, right), round| {
+                let mut hasher = DefaultHasher::new();
+                (self.key, round, right).hash(&mut hasher);
+                (right, left ^ (hasher.finish() as u32 & MASK))
+            });
         Qpn(left << HALF | right)
     }
 }

@@ -110,18 +110,28 @@ impl QpInner {
                     Data::Inline(bytes) => Payload::Bytes(bytes),
                     Data::Sges([sge]) => {
                         let need = if reads_back { Access::LOCAL_WRITE } else { Access::empty() };
-                        let Ok(found) = here.keys.resolve(sge.lkey.0, pd, sge.addr, length, need) else { break };
+                        let Ok(found) = here.keys.resolve(sge.lkey.0, pd, sge.addr, length, need)
+                        else {
+                            break;
+                        };
                         segment = found;
                         Payload::Segment(&segment)
                     }
                     Data::Sges(_) | Data::Window(_) => break,
                 };
                 let done = match payload {
-                    Payload::Segment(into) if reads_back => {
-                        responder.on_whole_read(psn, &here.gid, whole.op, into, &there.keys).map(|()| true)
-                    }
+                    Payload::Segment(into) if reads_back => responder
+                        .on_whole_read(psn, &here.gid, whole.op, into, &there.keys)
+                        .map(|()| true),
                     _ if reads_back => break,
-                    _ => responder.on_whole(psn, &here.gid, &whole, &payload, &there.keys, &mut peer_out),
+                    _ => responder.on_whole(
+                        psn,
+                        &here.gid,
+                        &whole,
+                        &payload,
+                        &there.keys,
+                        &mut peer_out,
+                    ),
                 };
                 let Some(acknowledged) = done else { break };
                 tracing::trace!(qpn = %self.qpn(), ?psn, length, acknowledged, "message");
@@ -160,7 +170,9 @@ impl QpInner {
         let mut gather = Gather::new();
         let mut reply_gather = Gather::new();
         loop {
-            while let Some(reply) = responder.next_reply(&there.keys, &mut reply_gather, &mut peer_out) {
+            while let Some(reply) =
+                responder.next_reply(&there.keys, &mut reply_gather, &mut peer_out)
+            {
                 let payload = Payload::Segments(&reply_gather);
                 if answers {
                     tracing::trace!(qpn = %self.qpn(), ?reply, "reply");
@@ -177,7 +189,9 @@ impl QpInner {
             if budget.is_spent() {
                 return machine.has_work();
             }
-            let Some(outgoing) = machine.next_packet(&here.keys, &mut gather, &mut out) else { return false };
+            let Some(outgoing) = machine.next_packet(&here.keys, &mut gather, &mut out) else {
+                return false;
+            };
             tracing::trace!(qpn = %self.qpn(), packet = ?outgoing.packet, "request");
             let payload = payload_of(machine, &outgoing, &gather);
             responder.on_request(&outgoing.packet, here.gid, &payload, &there.keys, &mut peer_out);
@@ -198,9 +212,15 @@ impl QpInner {
     /// No queue pair is there: packets leave and are lost, unless the connection manager answers them for a queue pair that is
     /// still to be made.
     #[cold]
-    fn pump_lost(self: &Arc<Self>, machine: &mut Requester, at: Destination, deferred: &Deferred) -> bool {
+    fn pump_lost(
+        self: &Arc<Self>,
+        machine: &mut Requester,
+        at: Destination,
+        deferred: &Deferred,
+    ) -> bool {
         let here = self.device();
-        let there = here.network.device(at.gid).filter(|there| here.is_linked() && there.is_linked());
+        let there =
+            here.network.device(at.gid).filter(|there| here.is_linked() && there.is_linked());
         let mut out = SendSide { qp: self, deferred };
         let mut budget = Budget::slice();
         let mut gather = Gather::new();
@@ -239,7 +259,13 @@ impl QpInner {
                 let mut receiver = peer.receiver.lock();
                 if !peer.is_destroyed() && here.is_linked() && there.is_linked() {
                     let mut peer_out = ReceiveSide { qp: peer, deferred };
-                    receiver.machine.on_request(&outgoing.packet, here.gid, &payload, &there.keys, &mut peer_out);
+                    receiver.machine.on_request(
+                        &outgoing.packet,
+                        here.gid,
+                        &payload,
+                        &there.keys,
+                        &mut peer_out,
+                    );
                 }
             }
             budget.spend(payload.len());
@@ -268,7 +294,9 @@ impl QpInner {
     /// That of packets whose way nobody bounds by acknowledging them, over UDP.
     fn pace(&self) -> Option<&Pace> {
         match self.transport() {
-            Transport::Uc | Transport::Ud => self.device().endpoint().map(|endpoint| endpoint.pace()),
+            Transport::Uc | Transport::Ud => {
+                self.device().endpoint().map(|endpoint| endpoint.pace())
+            }
             Transport::Rc | Transport::Dci => None,
         }
     }
@@ -288,9 +316,16 @@ impl QpInner {
         sender.passed_over = true;
         while !pace.is_some_and(|(pace, now)| pace.is_spent(now)) {
             sender.passed_over = false;
-            let Some(outgoing) = sender.machine.next_packet(&here.keys, &mut gather, &mut out) else { return false };
+            let Some(outgoing) = sender.machine.next_packet(&here.keys, &mut gather, &mut out)
+            else {
+                return false;
+            };
             let payload = payload_of(&sender.machine, &outgoing, &gather);
-            let to = if self.transport() == Transport::Ud { outgoing.to.gid } else { sender.peer_at.gid };
+            let to = if self.transport() == Transport::Ud {
+                outgoing.to.gid
+            } else {
+                sender.peer_at.gid
+            };
             outbox.push(&outgoing.packet, to, &payload);
             budget.spend(payload.len());
             if let Some((pace, now)) = pace {
@@ -307,7 +342,12 @@ impl QpInner {
 
     /// A packet arrived from the network. What it leads to is sent by [`answer`](Self::answer) of the half that is
     /// returned, which must follow: at once, or after more packets for it.
-    pub(crate) fn on_packet(self: &Arc<Self>, packet: &Packet, source: Gid, payload: &[u8]) -> Half {
+    pub(crate) fn on_packet(
+        self: &Arc<Self>,
+        packet: &Packet,
+        source: Gid,
+        payload: &[u8],
+    ) -> Half {
         let deferred = Deferred::new();
         let mut early = false;
         let payload = Payload::Bytes(payload);
@@ -315,7 +355,12 @@ impl QpInner {
         let half = if packet.body.is_response() {
             let mut sender = self.sender.lock();
             if source == sender.peer_at.gid {
-                sender.machine.on_response(packet, &payload, keys, &mut SendSide { qp: self, deferred: &deferred });
+                sender.machine.on_response(
+                    packet,
+                    &payload,
+                    keys,
+                    &mut SendSide { qp: self, deferred: &deferred },
+                );
             }
             Half::Sender
         } else {
@@ -372,7 +417,9 @@ impl QpInner {
         let mut outbox = Outbox::new(self.device());
         let mut budget = Budget::slice();
         let mut gather = Gather::new();
-        while let Some(reply) = receiver.machine.next_reply(&self.device().keys, &mut gather, &mut out) {
+        while let Some(reply) =
+            receiver.machine.next_reply(&self.device().keys, &mut gather, &mut out)
+        {
             let payload = Payload::Segments(&gather);
             outbox.push(&reply, to, &payload);
             budget.spend(payload.len());

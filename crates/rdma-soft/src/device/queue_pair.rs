@@ -18,8 +18,8 @@ use smallvec::SmallVec;
 use rdma_provider::VerbError;
 use rdma_provider::contract::{self, PostError, QpInit};
 use rdma_provider::types::{
-    Access, AckTimeout, AsyncEvent, Data, Gid, Mtu, Qkey, QpAttr, QpCaps, QpState, Qpn, RecvWr, RnrTimer, SendOp,
-    SendTarget, SendWr, Transport, WorkCompletion,
+    Access, AckTimeout, AsyncEvent, Data, Gid, Mtu, Qkey, QpAttr, QpCaps, QpState, Qpn, RecvWr,
+    RnrTimer, SendOp, SendTarget, SendWr, Transport, WorkCompletion,
 };
 
 use self::modify::state_of;
@@ -31,7 +31,9 @@ use crate::Soft;
 use crate::cm::Manager;
 use crate::dc::DctInner;
 use crate::net::udp::Place;
-use crate::roce::requester::{Destination, Flow, Requester, SendCompletions, SendConfig, SendCounters};
+use crate::roce::requester::{
+    Destination, Flow, Requester, SendCompletions, SendConfig, SendCounters,
+};
 use crate::roce::responder::{ReceiveConfig, ReceiveCounters, ReceiveWqe, Receiver, Responder};
 
 pub(crate) struct QpInner {
@@ -136,7 +138,11 @@ impl Receiver for ReceiveSide<'_> {
 
     #[inline]
     fn complete(&mut self, position: u32, completion: &WorkCompletion, solicited: bool) {
-        let frees = if self.qp.srq.is_some() { Frees::Shared } else { Frees::Recv(position.wrapping_add(1)) };
+        let frees = if self.qp.srq.is_some() {
+            Frees::Shared
+        } else {
+            Frees::Recv(position.wrapping_add(1))
+        };
         if self.qp.recv_cq.push(self.qp.recv_owner, frees, completion, solicited).is_err() {
             self.deferred.overrun(&self.qp.recv_cq);
         }
@@ -175,10 +181,14 @@ pub(crate) fn create(
         || caps.max_send_sge > limits.max_sge
         || caps.max_recv_sge > limits.max_sge
         || caps.max_inline > limits.max_inline;
-    let foreign = [Some(init.send_cq.0.context()), Some(init.recv_cq.0.context()), init.srq.map(|srq| srq.0.context())]
-        .into_iter()
-        .flatten()
-        .any(|other| !Arc::ptr_eq(other.device(), device));
+    let foreign = [
+        Some(init.send_cq.0.context()),
+        Some(init.recv_cq.0.context()),
+        init.srq.map(|srq| srq.0.context()),
+    ]
+    .into_iter()
+    .flatten()
+    .any(|other| !Arc::ptr_eq(other.device(), device));
     if too_large || foreign {
         return Err(refuse());
     }
@@ -190,7 +200,11 @@ pub(crate) fn create(
         let send_cq = Arc::clone(&init.send_cq.0);
         let recv_cq = Arc::clone(&init.recv_cq.0);
         let recv_owner = recv_cq.attach(qpn, &polled, srq.as_ref());
-        let send_owner = if Arc::ptr_eq(&send_cq, &recv_cq) { recv_owner } else { send_cq.attach(qpn, &polled, None) };
+        let send_owner = if Arc::ptr_eq(&send_cq, &recv_cq) {
+            recv_owner
+        } else {
+            send_cq.attach(qpn, &polled, None)
+        };
         let send = SendConfig {
             transport: if initiator { Transport::Rc } else { init.transport },
             qpn,
@@ -233,7 +247,11 @@ pub(crate) fn create(
             destroyed: AtomicBool::new(false),
             generation: AtomicU64::new(0),
             sender: Mutex::new(Sender {
-                machine: if initiator { Requester::initiator(send, incarnation) } else { Requester::new(send) },
+                machine: if initiator {
+                    Requester::initiator(send, incarnation)
+                } else {
+                    Requester::new(send)
+                },
                 attr: QpAttr::default(),
                 peer: None,
                 target: Weak::new(),
@@ -245,7 +263,11 @@ pub(crate) fn create(
                 failed: false,
                 place: None,
             }),
-            receiver: Mutex::new(ReceiverHalf { machine: Responder::new(receive), replying: false, unconfirmed }),
+            receiver: Mutex::new(ReceiverHalf {
+                machine: Responder::new(receive),
+                replying: false,
+                unconfirmed,
+            }),
         })
     })?;
     Ok(Qp(inner))
@@ -276,7 +298,12 @@ impl QpInner {
 
     /// Takes the queue pair to ERR and flushes both queues. Nothing happens in RESET, or if it has been
     /// reset since `generation`.
-    pub(crate) fn fail(self: &Arc<Self>, generation: Option<u64>, event: Option<AsyncEvent>, deferred: &Deferred) {
+    pub(crate) fn fail(
+        self: &Arc<Self>,
+        generation: Option<u64>,
+        event: Option<AsyncEvent>,
+        deferred: &Deferred,
+    ) {
         {
             let mut sender = self.sender.lock();
             let mut receiver = self.receiver.lock();
@@ -293,7 +320,12 @@ impl QpInner {
         }
     }
 
-    fn flush_both(self: &Arc<Self>, sender: &mut Sender, receiver: &mut ReceiverHalf, deferred: &Deferred) {
+    fn flush_both(
+        self: &Arc<Self>,
+        sender: &mut Sender,
+        receiver: &mut ReceiverHalf,
+        deferred: &Deferred,
+    ) {
         sender.failed = true;
         if let Some(place) = &sender.place {
             place.leave();
@@ -323,7 +355,9 @@ impl QpInner {
                 sender.failed = true;
                 deferred.fail(self, None);
             }
-            QpState::Sqd if sender.machine.take_drained() && std::mem::take(&mut sender.notify_drained) => {
+            QpState::Sqd
+                if sender.machine.take_drained() && std::mem::take(&mut sender.notify_drained) =>
+            {
                 self.context.event(AsyncEvent::SendQueueDrained(self.qpn));
             }
             _ => {}
@@ -364,7 +398,8 @@ impl QpInner {
     /// Length of a send work request, if its data are of a kind that its operation takes.
     fn length(&self, wr: &SendWr<'_>) -> Option<u32> {
         match (wr.data, wr.op) {
-            (Data::Window(_), SendOp::BindWindow) | (Data::Sges([]), SendOp::LocalInvalidate(_)) => Some(0),
+            (Data::Window(_), SendOp::BindWindow)
+            | (Data::Sges([]), SendOp::LocalInvalidate(_)) => Some(0),
             (Data::Window(_), _) | (_, SendOp::BindWindow | SendOp::LocalInvalidate(_)) => None,
             (Data::Sges(sges), _) => {
                 let total: u64 = sges.iter().map(|sge| u64::from(sge.length)).sum();
@@ -417,7 +452,10 @@ impl Qp {
 
     /// Posts a list of any length. The caller keeps the promise of [`post_send`](contract::Qp::post_send).
     #[inline(never)]
-    fn post_list<'a>(&self, list: impl Iterator<Item = impl Borrow<SendWr<'a>>>) -> Result<(), PostError> {
+    fn post_list<'a>(
+        &self,
+        list: impl Iterator<Item = impl Borrow<SendWr<'a>>>,
+    ) -> Result<(), PostError> {
         let qp = &self.0;
         let deferred = Deferred::new();
         let mut result = Ok(());
@@ -433,7 +471,8 @@ impl Qp {
                         break;
                     };
                     let polled = qp.polled.send.load(Ordering::Acquire);
-                    let full = sender.machine.position().wrapping_sub(polled) >= qp.caps.max_send_wr;
+                    let full =
+                        sender.machine.position().wrapping_sub(polled) >= qp.caps.max_send_wr;
                     if full || qp.device().refusals.send() {
                         result = refuse("ibv_post_send", posted, VerbError::ENOMEM);
                         break;
@@ -479,7 +518,10 @@ impl contract::Qp for Qp {
     }
 
     #[inline(always)]
-    unsafe fn post_send<'a>(&self, list: impl IntoIterator<Item = impl Borrow<SendWr<'a>>>) -> Result<(), PostError> {
+    unsafe fn post_send<'a>(
+        &self,
+        list: impl IntoIterator<Item = impl Borrow<SendWr<'a>>>,
+    ) -> Result<(), PostError> {
         let mut list = list.into_iter();
         if list.size_hint().1 != Some(1) {
             return self.post_list(list);

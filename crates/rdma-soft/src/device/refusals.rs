@@ -57,12 +57,17 @@ mod on_request {
 
     impl Refusals {
         pub(crate) const fn new() -> Self {
-            Self { sends: AtomicU32::new(NO_SEND), destroy: AtomicBool::new(false), flush: AtomicBool::new(false) }
+            Self {
+                sends: AtomicU32::new(NO_SEND),
+                destroy: AtomicBool::new(false),
+                flush: AtomicBool::new(false),
+            }
         }
 
         /// Asked once for each send.
         pub(crate) fn send(&self) -> bool {
-            let count = |left: u32| (left != NO_SEND).then(|| left.checked_sub(1).unwrap_or(NO_SEND));
+            let count =
+                |left: u32| (left != NO_SEND).then(|| left.checked_sub(1).unwrap_or(NO_SEND));
             self.sends.fetch_update(Ordering::Relaxed, Ordering::Relaxed, count) == Ok(0)
         }
 

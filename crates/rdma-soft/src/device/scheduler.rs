@@ -175,11 +175,15 @@ impl Scheduler {
         }
         if !state.thread {
             let scheduler = Arc::clone(self);
-            let spawned = std::thread::Builder::new().name("rdma-soft".into()).spawn(move || scheduler.work());
+            let spawned = std::thread::Builder::new()
+                .name("rdma-soft".into())
+                .spawn(move || scheduler.work());
             match spawned {
                 Ok(_) => state.thread = true,
                 // Tried again with the next job; until then peers see a very slow device.
-                Err(error) => tracing::error!(%error, "the software network cannot start its thread"),
+                Err(error) => {
+                    tracing::error!(%error, "the software network cannot start its thread")
+                }
             }
         } else if earliest {
             self.changed.notify_one();

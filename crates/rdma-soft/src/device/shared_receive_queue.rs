@@ -124,7 +124,9 @@ impl contract::Srq for Srq {
     unsafe fn post_recv(&self, list: &[RecvWr<'_>]) -> Result<(), PostError> {
         let mut state = self.0.state.lock();
         for (posted, wr) in list.iter().enumerate() {
-            let refuse = |errno| Err(PostError { posted, error: VerbError::new("ibv_post_srq_recv", errno) });
+            let refuse = |errno| {
+                Err(PostError { posted, error: VerbError::new("ibv_post_srq_recv", errno) })
+            };
             if wr.sges.len() > self.0.caps.max_sge as usize {
                 return refuse(VerbError::EINVAL);
             }

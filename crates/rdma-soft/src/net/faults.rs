@@ -38,7 +38,13 @@ pub struct Faults {
 
 impl Default for Faults {
     fn default() -> Self {
-        Self { loss: 0.0, duplicate: 0.0, reorder: 0.0, corrupt: 0.0, delay: Duration::ZERO..Duration::ZERO }
+        Self {
+            loss: 0.0,
+            duplicate: 0.0,
+            reorder: 0.0,
+            corrupt: 0.0,
+            delay: Duration::ZERO..Duration::ZERO,
+        }
     }
 }
 

@@ -138,12 +138,20 @@ impl Network {
     /// # Errors
     ///
     /// [`UdpError`]: as [`udp`](Self::udp); [`UdpError::AllTaken`] if every port is taken.
-    pub fn at_first_free(port: u16, addresses: &[IpAddr], only: Option<IpAddr>) -> Result<(Self, IpAddr), UdpError> {
-        let (&[first, ..], &[.., last]) = (addresses, addresses) else { return Err(UdpError::NoDevice) };
+    pub fn at_first_free(
+        port: u16,
+        addresses: &[IpAddr],
+        only: Option<IpAddr>,
+    ) -> Result<(Self, IpAddr), UdpError> {
+        let (&[first, ..], &[.., last]) = (addresses, addresses) else {
+            return Err(UdpError::NoDevice);
+        };
         for &address in addresses {
             // A caller that names an address wants it to be reached.
             let config = UdpConfig::new().address(address).port(port).expose();
-            let config = only.into_iter().fold(config, |config, peer| config.allow(peer, UdpConfig::whole(peer)));
+            let config = only
+                .into_iter()
+                .fold(config, |config, peer| config.allow(peer, UdpConfig::whole(peer)));
             match Self::of_sockets(&config, first == last) {
                 Ok(network) => return Ok((network, address)),
                 Err(UdpError::PortTaken { soft_roce: false, .. }) if first != last => {}
@@ -213,7 +221,9 @@ impl Network {
             let reason = Some("a network over UDP has the devices of its configuration");
             return Err(OpenError::NotFound { name: name.to_owned(), available, reason });
         }
-        let known = names.entry(name.to_owned()).or_insert_with(|| Known { gid: address(next), device: Weak::new() });
+        let known = names
+            .entry(name.to_owned())
+            .or_insert_with(|| Known { gid: address(next), device: Weak::new() });
         let device = match known.device.upgrade() {
             Some(device) => device,
             None => {
@@ -274,7 +284,11 @@ impl Network {
 
     /// Steps until the network is idle, or until `limit` of virtual time has passed. True if the network is idle.
     pub fn run_until_idle(&self, limit: Duration) -> bool {
-        let limit = self.0.scheduler.now().saturating_add(u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX));
+        let limit = self
+            .0
+            .scheduler
+            .now()
+            .saturating_add(u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX));
         while self.0.scheduler.step(limit) {}
         self.0.scheduler.is_idle()
     }
@@ -340,8 +354,9 @@ impl NetworkInner {
     pub(crate) fn random(&self) -> Result<u64, VerbError> {
         match &self.random {
             Some(seeded) => Ok(seeded.lock().u64(..)),
-            None => getrandom::u64()
-                .map_err(|error| VerbError::new("getrandom", error.raw_os_error().unwrap_or(VerbError::EIO))),
+            None => getrandom::u64().map_err(|error| {
+                VerbError::new("getrandom", error.raw_os_error().unwrap_or(VerbError::EIO))
+            }),
         }
     }
 
@@ -393,7 +408,8 @@ impl NetworkInner {
         }
         if packet.dest != MANAGEMENT {
             // Initiators of dynamic connections hear their targets only.
-            let taken = device.queue_pair(packet.dest).filter(|qp| qp.transport() != Transport::Dci);
+            let taken =
+                device.queue_pair(packet.dest).filter(|qp| qp.transport() != Transport::Dci);
             let Some(qp) = taken else { return Self::on_early(device, source, packet) };
             let half = qp.on_packet(packet, source, payload);
             turn.next(qp, half);
@@ -415,7 +431,13 @@ impl NetworkInner {
     }
 
     /// The same of a dynamic connection.
-    fn on_framed(device: &Arc<DeviceInner>, source: Gid, packet: &Packet, payload: &[u8], turn: &mut Turn) -> bool {
+    fn on_framed(
+        device: &Arc<DeviceInner>,
+        source: Gid,
+        packet: &Packet,
+        payload: &[u8],
+        turn: &mut Turn,
+    ) -> bool {
         let Ok((header, payload)) = Header::parse(payload) else { return false };
         if packet.body.is_dc_response() {
             let Some(qp) = device.queue_pair(packet.dest) else { return false };
@@ -452,7 +474,9 @@ impl Delivery {
             endpoint.send_sealed(&self.image, destination);
             return;
         }
-        let Some(device) = network.device(destination).filter(|device| device.is_linked()) else { return };
+        let Some(device) = network.device(destination).filter(|device| device.is_linked()) else {
+            return;
+        };
         let (packet, payload) = match packet::unseal(&self.image).and_then(Packet::parse) {
             Ok(parsed) => parsed,
             Err(error) => {

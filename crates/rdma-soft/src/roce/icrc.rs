@@ -53,7 +53,9 @@ impl Header {
         let mut front = [0xff; LONGEST];
         let length = (covered.len() + CHECK + UDP) as u16;
         let udp = match (self.source, self.destination) {
-            (IpAddr::V4(source), IpAddr::V4(destination)) => ipv4(&mut front, source, destination, length, segment),
+            (IpAddr::V4(source), IpAddr::V4(destination)) => {
+                ipv4(&mut front, source, destination, length, segment)
+            }
             (source, destination) => ipv6(&mut front, wide(source), wide(destination), length),
         };
         put(&mut front, udp, &self.source_port.to_be_bytes());
@@ -85,7 +87,13 @@ impl Header {
 }
 
 /// Writes the header of IPv4; where that of UDP begins.
-fn ipv4(front: &mut [u8; LONGEST], source: Ipv4Addr, destination: Ipv4Addr, udp_length: u16, segment: u16) -> usize {
+fn ipv4(
+    front: &mut [u8; LONGEST],
+    source: Ipv4Addr,
+    destination: Ipv4Addr,
+    udp_length: u16,
+    segment: u16,
+) -> usize {
     let total = udp_length + IPV4 as u16;
     put(front, DUMMY, &[0x45]);
     put(front, DUMMY + 2, &total.to_be_bytes());
@@ -98,7 +106,12 @@ fn ipv4(front: &mut [u8; LONGEST], source: Ipv4Addr, destination: Ipv4Addr, udp_
 }
 
 /// Writes the header of IPv6; where that of UDP begins.
-fn ipv6(front: &mut [u8; LONGEST], source: Ipv6Addr, destination: Ipv6Addr, udp_length: u16) -> usize {
+fn ipv6(
+    front: &mut [u8; LONGEST],
+    source: Ipv6Addr,
+    destination: Ipv6Addr,
+    udp_length: u16,
+) -> usize {
     put(front, DUMMY, &[0x6f]);
     put(front, DUMMY + 4, &udp_length.to_be_bytes());
     put(front, DUMMY + 6, &[17]);
@@ -226,7 +239,9 @@ mod tests {
 
     /// The check with any identification and any "do not fragment", by another way than `Header::check`.
     fn written_by(id: u16, fragment: u8, covered: &[u8]) -> u32 {
-        let (IpAddr::V4(source), IpAddr::V4(destination)) = (V4.source, V4.destination) else { unreachable!() };
+        let (IpAddr::V4(source), IpAddr::V4(destination)) = (V4.source, V4.destination) else {
+            unreachable!()
+        };
         let udp = (covered.len() + CHECK + UDP) as u16;
         let mut all = vec![0xff; DUMMY];
         all.extend_from_slice(&[0x45, 0xff]);
@@ -253,7 +268,10 @@ mod tests {
             for _ in 0..200 {
                 let id = random.u16(..);
                 for fragment in [0x00, 0x40] {
-                    assert!(V4.verify(&covered, written_by(id, fragment, &covered)), "{len} {id:#x} {fragment:#x}");
+                    assert!(
+                        V4.verify(&covered, written_by(id, fragment, &covered)),
+                        "{len} {id:#x} {fragment:#x}"
+                    );
                 }
             }
             assert_eq!(V4.check(&covered, 7), written_by(7, 0x40, &covered));
@@ -276,7 +294,11 @@ mod tests {
 
     #[test]
     fn ipv6_is_exact() {
-        let v6 = Header { source: IpAddr::V6(Ipv6Addr::LOCALHOST), destination: IpAddr::V6(Ipv6Addr::LOCALHOST), ..V4 };
+        let v6 = Header {
+            source: IpAddr::V6(Ipv6Addr::LOCALHOST),
+            destination: IpAddr::V6(Ipv6Addr::LOCALHOST),
+            ..V4
+        };
         let covered = bytes(&mut fastrand::Rng::with_seed(5), 40);
         let check = v6.check(&covered, 0);
         assert!(v6.verify(&covered, check));

@@ -156,7 +156,10 @@ pub(crate) enum Body {
 impl Body {
     /// True for what travels from responder to requester.
     pub(crate) const fn is_response(&self) -> bool {
-        matches!(self, Self::ReadResponse { .. } | Self::Acknowledge(_) | Self::AtomicAcknowledge { .. })
+        matches!(
+            self,
+            Self::ReadResponse { .. } | Self::Acknowledge(_) | Self::AtomicAcknowledge { .. }
+        )
     }
 
     /// The same in a session of dynamic connections.
@@ -205,7 +208,11 @@ pub(crate) fn seal(image: &mut Vec<u8>) {
 /// The image without its check.
 pub(crate) fn unseal(sealed: &[u8]) -> Result<&[u8], WireError> {
     let (image, check) = sealed.split_last_chunk::<CHECK>().ok_or(WireError::Truncated)?;
-    if crc32fast::hash(image) == u32::from_le_bytes(*check) { Ok(image) } else { Err(WireError::Checksum) }
+    if crc32fast::hash(image) == u32::from_le_bytes(*check) {
+        Ok(image)
+    } else {
+        Err(WireError::Checksum)
+    }
 }
 
 mod opcode {
@@ -288,7 +295,12 @@ impl Packet {
     }
 
     /// Appends the image to `out`; `payload` appends the payload.
-    pub(crate) fn emit(&self, payload_len: usize, out: &mut Vec<u8>, payload: impl FnOnce(&mut Vec<u8>)) {
+    pub(crate) fn emit(
+        &self,
+        payload_len: usize,
+        out: &mut Vec<u8>,
+        payload: impl FnOnce(&mut Vec<u8>),
+    ) {
         let class = match self.transport {
             Transport::Rc => 0x00,
             Transport::Uc => 0x20,
@@ -301,7 +313,9 @@ impl Packet {
         out.push(u8::from(self.solicited) << 7 | (pad as u8) << 4);
         out.extend_from_slice(&PKEY.to_be_bytes());
         out.extend_from_slice(&(self.dest.0 & Qpn::MAX.0).to_be_bytes());
-        out.extend_from_slice(&(u32::from(self.ack_request) << 31 | self.psn.value()).to_be_bytes());
+        out.extend_from_slice(
+            &(u32::from(self.ack_request) << 31 | self.psn.value()).to_be_bytes(),
+        );
         match self.body {
             Body::Send { tail, .. } => match tail {
                 Tail::None => {}
@@ -411,26 +425,35 @@ fn parse_body(transport: Transport, code: u8, reader: &mut Reader<'_>) -> Result
         opcode::WRITE_FIRST => Body::Write { part: Part::First, reth: reader.reth()?, imm: None },
         opcode::WRITE_MIDDLE => Body::Write { part: Part::Middle, reth: none, imm: None },
         opcode::WRITE_LAST => Body::Write { part: Part::Last, reth: none, imm: None },
-        opcode::WRITE_LAST_IMM => Body::Write { part: Part::Last, reth: none, imm: Some(reader.imm()?) },
+        opcode::WRITE_LAST_IMM => {
+            Body::Write { part: Part::Last, reth: none, imm: Some(reader.imm()?) }
+        }
         opcode::WRITE_ONLY => Body::Write { part: Part::Only, reth: reader.reth()?, imm: None },
-        opcode::WRITE_ONLY_IMM => Body::Write { part: Part::Only, reth: reader.reth()?, imm: Some(reader.imm()?) },
+        opcode::WRITE_ONLY_IMM => {
+            Body::Write { part: Part::Only, reth: reader.reth()?, imm: Some(reader.imm()?) }
+        }
         // Unreliable connections have nothing that is answered.
         _ if transport == Transport::Uc => return Err(WireError::Unsupported),
         opcode::SEND_LAST_INV => send(Part::Last, Tail::Invalidate(reader.rkey()?)),
         opcode::SEND_ONLY_INV => send(Part::Only, Tail::Invalidate(reader.rkey()?)),
         opcode::READ_REQUEST => Body::ReadRequest(reader.reth()?),
-        opcode::READ_RESPONSE_FIRST => Body::ReadResponse { part: Part::First, aeth: reader.aeth()? },
-        opcode::READ_RESPONSE_MIDDLE => {
-            Body::ReadResponse { part: Part::Middle, aeth: Aeth { syndrome: Syndrome::ACK, msn: 0 } }
+        opcode::READ_RESPONSE_FIRST => {
+            Body::ReadResponse { part: Part::First, aeth: reader.aeth()? }
         }
+        opcode::READ_RESPONSE_MIDDLE => Body::ReadResponse {
+            part: Part::Middle,
+            aeth: Aeth { syndrome: Syndrome::ACK, msn: 0 },
+        },
         opcode::READ_RESPONSE_LAST => Body::ReadResponse { part: Part::Last, aeth: reader.aeth()? },
         opcode::READ_RESPONSE_ONLY => Body::ReadResponse { part: Part::Only, aeth: reader.aeth()? },
         opcode::ACKNOWLEDGE => Body::Acknowledge(reader.aeth()?),
-        opcode::ATOMIC_ACKNOWLEDGE => {
-            Body::AtomicAcknowledge { aeth: reader.aeth()?, original: u64::from_be_bytes(reader.take()?) }
-        }
+        opcode::ATOMIC_ACKNOWLEDGE => Body::AtomicAcknowledge {
+            aeth: reader.aeth()?,
+            original: u64::from_be_bytes(reader.take()?),
+        },
         opcode::COMPARE_SWAP | opcode::FETCH_ADD => {
-            let remote = RemoteAddr { addr: u64::from_be_bytes(reader.take()?), rkey: reader.rkey()? };
+            let remote =
+                RemoteAddr { addr: u64::from_be_bytes(reader.take()?), rkey: reader.rkey()? };
             let swap_or_add = u64::from_be_bytes(reader.take()?);
             let compare = u64::from_be_bytes(reader.take()?);
             let op = if code == opcode::COMPARE_SWAP {

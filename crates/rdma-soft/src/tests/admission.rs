@@ -20,7 +20,8 @@ fn crowd(count: usize, options: &Options) -> Vec<(End, End)> {
 }
 
 fn options() -> Options {
-    let caps = QpCaps { max_send_wr: 4, max_recv_wr: 4, max_send_sge: 1, max_recv_sge: 1, max_inline: 0 };
+    let caps =
+        QpCaps { max_send_wr: 4, max_recv_wr: 4, max_send_sge: 1, max_recv_sge: 1, max_inline: 0 };
     Options { mtu: Mtu::Mtu4096, timeout: 14, caps, cqe: 8, ..Options::default() }
 }
 
@@ -53,32 +54,44 @@ fn thousand_queue_pairs_write_and_read_at_once_and_little_is_lost() {
     }
     let outcomes: Vec<_> = ends.iter().map(|(a, _)| outcome(&a.wait(2))).collect();
     let took = begin.elapsed();
-    let failed = outcomes.iter().filter(|it| **it != [(1, WcStatus::SUCCESS), (2, WcStatus::SUCCESS)]).count();
+    let failed = outcomes
+        .iter()
+        .filter(|it| **it != [(1, WcStatus::SUCCESS), (2, WcStatus::SUCCESS)])
+        .count();
     let (packets, again, timeouts) = totals(&ends);
     println!("{failed} failed, {packets} packets, {again} again, {timeouts} timeouts, {took:?}");
     assert_eq!(failed, 0);
     // Without a line it is more than all of them; a receiver that gets no processor for long loses some.
-    assert!(again < packets / 2, "{again} of {packets} packets were sent again, {timeouts} timeouts");
+    assert!(
+        again < packets / 2,
+        "{again} of {packets} packets were sent again, {timeouts} timeouts"
+    );
     for (index, (here, there)) in buffers.iter().enumerate() {
         let expected: Vec<u8> = (0..WRITTEN + READ).map(|at| pattern(index, at)).collect();
-        assert!(here.bytes(0, expected.len()) == expected && there.bytes(0, expected.len()) == expected, "{index}");
+        assert!(
+            here.bytes(0, expected.len()) == expected && there.bytes(0, expected.len()) == expected,
+            "{index}"
+        );
     }
 }
 
 #[test]
 fn queue_pairs_whose_peers_are_gone_do_not_stop_the_others() {
     // Nothing ends the first: what they have underway is neither acknowledged nor given up. The others try again, and fail.
-    let (endless, short) = (Options { timeout: 0, ..options() }, Options { timeout: 10, ..options() });
+    let (endless, short) =
+        (Options { timeout: 0, ..options() }, Options { timeout: 10, ..options() });
     let live = crowd(100, &options());
     let network = &live[0].0.network;
     let gone = |options| (0..50).map(|_| connected(network, options).0).collect::<Vec<_>>();
     let (endless, short) = (gone(&endless), gone(&short));
     let nowhere = RemoteAddr { addr: 0x1000, rkey: Rkey(1) };
-    let sources: Vec<_> = endless.iter().chain(&short).map(|end| (end, end.buffer(WRITTEN))).collect();
+    let sources: Vec<_> =
+        endless.iter().chain(&short).map(|end| (end, end.buffer(WRITTEN))).collect();
     for (end, source) in &sources {
         end.send(1, SendOp::Write(nowhere), &[source.sge(0, WRITTEN)]).unwrap();
     }
-    let buffers: Vec<_> = live.iter().map(|(a, b)| (a.buffer(WRITTEN), b.buffer(WRITTEN))).collect();
+    let buffers: Vec<_> =
+        live.iter().map(|(a, b)| (a.buffer(WRITTEN), b.buffer(WRITTEN))).collect();
     for round in 0..10 {
         for ((a, _), (from, to)) in live.iter().zip(&buffers) {
             a.send(round, SendOp::Write(to.remote(0)), &[from.sge(0, WRITTEN)]).unwrap();
@@ -90,7 +103,10 @@ fn queue_pairs_whose_peers_are_gone_do_not_stop_the_others() {
     for end in &short {
         assert_eq!(outcome(&end.wait(1)), [(1, WcStatus::RETRY_EXC_ERR)]);
     }
-    assert!(endless.iter().all(|end| end.poll().is_empty() && end.state() == QpState::Rts), "they are still there");
+    assert!(
+        endless.iter().all(|end| end.poll().is_empty() && end.state() == QpState::Rts),
+        "they are still there"
+    );
 }
 
 #[test]

@@ -59,7 +59,10 @@ fn run(seed: u64) -> Trace {
             2 => (SendOp::Write(target.remote(at)), source.sge(at, len)),
             3 => (SendOp::WriteWithImm(target.remote(at), Imm(index as u32)), source.sge(at, len)),
             4 => (SendOp::Read(remote.remote(at)), result.sge(at, len)),
-            _ => (SendOp::FetchAdd { remote: counter.remote(0), add: 1 }, originals.sge(index * 8, 8)),
+            _ => (
+                SendOp::FetchAdd { remote: counter.remote(0), add: 1 },
+                originals.sge(index * 8, 8),
+            ),
         };
         if matches!(kind, 0 | 1 | 3) {
             expected_receives.push((index as u64, len as u32));

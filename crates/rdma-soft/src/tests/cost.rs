@@ -27,8 +27,13 @@ fn run(op: impl FnOnce(&Buffer) -> SendOp) {
     let (a, b) = connected(&Network::new(), &Options::default());
     let (local, remote) = (a.buffer(64), b.buffer(64));
     let sges = [local.sge(0, 8)];
-    let wr =
-        SendWr { wr_id: WrId(1), op: op(&remote), flags: SendFlags::SIGNALED, data: Data::Sges(&sges), target: None };
+    let wr = SendWr {
+        wr_id: WrId(1),
+        op: op(&remote),
+        flags: SendFlags::SIGNALED,
+        data: Data::Sges(&sges),
+        target: None,
+    };
     post_and_poll(&a, &wr, OPERATIONS);
 }
 

@@ -65,7 +65,11 @@ impl Serving {
     }
 
     fn to_rtr(&self, setup: &Setup) {
-        let init = QpAttr { pkey_index: Some(0), port: Some(PortNum(1)), ..QpAttr::to_state(QpState::Init) };
+        let init = QpAttr {
+            pkey_index: Some(0),
+            port: Some(PortNum(1)),
+            ..QpAttr::to_state(QpState::Init)
+        };
         self.dct.modify(&QpAttr { access: Some(setup.access), ..init }).unwrap();
         assert_eq!(self.dct.number(), None, "no number before RTR");
         let rtr = QpAttr {
@@ -121,8 +125,15 @@ impl Asking {
         let context = network.open(name).unwrap();
         let pd = context.create_pd().unwrap();
         let cq = context.create_cq(setup.cqe, None, 0, 0).unwrap();
-        let caps = QpCaps { max_send_wr: 256, max_send_sge: 4, max_recv_wr: 0, max_recv_sge: 0, max_inline: 64 };
-        let init = QpInit { transport: Transport::Dci, send_cq: &cq, recv_cq: &cq, srq: None, caps };
+        let caps = QpCaps {
+            max_send_wr: 256,
+            max_send_sge: 4,
+            max_recv_wr: 0,
+            max_recv_sge: 0,
+            max_inline: 64,
+        };
+        let init =
+            QpInit { transport: Transport::Dci, send_cq: &cq, recv_cq: &cq, srq: None, caps };
         let qp = pd.create_qp(&init).unwrap();
         let it = Self { qp, cq, pd, network: network.clone() };
         it.to_rts(setup);
@@ -130,9 +141,15 @@ impl Asking {
     }
 
     pub(super) fn to_rts(&self, setup: &Setup) {
-        let init = QpAttr { pkey_index: Some(0), port: Some(PortNum(1)), ..QpAttr::to_state(QpState::Init) };
+        let init = QpAttr {
+            pkey_index: Some(0),
+            port: Some(PortNum(1)),
+            ..QpAttr::to_state(QpState::Init)
+        };
         self.qp.modify(&init).unwrap();
-        self.qp.modify(&QpAttr { path_mtu: Some(setup.mtu), ..QpAttr::to_state(QpState::Rtr) }).unwrap();
+        self.qp
+            .modify(&QpAttr { path_mtu: Some(setup.mtu), ..QpAttr::to_state(QpState::Rtr) })
+            .unwrap();
         let rts = QpAttr {
             sq_psn: Some(Psn::new(0)),
             timeout: Some(AckTimeout::from_code(setup.timeout)),
@@ -154,7 +171,13 @@ impl Asking {
         Buffer::new(&self.pd, len, Access::LOCAL_WRITE)
     }
 
-    pub(super) fn send(&self, wr_id: u64, op: SendOp, to: &Place, sges: &[Sge]) -> Result<(), PostError> {
+    pub(super) fn send(
+        &self,
+        wr_id: u64,
+        op: SendOp,
+        to: &Place,
+        sges: &[Sge],
+    ) -> Result<(), PostError> {
         let target = DctTarget { address: &to.address, handle: 0, number: to.number, key: to.key };
         let (flags, data) = (SendFlags::SIGNALED, Data::Sges(sges));
         let wr = SendWr { wr_id: WrId(wr_id), op, flags, data, target: Some(target.into()) };
@@ -201,7 +224,13 @@ fn wait(network: &Network, cq: &Cq, count: usize) -> Vec<WorkCompletion> {
 fn networks() -> Vec<(&'static str, Network)> {
     vec![
         ("direct", Network::new()),
-        ("simulated", Network::simulated(7, Faults::none().delay(Duration::from_micros(1)..Duration::from_micros(5)))),
+        (
+            "simulated",
+            Network::simulated(
+                7,
+                Faults::none().delay(Duration::from_micros(1)..Duration::from_micros(5)),
+            ),
+        ),
         ("UDP", over_udp(&["a", "b", "c", "d"])),
     ]
 }
@@ -229,7 +258,8 @@ fn every_operation_reaches_every_target() {
         let setup = Setup::default();
         let a = Asking::new(&network, "a", &setup);
         // A target of the own device too.
-        let targets: Vec<_> = ["a", "b", "c"].iter().map(|name| Serving::new(&network, name, &setup)).collect();
+        let targets: Vec<_> =
+            ["a", "b", "c"].iter().map(|name| Serving::new(&network, name, &setup)).collect();
         let len = 5000;
         let source = a.buffer(len);
         source.fill((0..len).map(|at| (at * 7) as u8));
@@ -246,8 +276,10 @@ fn every_operation_reaches_every_target() {
             a.send(1, SendOp::Read(memory.remote(0)), &place, &[back.sge(0, len)]).unwrap();
             a.send(2, SendOp::Send, &place, &[source.sge(0, len)]).unwrap();
             a.send(3, SendOp::SendWithImm(imm), &place, &[source.sge(0, 9)]).unwrap();
-            a.send(4, SendOp::WriteWithImm(memory.remote(8), imm), &place, &[source.sge(8, 100)]).unwrap();
-            a.send(5, SendOp::FetchAdd { remote: word, add: 41 }, &place, &[original.sge(0, 8)]).unwrap();
+            a.send(4, SendOp::WriteWithImm(memory.remote(8), imm), &place, &[source.sge(8, 100)])
+                .unwrap();
+            a.send(5, SendOp::FetchAdd { remote: word, add: 41 }, &place, &[original.sge(0, 8)])
+                .unwrap();
             let swap = SendOp::CompareSwap { remote: word, compare: 41, swap: 5 };
             a.send(6, swap, &place, &[original.sge(8, 8)]).unwrap();
             let done = a.wait(7);
@@ -256,14 +288,18 @@ fn every_operation_reaches_every_target() {
             assert_eq!(back.bytes(0, len), source.bytes(0, len));
             assert_eq!((original.word(0), original.word(8), memory.word(len)), (0, 41, 5));
             let received = wait(&network, &target.cq, 3);
-            let seen: Vec<_> = received.iter().map(|it| (it.wr_id.0, it.opcode, it.byte_len, it.imm())).collect();
+            let seen: Vec<_> =
+                received.iter().map(|it| (it.wr_id.0, it.opcode, it.byte_len, it.imm())).collect();
             let expected = [
                 (0, WcOpcode::RECV, len as u32, None),
                 (1, WcOpcode::RECV, 9, Some(imm)),
                 (2, WcOpcode::RECV_RDMA_WITH_IMM, 100, Some(imm)),
             ];
             assert_eq!(seen, expected, "{kind}");
-            assert!(received.iter().all(|it| it.qpn == place.number), "completions name the target");
+            assert!(
+                received.iter().all(|it| it.qpn == place.number),
+                "completions name the target"
+            );
         }
         assert_eq!(a.sessions(), 3, "{kind}: one for each target");
         // All but the newest session have been closed.
@@ -292,15 +328,29 @@ fn alternating_targets_switches_each_time_and_keeps_the_order() {
             a.send(index as u64, write, &target.place(), &[source.sge(index * 8, 8)]).unwrap();
         }
         let done = a.wait(100);
-        assert!(done.iter().enumerate().all(|(at, it)| it.wr_id.0 == at as u64 && it.status == WcStatus::SUCCESS));
+        assert!(
+            done.iter()
+                .enumerate()
+                .all(|(at, it)| it.wr_id.0 == at as u64 && it.status == WcStatus::SUCCESS)
+        );
         for index in 0..100 {
-            assert_eq!(memories[index % 2].bytes(index * 8, 8), source.bytes(index * 8, 8), "{kind} {index}");
+            assert_eq!(
+                memories[index % 2].bytes(index * 8, 8),
+                source.bytes(index * 8, 8),
+                "{kind} {index}"
+            );
             assert_eq!(memories[(index + 1) % 2].word(index * 8), 0);
         }
         assert_eq!(a.sessions(), 100, "{kind}");
         // The same target goes on in the same session.
         for wr_id in 0..10 {
-            a.send(wr_id, SendOp::Write(memories[1].remote(0)), &targets[1].place(), &[source.sge(0, 8)]).unwrap();
+            a.send(
+                wr_id,
+                SendOp::Write(memories[1].remote(0)),
+                &targets[1].place(),
+                &[source.sge(0, 8)],
+            )
+            .unwrap();
         }
         a.wait(10);
         assert_eq!(a.sessions(), 100, "{kind}");
@@ -313,7 +363,8 @@ fn wrong_key_and_too_large_an_mtu_are_refused_and_others_go_on() {
         let setup = Setup::default();
         let small = Setup { target_mtu: Mtu::Mtu512, ..setup };
         let (good, bad) = (Asking::new(&network, "a", &setup), Asking::new(&network, "b", &setup));
-        let (target, narrow) = (Serving::new(&network, "c", &setup), Serving::new(&network, "c", &small));
+        let (target, narrow) =
+            (Serving::new(&network, "c", &setup), Serving::new(&network, "c", &small));
         let memory = target.buffer(8);
         let (word, other) = (good.buffer(8), bad.buffer(8));
         word.fill([1; 8]);
@@ -431,28 +482,48 @@ fn work_that_an_initiator_cannot_do_is_refused_when_posted() {
     let a = Asking::new(&network, "a", &setup);
     let target = Serving::new(&network, "b", &setup);
     let word = a.buffer(8);
-    let refused = |result: Result<(), PostError>| result.unwrap_err().error.errno == VerbError::EINVAL;
+    let refused =
+        |result: Result<(), PostError>| result.unwrap_err().error.errno == VerbError::EINVAL;
     let place = target.place();
     assert!(refused(a.send(0, SendOp::SendWithInvalidate(Rkey(1)), &place, &[word.sge(0, 8)])));
     assert!(refused(a.send(0, SendOp::LocalInvalidate(Rkey(1)), &place, &[])));
     let far = AddressVector::new(PortNum(2), 0, place.address.dgid);
     assert!(refused(a.send(0, SendOp::Send, &Place { address: far, ..place }, &[word.sge(0, 8)])));
-    let wr =
-        SendWr { wr_id: WrId(0), op: SendOp::Send, flags: SendFlags::empty(), data: Data::Inline(&[]), target: None };
+    let wr = SendWr {
+        wr_id: WrId(0),
+        op: SendOp::Send,
+        flags: SendFlags::empty(),
+        data: Data::Inline(&[]),
+        target: None,
+    };
     // SAFETY: it names no memory.
     assert!(refused(unsafe { a.qp.post_send([wr]) }));
-    let caps = QpCaps { max_send_wr: 1, max_recv_wr: 1, max_send_sge: 1, max_recv_sge: 1, max_inline: 0 };
-    let init = QpInit { transport: Transport::Dci, send_cq: &a.cq, recv_cq: &a.cq, srq: None, caps };
+    let caps =
+        QpCaps { max_send_wr: 1, max_recv_wr: 1, max_send_sge: 1, max_recv_sge: 1, max_inline: 0 };
+    let init =
+        QpInit { transport: Transport::Dci, send_cq: &a.cq, recv_cq: &a.cq, srq: None, caps };
     assert!(a.pd.create_qp(&init).is_err(), "it receives nothing");
     let caps = QpCaps { max_recv_wr: 0, ..caps };
-    let init = QpInit { transport: Transport::Dci, send_cq: &a.cq, recv_cq: &a.cq, srq: Some(&target.srq), caps };
+    let init = QpInit {
+        transport: Transport::Dci,
+        send_cq: &a.cq,
+        recv_cq: &a.cq,
+        srq: Some(&target.srq),
+        caps,
+    };
     assert!(a.pd.create_qp(&init).is_err());
-    assert!(a.pd.create_dct(&DctInit { srq: &target.srq, recv_cq: &a.cq, key: KEY }).is_err(), "of another device");
+    assert!(
+        a.pd.create_dct(&DctInit { srq: &target.srq, recv_cq: &a.cq, key: KEY }).is_err(),
+        "of another device"
+    );
 }
 
 #[test]
 fn receive_of_a_message_that_does_not_end_is_the_next_one_s() {
-    let network = Network::simulated(3, Faults::none().delay(Duration::from_micros(5)..Duration::from_micros(6)));
+    let network = Network::simulated(
+        3,
+        Faults::none().delay(Duration::from_micros(5)..Duration::from_micros(6)),
+    );
     let setup = Setup { mtu: Mtu::Mtu256, ..Setup::default() };
     for way in 0..3 {
         let target = Serving::new(&network, "b", &setup);
@@ -475,7 +546,8 @@ fn receive_of_a_message_that_does_not_end_is_the_next_one_s() {
                 a.repair(&setup);
                 network.set_faults(Faults::none());
                 let word = a.buffer(8);
-                a.send(1, SendOp::Write(inbox.remote(0)), &target.place(), &[word.sge(0, 8)]).unwrap();
+                a.send(1, SendOp::Write(inbox.remote(0)), &target.place(), &[word.sge(0, 8)])
+                    .unwrap();
                 assert_eq!(outcome(&a.wait(1)), [(1, WcStatus::SUCCESS)]);
             }
         }

@@ -31,8 +31,10 @@ fn run(seed: u64) -> (u64, Duration) {
         rd_atomic: random.u8(1..=4),
         ..Setup::default()
     };
-    let targets: Vec<_> = ["c", "d", "d"].iter().map(|name| Serving::new(&network, name, &setup)).collect();
-    let askers: Vec<_> = ["a", "b"].iter().map(|name| Asking::new(&network, name, &setup)).collect();
+    let targets: Vec<_> =
+        ["c", "d", "d"].iter().map(|name| Serving::new(&network, name, &setup)).collect();
+    let askers: Vec<_> =
+        ["a", "b"].iter().map(|name| Asking::new(&network, name, &setup)).collect();
     let places: Vec<_> = targets.iter().map(Serving::place).collect();
     // A word that is counted up, and a place of each message.
     let counters: Vec<_> = targets.iter().map(|target| target.buffer(8)).collect();
@@ -62,7 +64,10 @@ fn run(seed: u64) -> (u64, Duration) {
                 2 => (SendOp::Write(memories[to].remote(at)), sge),
                 3 => (SendOp::WriteWithImm(memories[to].remote(at), Imm(id as u32)), sge),
                 4 => (SendOp::Read(memories[to].remote(at)), backs[from].sge(round * SLOT, len)),
-                _ => (SendOp::FetchAdd { remote: counters[to].remote(0), add: 1 }, backs[from].sge(round * SLOT, 8)),
+                _ => (
+                    SendOp::FetchAdd { remote: counters[to].remote(0), add: 1 },
+                    backs[from].sge(round * SLOT, 8),
+                ),
             };
             if kind == 4 {
                 memories[to].fill_at(at, (0..len).map(|at| (at * 3 + round) as u8));
@@ -71,7 +76,8 @@ fn run(seed: u64) -> (u64, Duration) {
                 // Now and then too late: the target is not ready.
                 let late = random.u8(..5) == 0;
                 let receive = messages[to] as u64;
-                let post = || targets[to].recv(receive, &[inboxes[to].sge(messages[to] * SLOT, SLOT)]);
+                let post =
+                    || targets[to].recv(receive, &[inboxes[to].sge(messages[to] * SLOT, SLOT)]);
                 if !late {
                     post();
                 }
@@ -134,7 +140,8 @@ fn run(seed: u64) -> (u64, Duration) {
                 left.first().is_some_and(|&(kind, id, len)| {
                     let of = id as usize / ROUNDS;
                     let imm = (kind != 0).then_some(Imm(id as u32));
-                    let opcode = if kind == 3 { WcOpcode::RECV_RDMA_WITH_IMM } else { WcOpcode::RECV };
+                    let opcode =
+                        if kind == 3 { WcOpcode::RECV_RDMA_WITH_IMM } else { WcOpcode::RECV };
                     done.imm() == imm
                         && done.opcode == opcode
                         && done.byte_len as usize == len

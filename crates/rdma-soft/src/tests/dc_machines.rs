@@ -123,16 +123,26 @@ impl Serving {
     /// Hands in a packet `steps` after OPEN; bodies of all answers, with the cookie of the last.
     fn request(&mut self, from: Known, steps: u32, body: Body, payload: &[u8]) -> (Vec<Body>, u32) {
         let packet = Packet { ack_request: true, ..Packet::of_dc(NUMBER, FIRST.add(steps), body) };
-        let header = Header { source: Qpn(from.source), session: from.session, cookie: from.cookie };
+        let header =
+            Header { source: Qpn(from.source), session: from.session, cookie: from.cookie };
         let payload = Payload::Bytes(payload);
-        let outcome = self.machine.on_request((&packet, &header), Gid::default(), &payload, &self.keys, &mut self.side);
+        let outcome = self.machine.on_request(
+            (&packet, &header),
+            Gid::default(),
+            &payload,
+            &self.keys,
+            &mut self.side,
+        );
         let mut answers = Vec::new();
         let mut cookie = 0;
         let mut gather = Gather::new();
         match outcome {
             Outcome::Nothing => {}
             Outcome::Answer((packet, header)) => {
-                assert_eq!((packet.dest, header.source, header.session), (Qpn(from.source), NUMBER, from.session));
+                assert_eq!(
+                    (packet.dest, header.source, header.session),
+                    (Qpn(from.source), NUMBER, from.session)
+                );
                 cookie = header.cookie;
                 answers.push(packet.body);
             }
@@ -140,7 +150,10 @@ impl Serving {
                 while let Some((packet, header)) =
                     self.machine.next_reply(&key, &self.keys, &mut gather, &mut self.side)
                 {
-                    assert_eq!((packet.dest, header.source, header.session), (Qpn(from.source), NUMBER, from.session));
+                    assert_eq!(
+                        (packet.dest, header.source, header.session),
+                        (Qpn(from.source), NUMBER, from.session)
+                    );
                     cookie = header.cookie;
                     gather.clear();
                     answers.push(packet.body);
@@ -244,7 +257,8 @@ fn only_a_session_with_its_cookie_reaches_anything() {
         assert_eq!(it.request(Known { cookie, ..session }, 1, add, &[]).0, [Body::Gone]);
     }
     assert_eq!(it.request(Known { source: 6, ..session }, 1, add, &[]).0, [Body::Gone]);
-    let refused = it.request(Known::new(7, 1), 0, Body::Open { key: DcKey(76), mtu: Mtu::Mtu256 }, &[]);
+    let refused =
+        it.request(Known::new(7, 1), 0, Body::Open { key: DcKey(76), mtu: Mtu::Mtu256 }, &[]);
     assert_eq!(refused, (vec![nak(Syndrome::Nak(Nak::RemoteAccess))], 0));
     let refused = it.request(Known::new(7, 1), 0, Body::Open { key: KEY, mtu: Mtu::Mtu512 }, &[]);
     assert_eq!(refused, (vec![nak(Syndrome::Nak(Nak::InvalidRequest))], 0));
@@ -327,9 +341,19 @@ fn replies_that_are_due_are_those_of_sessions_that_are_there() {
     // Nobody takes the replies.
     let ask = |it: &mut Serving, session: Known| {
         let packet = Packet { ack_request: true, ..Packet::of_dc(NUMBER, FIRST.add(1), read) };
-        let header = Header { source: Qpn(session.source), session: session.session, cookie: session.cookie };
+        let header = Header {
+            source: Qpn(session.source),
+            session: session.session,
+            cookie: session.cookie,
+        };
         let framed = (&packet, &header);
-        match it.machine.on_request(framed, Gid::default(), &Payload::Bytes(&[]), &it.keys, &mut it.side) {
+        match it.machine.on_request(
+            framed,
+            Gid::default(),
+            &Payload::Bytes(&[]),
+            &it.keys,
+            &mut it.side,
+        ) {
             Outcome::Session(key) => it.machine.put_due(key),
             other => panic!("{other:?}"),
         }
@@ -386,14 +410,21 @@ impl Asking {
         let address = AddressVector::new(PortNum(1), 0, Gid::default());
         let target = DctTarget { address: &address, handle: 0, number: Qpn(to), key: KEY };
         let (flags, data) = (SendFlags::SIGNALED, Data::Sges(&sges));
-        let wr = SendWr { wr_id: WrId(wr_id), op: SendOp::Send, flags, data, target: Some(target.into()) };
+        let wr = SendWr {
+            wr_id: WrId(wr_id),
+            op: SendOp::Send,
+            flags,
+            data,
+            target: Some(target.into()),
+        };
         self.machine.post(&wr, len, &mut self.side);
     }
 
     fn packets(&mut self) -> Vec<(Packet, Header)> {
         let mut gather = Gather::new();
         let mut all = Vec::new();
-        while let Some(Outgoing { packet, to, .. }) = self.machine.next_packet(&self.keys, &mut gather, &mut self.side)
+        while let Some(Outgoing { packet, to, .. }) =
+            self.machine.next_packet(&self.keys, &mut gather, &mut self.side)
         {
             gather.clear();
             assert_eq!(packet.dest, to.qpn);
@@ -417,7 +448,13 @@ impl Asking {
         let answer = Packet { dest: Qpn(3), body, ..packet };
         let header = Header { source: packet.dest, session: header.session, cookie };
         let payload = Payload::Bytes(&[]);
-        self.machine.on_answer((&answer, &header), Gid::default(), &payload, &self.keys, &mut self.side);
+        self.machine.on_answer(
+            (&answer, &header),
+            Gid::default(),
+            &payload,
+            &self.keys,
+            &mut self.side,
+        );
     }
 
     fn expire(&mut self) {
@@ -450,7 +487,9 @@ fn initiator_turns_when_all_is_acknowledged() {
     let sent = it.packets();
     assert_eq!(kinds(&sent), ["request"; 3], "and none for the other target");
     assert_eq!(sent[0].0.psn, open.0.psn.add(1));
-    assert!(sent.iter().all(|(_, header)| header.cookie == 0xabc && header.session == open.1.session));
+    assert!(
+        sent.iter().all(|(_, header)| header.cookie == 0xabc && header.session == open.1.session)
+    );
     it.answer(sent[1], 0xabc, ACK);
     assert_eq!(it.packets(), []);
     it.answer(sent[2], 0xabc, ACK);
@@ -467,7 +506,10 @@ fn initiator_turns_when_all_is_acknowledged() {
     it.answer(turning[1], 1, Body::Accept);
     let last = it.packet();
     it.answer(last, 1, ACK);
-    assert_eq!(it.side.completions, [(0, WcStatus::SUCCESS), (1, WcStatus::SUCCESS), (2, WcStatus::SUCCESS)]);
+    assert_eq!(
+        it.side.completions,
+        [(0, WcStatus::SUCCESS), (1, WcStatus::SUCCESS), (2, WcStatus::SUCCESS)]
+    );
     assert_eq!((it.machine.counters.sessions, it.machine.settle(|| 0)), (2, None));
 }
 
@@ -496,9 +538,10 @@ fn opening_is_repeated_waits_and_fails_as_a_request_does() {
     assert_eq!(it.side.completions, [(0, WcStatus::RETRY_EXC_ERR), (1, WcStatus::WR_FLUSH_ERR)]);
     assert_eq!((it.machine.state(), it.machine.settle(|| 0)), (QpState::Err, None));
 
-    for (refusal, status) in
-        [(Nak::RemoteAccess, WcStatus::REM_ACCESS_ERR), (Nak::InvalidRequest, WcStatus::REM_INV_REQ_ERR)]
-    {
+    for (refusal, status) in [
+        (Nak::RemoteAccess, WcStatus::REM_ACCESS_ERR),
+        (Nak::InvalidRequest, WcStatus::REM_INV_REQ_ERR),
+    ] {
         let mut it = Asking::new();
         it.post(0, 20, 8);
         let open = it.packet();
@@ -560,7 +603,9 @@ fn session_that_is_accepted_late_is_used_at_once() {
 fn session_is_renewed_after_a_pause_and_after_a_reset() {
     let mut it = Asking::new();
     let mut sessions = Vec::new();
-    for (wait, expected) in [(0, &["open"][..]), (SECOND - 1, &[]), (SECOND, &["close", "open"]), (1, &[])] {
+    for (wait, expected) in
+        [(0, &["open"][..]), (SECOND - 1, &[]), (SECOND, &["close", "open"]), (1, &[])]
+    {
         it.side.now += wait;
         it.post(0, 20, 8);
         let mut sent = it.packets();

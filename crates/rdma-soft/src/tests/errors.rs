@@ -32,7 +32,9 @@ fn check(
         expected.extend(received.iter().filter(|(id, _)| *id == 101));
         expected.push((102, WcStatus::WR_FLUSH_ERR));
         assert_eq!(received, expected);
-        assert!(received.iter().all(|(id, status)| *id != 101 || *status == WcStatus::WR_FLUSH_ERR));
+        assert!(
+            received.iter().all(|(id, status)| *id != 101 || *status == WcStatus::WR_FLUSH_ERR)
+        );
         assert_eq!(outcome(&a.poll()), [(2, WcStatus::WR_FLUSH_ERR)]);
         assert_eq!(b.events(), events(b.qp.qpn()));
         assert_eq!(a.events(), []);
@@ -154,10 +156,13 @@ fn write_with_imm_into_forbidden_memory_fails_its_receive() {
 fn queue_pair_that_does_not_allow_the_operation() {
     for kind in 0..3 {
         let lacking = [Access::REMOTE_WRITE, Access::REMOTE_READ, Access::REMOTE_ATOMIC][kind];
-        let options = Options { access: Access::REMOTE_ALL.difference(lacking), ..Options::default() };
+        let options =
+            Options { access: Access::REMOTE_ALL.difference(lacking), ..Options::default() };
         check(options, request_error, WcStatus::REM_INV_REQ_ERR, None, |a, b| {
             let remote = leaked(b, 64, ALL).remote(0);
-            let op = [SendOp::Write(remote), SendOp::Read(remote), SendOp::FetchAdd { remote, add: 1 }][kind];
+            let op =
+                [SendOp::Write(remote), SendOp::Read(remote), SendOp::FetchAdd { remote, add: 1 }]
+                    [kind];
             a.send(1, op, &[leaked(a, 8, ALL).sge(0, 8)]).unwrap();
         });
     }
@@ -175,7 +180,8 @@ fn atomic_that_is_not_aligned() {
 fn read_at_a_responder_without_resources() {
     let options = Options { dest_rd_atomic: 0, ..Options::default() };
     check(options, request_error, WcStatus::REM_INV_REQ_ERR, None, |a, b| {
-        a.send(1, SendOp::Read(leaked(b, 8, ALL).remote(0)), &[leaked(a, 8, ALL).sge(0, 8)]).unwrap();
+        a.send(1, SendOp::Read(leaked(b, 8, ALL).remote(0)), &[leaked(a, 8, ALL).sge(0, 8)])
+            .unwrap();
     });
 }
 
@@ -202,7 +208,8 @@ fn local_memory_that_is_not_covered() {
         let bad = move |a: &End| match kind {
             0 => Sge { lkey: Lkey(77), ..leaked(a, 16, ALL).sge(0, 16) },
             1 => leaked(a, 16, ALL).sge(12, 16),
-            _ => Box::leak(Box::new(Buffer::new(&a.context.create_pd().unwrap(), 16, ALL))).sge(0, 16),
+            _ => Box::leak(Box::new(Buffer::new(&a.context.create_pd().unwrap(), 16, ALL)))
+                .sge(0, 16),
         };
         check_local(Options::default(), WcStatus::LOC_PROT_ERR, |a, _| {
             a.send(1, SendOp::Send, &[bad(a)]).unwrap();
@@ -237,7 +244,8 @@ fn atomic_result_that_is_too_short() {
 fn read_that_could_never_start() {
     let options = Options { rd_atomic: 0, ..Options::default() };
     check_local(options, WcStatus::LOC_QP_OP_ERR, |a, b| {
-        a.send(1, SendOp::Read(leaked(b, 16, ALL).remote(0)), &[leaked(a, 16, ALL).sge(0, 16)]).unwrap();
+        a.send(1, SendOp::Read(leaked(b, 16, ALL).remote(0)), &[leaked(a, 16, ALL).sge(0, 16)])
+            .unwrap();
     });
 }
 
@@ -288,7 +296,10 @@ fn nobody_answers() {
         let from = a.buffer(8);
         a.send(1, SendOp::Send, &[from.sge(0, 8)]).unwrap();
         a.send(2, SendOp::Send, &[from.sge(0, 8)]).unwrap();
-        assert_eq!(outcome(&a.wait(2)), [(1, WcStatus::RETRY_EXC_ERR), (2, WcStatus::WR_FLUSH_ERR)]);
+        assert_eq!(
+            outcome(&a.wait(2)),
+            [(1, WcStatus::RETRY_EXC_ERR), (2, WcStatus::WR_FLUSH_ERR)]
+        );
         assert_eq!(a.qp.counters().0.timeouts, 4);
     }
 }
@@ -296,7 +307,8 @@ fn nobody_answers() {
 #[test]
 fn send_with_invalidate_finds_no_window() {
     for network in [Network::new(), Network::simulated(1, Faults::none())] {
-        let (a, b) = connected(&network, &Options { retry_count: 1, timeout: 3, ..Options::default() });
+        let (a, b) =
+            connected(&network, &Options { retry_count: 1, timeout: 3, ..Options::default() });
         let to = b.buffer(8);
         b.recv(5, &[to.sge(0, 8)]).unwrap();
         b.recv(6, &[to.sge(0, 8)]).unwrap();
@@ -313,14 +325,29 @@ fn unsignaled_work_before_a_failure_is_silent_and_behind_it_flushed() {
         let (a, b) = connected(&network, &Options::default());
         let (from, to) = (a.buffer(8), b.buffer(8));
         let sges = [from.sge(0, 8)];
-        let wr = |wr_id, op, flags| SendWr { wr_id: WrId(wr_id), op, flags, data: Data::Sges(&sges), target: None };
+        let wr = |wr_id, op, flags| SendWr {
+            wr_id: WrId(wr_id),
+            op,
+            flags,
+            data: Data::Sges(&sges),
+            target: None,
+        };
         let good = SendOp::Write(to.remote(0));
         let bad = SendOp::Write(RemoteAddr { addr: 0, rkey: Rkey(9) });
         let none = SendFlags::empty();
-        let list = [wr(1, good, none), wr(2, bad, none), wr(3, good, none), wr(4, good, SendFlags::SIGNALED)];
+        let list = [
+            wr(1, good, none),
+            wr(2, bad, none),
+            wr(3, good, none),
+            wr(4, good, SendFlags::SIGNALED),
+        ];
         // SAFETY: the buffers outlive the queue pair's work.
         unsafe { a.qp.post_send(list) }.unwrap();
-        let expected = [(2, WcStatus::REM_ACCESS_ERR), (3, WcStatus::WR_FLUSH_ERR), (4, WcStatus::WR_FLUSH_ERR)];
+        let expected = [
+            (2, WcStatus::REM_ACCESS_ERR),
+            (3, WcStatus::WR_FLUSH_ERR),
+            (4, WcStatus::WR_FLUSH_ERR),
+        ];
         assert_eq!(outcome(&a.wait(3)), expected);
     }
 }

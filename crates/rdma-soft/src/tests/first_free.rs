@@ -29,7 +29,10 @@ fn first_free_address_is_taken_until_there_is_none() {
     assert_eq!(at, c, "another program has {b}");
     let none = UdpError::AllTaken { first: a, last: c, port };
     assert_eq!(Network::at_first_free(port, &addresses, None).unwrap_err(), none);
-    assert_eq!(none.to_string(), format!("port {port} is taken at all addresses tried, first {a}, last {c}"));
+    assert_eq!(
+        none.to_string(),
+        format!("port {port} is taken at all addresses tried, first {a}, last {c}")
+    );
     drop(other);
     assert_eq!(Network::at_first_free(port, &addresses, None).unwrap().1, b);
     drop(first);

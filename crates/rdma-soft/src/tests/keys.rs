@@ -16,8 +16,9 @@ fn stale_keys_name_nothing() {
     let mut old = vec![key];
     keys.remove(key);
     for _ in 0..300 {
-        let fresh =
-            keys.insert(same(), ALL, false, PD, (old.len() as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)).unwrap();
+        let fresh = keys
+            .insert(same(), ALL, false, PD, (old.len() as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15))
+            .unwrap();
         assert!(keys.resolve(fresh, PD, base, 8192, ALL).is_ok());
         assert!(keys.resolve(fresh, PD + 1, base, 8, ALL).is_err());
         assert!(keys.resolve(fresh, PD, base, 8193, ALL).is_err());
@@ -79,7 +80,8 @@ fn memory_is_found_by_the_name_that_work_has_for_it() {
     // SAFETY: the leaked buffer of `memory`.
     let named = unsafe { Memory::new(base as *mut u8, 8192, 100) };
     let key = keys.insert(named, ALL, false, PD, 7).unwrap();
-    for (addr, len, found) in [(100, 8192, true), (8292, 0, true), (99, 1, false), (100, 8193, false), (8293, 0, false)]
+    for (addr, len, found) in
+        [(100, 8192, true), (8292, 0, true), (99, 1, false), (100, 8193, false), (8293, 0, false)]
     {
         assert_eq!(keys.resolve(key, PD, addr, len, ALL).is_ok(), found, "{len} bytes from {addr}");
     }
@@ -101,8 +103,10 @@ fn granted_keys_do_not_tell_the_next_one() {
         let granted: Vec<u32> = (0..1_000).map(|_| register()).collect();
         let secret = register();
         // The inverse of an odd number by Newton's iteration.
-        let inverse = |x: u32| (0..5).fold(x, |y, _| y.wrapping_mul(2_u32.wrapping_sub(x.wrapping_mul(y))));
-        let steps = || (0..31).map(|v: u32| 1_u32.wrapping_add(v.wrapping_sub(15).wrapping_mul(256)));
+        let inverse =
+            |x: u32| (0..5).fold(x, |y, _| y.wrapping_mul(2_u32.wrapping_sub(x.wrapping_mul(y))));
+        let steps =
+            || (0..31).map(|v: u32| 1_u32.wrapping_add(v.wrapping_sub(15).wrapping_mul(256)));
         let factors = |pair: &[u32]| -> HashSet<u32> {
             let difference = pair[1].wrapping_sub(pair[0]);
             steps().map(|step| difference.wrapping_mul(inverse(step)) & FAMILY).collect()
@@ -115,18 +119,30 @@ fn granted_keys_do_not_tell_the_next_one() {
         let last = granted[granted.len() - 1];
         let mut guesses: HashSet<u32> = HashSet::new();
         for (factor, _) in explained.into_iter().filter(|&(_, count)| count >= 25) {
-            guesses.extend(steps().map(|step| last.wrapping_add(factor.wrapping_mul(step)) & FAMILY));
+            guesses
+                .extend(steps().map(|step| last.wrapping_add(factor.wrapping_mul(step)) & FAMILY));
         }
         // Nor is it near a granted key, by difference or by exclusive or, or at the distance of two granted ones.
         for near in 1..1_000 {
-            guesses.extend([last.wrapping_add(near) & FAMILY, last.wrapping_sub(near) & FAMILY, last ^ near]);
+            guesses.extend([
+                last.wrapping_add(near) & FAMILY,
+                last.wrapping_sub(near) & FAMILY,
+                last ^ near,
+            ]);
         }
         for pair in granted.windows(2) {
-            guesses.extend([last.wrapping_add(pair[1].wrapping_sub(pair[0])) & FAMILY, last ^ pair[0] ^ pair[1]]);
+            guesses.extend([
+                last.wrapping_add(pair[1].wrapping_sub(pair[0])) & FAMILY,
+                last ^ pair[0] ^ pair[1],
+            ]);
         }
         // 5,000 guesses at random find one of 2^24 with a chance of 0.0003.
         assert!(guesses.len() < 5_100, "seed {seed}: {}", guesses.len());
-        assert!(!guesses.contains(&secret), "seed {seed}: found with {} guesses of 2^24", guesses.len());
+        assert!(
+            !guesses.contains(&secret),
+            "seed {seed}: found with {} guesses of 2^24",
+            guesses.len()
+        );
     }
 }
 
@@ -140,15 +156,20 @@ fn consecutive_keys_have_nothing_in_common() {
     let keys = Keys::new();
     // SAFETY: the leaked buffer of `memory`.
     let same = || unsafe { Memory::new(base as *mut u8, 8192, base) };
-    let made: Vec<u32> = (0..COUNT).map(|_| keys.insert(same(), ALL, false, PD, random.u64(..)).unwrap()).collect();
+    let made: Vec<u32> =
+        (0..COUNT).map(|_| keys.insert(same(), ALL, false, PD, random.u64(..)).unwrap()).collect();
     let differences = made.windows(2).map(|pair| pair[1].wrapping_sub(pair[0])).collect();
     let changes = made.windows(2).map(|pair| pair[1] ^ pair[0]).collect();
-    for (what, values) in [("keys", made), ("differences", differences), ("exclusive ors", changes)] {
+    for (what, values) in [("keys", made), ("differences", differences), ("exclusive ors", changes)]
+    {
         let count = values.len() as f64;
         for bit in 0..32 {
             let set = values.iter().filter(|&&value| value >> bit & 1 == 1).count() as f64;
             // Six standard deviations.
-            assert!((set - count / 2.0).abs() < 6.0 * count.sqrt() / 2.0, "{what}: bit {bit} is set {set} times");
+            assert!(
+                (set - count / 2.0).abs() < 6.0 * count.sqrt() / 2.0,
+                "{what}: bit {bit} is set {set} times"
+            );
         }
         for shift in [0, 8, 16, 24] {
             let mut cells = [0_f64; 256];
@@ -160,7 +181,11 @@ fn consecutive_keys_have_nothing_in_common() {
         }
         // 8,192 of 2^32 drawn at random have 0.008 pairs that are equal.
         let distinct: HashSet<u32> = values.iter().copied().collect();
-        assert!(values.len() - distinct.len() <= 1, "{what}: {} repeat", values.len() - distinct.len());
+        assert!(
+            values.len() - distinct.len() <= 1,
+            "{what}: {} repeat",
+            values.len() - distinct.len()
+        );
     }
 }
 
@@ -180,7 +205,10 @@ fn keys_lead_to_their_own_memory_alone() {
         let key = made[number as usize];
         assert_eq!(key, drawn(number));
         for other in [key ^ 1, key ^ 0x80, key ^ 0x100, key ^ 0x800] {
-            assert!(keys.resolve(other, PD, place(number), 8, ALL).is_err(), "another key at the same place");
+            assert!(
+                keys.resolve(other, PD, place(number), 8, ALL).is_err(),
+                "another key at the same place"
+            );
         }
         assert!(keys.resolve(key, PD, place(number) + 8, 8, ALL).is_err(), "another's memory");
         keys.resolve(key, PD, place(number), 8, ALL).is_ok()
@@ -193,7 +221,9 @@ fn keys_lead_to_their_own_memory_alone() {
     for round in 0..1_000 {
         // SAFETY: the leaked buffer of `memory`.
         let all = || unsafe { Memory::new(base as *mut u8, 8192, base) };
-        let pair = [7, 8].map(|which| keys.insert(all(), ALL, false, PD, (which + 2 * (round % 20)) << 12).unwrap());
+        let pair = [7, 8].map(|which| {
+            keys.insert(all(), ALL, false, PD, (which + 2 * (round % 20)) << 12).unwrap()
+        });
         pair.iter().for_each(|&key| assert!(keys.resolve(key, PD, base, 8192, ALL).is_ok()));
         pair.iter().for_each(|&key| keys.remove(key));
         pair.iter().for_each(|&key| assert!(keys.resolve(key, PD, base, 8192, ALL).is_err()));
@@ -243,7 +273,9 @@ fn lookups_beside_registrations_that_end_find_no_memory_of_another_key() {
             for round in 0..ROUNDS {
                 // By turns one half and the other, told by one bit of the key.
                 let which = round % 2;
-                let next = keys.insert(half(which * 4096), ALL, false, PD, random.u64(..) & !1 | which).unwrap();
+                let next = keys
+                    .insert(half(which * 4096), ALL, false, PD, random.u64(..) & !1 | which)
+                    .unwrap();
                 if u64::from(next & 1) == which {
                     key.store(next, Ordering::Release);
                 }
@@ -255,7 +287,10 @@ fn lookups_beside_registrations_that_end_find_no_memory_of_another_key() {
             let seen = key.load(Ordering::Acquire);
             let (own, other) = (u64::from(seen & 1) * 4096, u64::from(!seen & 1) * 4096);
             let _maybe = keys.resolve(seen, PD, base + own, 8, ALL);
-            assert!(keys.resolve(seen, PD, base + other, 8, ALL).is_err(), "the memory of another key");
+            assert!(
+                keys.resolve(seen, PD, base + other, 8, ALL).is_err(),
+                "the memory of another key"
+            );
         }
     });
 }
@@ -288,7 +323,10 @@ fn full_table_refuses_and_takes_again_what_has_ended() {
     assert!(keys.add_window(PD, random.u64(..)).is_none());
     keys.remove(first);
     let again = keys.insert(same(), ALL, false, PD, random.u64(..)).unwrap();
-    assert!(keys.resolve(again, PD, base, 8, ALL).is_ok() && keys.resolve(first, PD, base, 8, ALL).is_err());
+    assert!(
+        keys.resolve(again, PD, base, 8, ALL).is_ok()
+            && keys.resolve(first, PD, base, 8, ALL).is_err()
+    );
     assert!(keys.insert(same(), ALL, false, PD, random.u64(..)).is_none());
 }
 
@@ -307,9 +345,12 @@ fn windows_end_with_their_registration_their_queue_pair_and_themselves() {
     for (what, end) in ends {
         let (keys, base, first) = memory();
         // SAFETY: the leaked buffer of `memory`.
-        let second = keys.insert(unsafe { Memory::new(base as *mut u8, 8192, base) }, ALL, false, PD, 8).unwrap();
+        let second = keys
+            .insert(unsafe { Memory::new(base as *mut u8, 8192, base) }, ALL, false, PD, 8)
+            .unwrap();
         let regions = [first, second];
-        let made = [1 << 40 | 5, 2 << 40 | 6].map(|random| keys.add_window(PD, random << 12 | 0x77).unwrap());
+        let made = [1 << 40 | 5, 2 << 40 | 6]
+            .map(|random| keys.add_window(PD, random << 12 | 0x77).unwrap());
         let bind = |at: usize, rkey: u32, current: u32, len| WindowBind {
             window: made[at] as usize,
             region: regions[at] as usize,
@@ -322,14 +363,21 @@ fn windows_end_with_their_registration_their_queue_pair_and_themselves() {
         };
         let bound = made.map(|key| Rkey(key).next().0);
         assert!(keys.bind_window(own, PD, &bind(0, bound[0], made[0], 0)).is_err(), "of no bytes");
-        assert!(keys.bind_window(own, PD + 1, &bind(0, bound[0], made[0], 8)).is_err(), "of another domain");
+        assert!(
+            keys.bind_window(own, PD + 1, &bind(0, bound[0], made[0], 8)).is_err(),
+            "of another domain"
+        );
         for (at, qpn) in [own, other].into_iter().enumerate() {
             keys.bind_window(qpn, PD, &bind(at, bound[at], made[at], 8)).unwrap();
         }
-        let is_open =
-            |at: usize, qpn| keys.resolve_remote(bound[at], (PD + 9, qpn), base, 8, Access::REMOTE_READ).is_ok();
+        let is_open = |at: usize, qpn| {
+            keys.resolve_remote(bound[at], (PD + 9, qpn), base, 8, Access::REMOTE_READ).is_ok()
+        };
         assert!(is_open(0, own) && is_open(1, other) && !is_open(0, other) && !is_open(1, own));
-        assert!(keys.resolve(bound[0], PD, base, 8, Access::REMOTE_READ).is_err(), "it is the peer's alone");
+        assert!(
+            keys.resolve(bound[0], PD, base, 8, Access::REMOTE_READ).is_err(),
+            "it is the peer's alone"
+        );
         // Neither another queue pair nor another tag ends it.
         assert!(keys.invalidate(Rkey(bound[0]), other).is_err());
         assert!(keys.invalidate(Rkey(bound[0]).next(), own).is_err());

@@ -23,10 +23,13 @@ use std::ptr::NonNull;
 use std::time::{Duration, Instant};
 
 use crate::UdpError;
-use rdma_provider::contract::{Context as _, Cq as _, Mr as _, Pd as _, PostError, Qp as _, QpInit};
+use rdma_provider::contract::{
+    Context as _, Cq as _, Mr as _, Pd as _, PostError, Qp as _, QpInit,
+};
 use rdma_provider::types::{
-    Access, AckTimeout, AddressVector, AsyncEvent, Data, Lkey, Mtu, PortNum, Psn, Qkey, QpAttr, QpCaps, QpState, Qpn,
-    RecvWr, RemoteAddr, Rkey, RnrTimer, SendFlags, SendOp, SendWr, Sge, Transport, UdTarget, WorkCompletion, WrId,
+    Access, AckTimeout, AddressVector, AsyncEvent, Data, Lkey, Mtu, PortNum, Psn, Qkey, QpAttr,
+    QpCaps, QpState, Qpn, RecvWr, RemoteAddr, Rkey, RnrTimer, SendFlags, SendOp, SendWr, Sge,
+    Transport, UdTarget, WorkCompletion, WrId,
 };
 
 use super::*;
@@ -86,7 +89,9 @@ impl Buffer {
     fn bytes(&self, offset: usize, len: usize) -> Vec<u8> {
         assert!(offset + len <= self.len.div_ceil(8) * 8);
         // SAFETY: as in `fill`.
-        (offset..offset + len).map(|at| unsafe { self.base.as_ptr().add(at).read_volatile() }).collect()
+        (offset..offset + len)
+            .map(|at| unsafe { self.base.as_ptr().add(at).read_volatile() })
+            .collect()
     }
 
     fn word(&self, offset: usize) -> u64 {
@@ -97,7 +102,10 @@ impl Buffer {
 impl Drop for Buffer {
     fn drop(&mut self) {
         self.deregister();
-        let words = std::ptr::slice_from_raw_parts_mut(self.base.as_ptr().cast::<u64>(), self.len.div_ceil(8).max(1));
+        let words = std::ptr::slice_from_raw_parts_mut(
+            self.base.as_ptr().cast::<u64>(),
+            self.len.div_ceil(8).max(1),
+        );
         // SAFETY: made in `new` with this length; not registered any more.
         drop(unsafe { Box::from_raw(words) });
     }
@@ -133,7 +141,13 @@ impl Default for Options {
             rd_atomic: 4,
             dest_rd_atomic: 4,
             access: Access::REMOTE_ALL,
-            caps: QpCaps { max_send_wr: 64, max_recv_wr: 64, max_send_sge: 4, max_recv_sge: 4, max_inline: 128 },
+            caps: QpCaps {
+                max_send_wr: 64,
+                max_recv_wr: 64,
+                max_send_sge: 4,
+                max_recv_sge: 4,
+                max_inline: 128,
+            },
             cqe: 256,
         }
     }
@@ -155,7 +169,13 @@ impl End {
         let context = network.open(name).unwrap();
         let pd = context.create_pd().unwrap();
         let cq = context.create_cq(options.cqe, None, 0, 0).unwrap();
-        let init = QpInit { transport: options.transport, send_cq: &cq, recv_cq: &cq, srq: None, caps: options.caps };
+        let init = QpInit {
+            transport: options.transport,
+            send_cq: &cq,
+            recv_cq: &cq,
+            srq: None,
+            caps: options.caps,
+        };
         let qp = pd.create_qp(&init).unwrap();
         Self { qp, cq, pd, context, network: network.clone() }
     }
@@ -169,7 +189,11 @@ impl End {
     }
 
     fn to_init(&self, options: &Options) {
-        let mut attr = QpAttr { pkey_index: Some(0), port: Some(PortNum(1)), ..QpAttr::to_state(QpState::Init) };
+        let mut attr = QpAttr {
+            pkey_index: Some(0),
+            port: Some(PortNum(1)),
+            ..QpAttr::to_state(QpState::Init)
+        };
         if options.transport == Transport::Ud {
             attr.qkey = Some(QKEY);
         } else {
@@ -194,7 +218,8 @@ impl End {
     }
 
     fn to_rts(&self, options: &Options) {
-        let mut attr = QpAttr { sq_psn: Some(Psn::new(options.psn)), ..QpAttr::to_state(QpState::Rts) };
+        let mut attr =
+            QpAttr { sq_psn: Some(Psn::new(options.psn)), ..QpAttr::to_state(QpState::Rts) };
         if options.transport == Transport::Rc {
             attr.timeout = Some(AckTimeout::from_code(options.timeout));
             attr.retry_count = Some(options.retry_count);
@@ -212,17 +237,35 @@ impl End {
         self.send_with(wr_id, op, SendFlags::SIGNALED, Data::Sges(sges))
     }
 
-    fn send_with(&self, wr_id: u64, op: SendOp, flags: SendFlags, data: Data<'_>) -> Result<(), PostError> {
+    fn send_with(
+        &self,
+        wr_id: u64,
+        op: SendOp,
+        flags: SendFlags,
+        data: Data<'_>,
+    ) -> Result<(), PostError> {
         let wr = SendWr { wr_id: WrId(wr_id), op, flags, data, target: None };
         // SAFETY: buffers of a test outlive its queue pairs' work.
         unsafe { self.qp.post_send([wr]) }
     }
 
-    fn send_to(&self, wr_id: u64, to: &Self, qpn: Qpn, qkey: Qkey, sges: &[Sge]) -> Result<(), PostError> {
+    fn send_to(
+        &self,
+        wr_id: u64,
+        to: &Self,
+        qpn: Qpn,
+        qkey: Qkey,
+        sges: &[Sge],
+    ) -> Result<(), PostError> {
         let address = to.address();
         let target = Some(UdTarget { address: &address, handle: 0, qpn, qkey }.into());
-        let wr =
-            SendWr { wr_id: WrId(wr_id), op: SendOp::Send, flags: SendFlags::SIGNALED, data: Data::Sges(sges), target };
+        let wr = SendWr {
+            wr_id: WrId(wr_id),
+            op: SendOp::Send,
+            flags: SendFlags::SIGNALED,
+            data: Data::Sges(sges),
+            target,
+        };
         // SAFETY: as in `send_with`.
         unsafe { self.qp.post_send([wr]) }
     }
@@ -252,7 +295,10 @@ impl End {
         while all.len() < count {
             if !self.network.step() {
                 // Only a hang ends this way.
-                assert!(start.elapsed() < Duration::from_secs(60), "completions do not come: {all:?}");
+                assert!(
+                    start.elapsed() < Duration::from_secs(60),
+                    "completions do not come: {all:?}"
+                );
                 std::thread::yield_now();
             }
             all.extend(self.poll());
@@ -278,7 +324,10 @@ pub(super) fn over_udp(names: &[&str]) -> Network {
         let config = UdpConfig::new().port(10_000 + (random >> 50) as u16);
         let first = u32::from_be_bytes([127, 32, 0, 1]) + (random as u32 & 0x0007_fff0);
         let address = |at: usize| std::net::Ipv4Addr::from(first + at as u32).into();
-        let config = names.iter().enumerate().fold(config, |config, (at, name)| config.device(name, address(at)));
+        let config = names
+            .iter()
+            .enumerate()
+            .fold(config, |config, (at, name)| config.device(name, address(at)));
         match Network::udp(&config) {
             Ok(network) => return network,
             Err(UdpError::PortTaken { .. }) => {}

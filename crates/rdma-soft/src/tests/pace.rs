@@ -14,7 +14,10 @@ fn unreliable_waits_for_the_pace_and_reliable_does_not() {
     let start = Instant::now();
     let (from, to) = (unreliable.buffer(8), peer.buffer(8));
     unreliable.send(1, SendOp::Write(to.remote(0)), &[from.sge(0, 8)]).unwrap();
-    assert!(unreliable.poll().is_empty() || start.elapsed() > Duration::from_millis(199), "it has left");
+    assert!(
+        unreliable.poll().is_empty() || start.elapsed() > Duration::from_millis(199),
+        "it has left"
+    );
     let (other, there) = (reliable.buffer(8), its_peer.buffer(8));
     reliable.send(2, SendOp::Write(there.remote(0)), &[other.sge(0, 8)]).unwrap();
     assert_eq!(outcome(&reliable.wait(1)), [(2, WcStatus::SUCCESS)]);
@@ -30,7 +33,13 @@ fn queue_pair_with_little_to_send_does_not_wait_for_one_with_much() {
     let (busy, peer) = connected(&network, &options);
     let (mut other, there) = (End::new(&network, "a", &options), End::new(&network, "b", &options));
     // Both into one completion queue, whose order is that of sending.
-    let init = QpInit { transport: Transport::Uc, send_cq: &busy.cq, recv_cq: &busy.cq, srq: None, caps: options.caps };
+    let init = QpInit {
+        transport: Transport::Uc,
+        send_cq: &busy.cq,
+        recv_cq: &busy.cq,
+        srq: None,
+        caps: options.caps,
+    };
     other.qp = busy.pd.create_qp(&init).unwrap();
     connect(&other, &there, &options);
     let (from, to, to_other) = (busy.buffer(16 << 10), peer.buffer(16 << 10), there.buffer(8));
@@ -47,7 +56,8 @@ fn queue_pair_with_little_to_send_does_not_wait_for_one_with_much() {
         }
         other.send(MUCH, SendOp::Write(to_other.remote(0)), &[from.sge(0, 8)]).unwrap();
         let in_time = begin.elapsed() < spent;
-        let order: Vec<u64> = outcome(&busy.wait(1 + MUCH as usize)).into_iter().map(|(number, _)| number).collect();
+        let order: Vec<u64> =
+            outcome(&busy.wait(1 + MUCH as usize)).into_iter().map(|(number, _)| number).collect();
         if in_time {
             let before = order.iter().position(|&number| number == MUCH).unwrap();
             assert!(before < 2, "{before} of {MUCH} messages went before: {order:?}");

@@ -37,7 +37,13 @@ fn with_channel(network: &Network) -> (End, End, Channel) {
     let (a, mut b) = (End::new(network, "a", &options), End::new(network, "b", &options));
     let channel = b.context.create_channel().unwrap();
     let cq = b.context.create_cq(64, Some(&channel), 0, 77).unwrap();
-    let init = QpInit { transport: Transport::Rc, send_cq: &cq, recv_cq: &cq, srq: None, caps: options.caps };
+    let init = QpInit {
+        transport: Transport::Rc,
+        send_cq: &cq,
+        recv_cq: &cq,
+        srq: None,
+        caps: options.caps,
+    };
     b.qp = b.pd.create_qp(&init).unwrap();
     b.cq = cq;
     connect(&a, &b, &options);
@@ -48,7 +54,8 @@ fn with_channel(network: &Network) -> (End, End, Channel) {
 }
 
 fn send_solicited(a: &End, solicited: bool) {
-    let flags = if solicited { SendFlags::SOLICITED | SendFlags::SIGNALED } else { SendFlags::SIGNALED };
+    let flags =
+        if solicited { SendFlags::SOLICITED | SendFlags::SIGNALED } else { SendFlags::SIGNALED };
     a.send_with(1, SendOp::Send, flags, Data::Sges(&[])).unwrap();
 }
 
@@ -156,7 +163,8 @@ fn states_decide_what_may_be_posted() {
     let network = Network::new();
     let options = Options::default();
     let (a, b) = (End::new(&network, "a", &options), End::new(&network, "b", &options));
-    let refused = |result: Result<(), PostError>| result.unwrap_err().error.errno == VerbError::EINVAL;
+    let refused =
+        |result: Result<(), PostError>| result.unwrap_err().error.errno == VerbError::EINVAL;
     assert!(refused(a.send(1, SendOp::Send, &[])) && refused(a.recv(1, &[])));
     a.to_init(&options);
     b.to_init(&options);
@@ -240,8 +248,13 @@ fn shared_receive_queue_serves_many_and_reports_its_limit() {
     let pairs: Vec<_> = (0..2)
         .map(|index| {
             let client = End::new(&network, &format!("client{index}"), &options);
-            let init =
-                QpInit { transport: Transport::Rc, send_cq: &cq, recv_cq: &cq, srq: Some(&srq), caps: options.caps };
+            let init = QpInit {
+                transport: Transport::Rc,
+                send_cq: &cq,
+                recv_cq: &cq,
+                srq: Some(&srq),
+                caps: options.caps,
+            };
             let qp = pd.create_qp(&init).unwrap();
             let server = End {
                 qp,
@@ -265,7 +278,10 @@ fn shared_receive_queue_serves_many_and_reports_its_limit() {
         assert_eq!(client.wait(1)[0].status, WcStatus::SUCCESS);
     }
     let event = context.next_event().unwrap();
-    assert_eq!((event, srq.limit().unwrap()), (Some(AsyncEvent::SrqLimitReached { srq: srq.id() }), 0));
+    assert_eq!(
+        (event, srq.limit().unwrap()),
+        (Some(AsyncEvent::SrqLimitReached { srq: srq.id() }), 0)
+    );
     let mut out = [WorkCompletion::default(); 8];
     assert_eq!(cq.poll(&mut out).unwrap(), 3);
     assert_eq!(out[..3].iter().map(|done| done.wr_id.0).collect::<Vec<_>>(), [0, 1, 2]);
@@ -306,18 +322,23 @@ fn port_that_is_down_for_a_while_only_delays() {
         let control = network.control("b").unwrap();
         control.set_port(false);
         let to = b.buffer(8);
-        a.send_with(1, SendOp::Write(to.remote(0)), SendFlags::SIGNALED, Data::Inline(&[1; 8])).unwrap();
+        a.send_with(1, SendOp::Write(to.remote(0)), SendFlags::SIGNALED, Data::Inline(&[1; 8]))
+            .unwrap();
         assert_eq!(a.poll(), []);
         control.set_port(true);
         assert_eq!(outcome(&a.wait(1)), [(1, WcStatus::SUCCESS)]);
-        assert_eq!(b.events(), [AsyncEvent::PortError(PortNum(1)), AsyncEvent::PortActive(PortNum(1))]);
+        assert_eq!(
+            b.events(),
+            [AsyncEvent::PortError(PortNum(1)), AsyncEvent::PortActive(PortNum(1))]
+        );
     }
 }
 
 #[test]
 fn same_name_is_the_same_device_and_addresses_differ() {
     let network = Network::new();
-    let (a, again, b) = (network.open("a").unwrap(), network.open("a").unwrap(), network.open("b").unwrap());
+    let (a, again, b) =
+        (network.open("a").unwrap(), network.open("a").unwrap(), network.open("b").unwrap());
     let gid = |context: &Context| context.port(PortNum(1)).unwrap().gids[0].gid;
     assert_eq!(gid(&a), gid(&again));
     assert_ne!(gid(&a), gid(&b));
@@ -329,17 +350,32 @@ fn many_queue_pairs_share_a_completion_queue() {
     // Each opens the device: two descriptors, of which a process has 1024 by default.
     const PAIRS: usize = 200;
     let network = Network::new();
-    let options = Options { caps: QpCaps { max_send_wr: 16384, ..Options::default().caps }, ..Options::default() };
+    let options = Options {
+        caps: QpCaps { max_send_wr: 16384, ..Options::default().caps },
+        ..Options::default()
+    };
     let a = End::new(&network, "a", &options);
     let cq = a.context.create_cq(PAIRS as u32 * 2, None, 0, 0).unwrap();
     let target = a.buffer(PAIRS * 8);
     // Completion queues belong to a device, so both ends are on the same one.
     let end = || {
-        let init = QpInit { transport: Transport::Rc, send_cq: &cq, recv_cq: &cq, srq: None, caps: options.caps };
+        let init = QpInit {
+            transport: Transport::Rc,
+            send_cq: &cq,
+            recv_cq: &cq,
+            srq: None,
+            caps: options.caps,
+        };
         let context = network.open("a").unwrap();
         let pd = context.create_pd().unwrap();
         let unused = context.create_cq(1, None, 0, 0).unwrap();
-        End { qp: a.pd.create_qp(&init).unwrap(), cq: unused, pd, context, network: network.clone() }
+        End {
+            qp: a.pd.create_qp(&init).unwrap(),
+            cq: unused,
+            pd,
+            context,
+            network: network.clone(),
+        }
     };
     let pairs: Vec<_> = (0..PAIRS).map(|_| (end(), end())).collect();
     for (from, to) in &pairs {
@@ -347,7 +383,13 @@ fn many_queue_pairs_share_a_completion_queue() {
     }
     for (index, (from, _)) in pairs.iter().enumerate() {
         let op = SendOp::Write(target.remote(index * 8));
-        from.send_with(index as u64, op, SendFlags::SIGNALED, Data::Inline(&(index as u64).to_ne_bytes())).unwrap();
+        from.send_with(
+            index as u64,
+            op,
+            SendFlags::SIGNALED,
+            Data::Inline(&(index as u64).to_ne_bytes()),
+        )
+        .unwrap();
     }
     let mut out = vec![WorkCompletion::default(); PAIRS];
     assert_eq!(cq.poll(&mut out).unwrap(), PAIRS);

@@ -5,7 +5,13 @@ use crate::roce::packet::{Body, Packet, Part, Tail};
 use rdma_provider::types::{Imm, WcFlags, WcOpcode, WcStatus};
 
 fn networks() -> [Network; 2] {
-    [Network::new(), Network::simulated(7, Faults::none().delay(Duration::from_micros(1)..Duration::from_micros(3)))]
+    [
+        Network::new(),
+        Network::simulated(
+            7,
+            Faults::none().delay(Duration::from_micros(1)..Duration::from_micros(3)),
+        ),
+    ]
 }
 
 const LENGTHS: [usize; 8] = [0, 1, 8, 1023, 1024, 1025, 5001, 300_000];
@@ -34,7 +40,12 @@ fn read_brings_remote_memory() {
         for len in LENGTHS {
             let (to, from) = (a.buffer(len + 1), b.buffer(len + 1));
             from.fill((0..=len).map(|at| (at * 7) as u8));
-            a.send(1, SendOp::Read(from.remote(1)), &[to.sge(0, len / 2), to.sge(len / 2, len - len / 2)]).unwrap();
+            a.send(
+                1,
+                SendOp::Read(from.remote(1)),
+                &[to.sge(0, len / 2), to.sge(len / 2, len - len / 2)],
+            )
+            .unwrap();
             let done = a.wait(1)[0];
             assert_eq!((done.status, done.byte_len), (WcStatus::SUCCESS, len as u32));
             assert_eq!(to.bytes(0, len), from.bytes(1, len));
@@ -57,7 +68,10 @@ fn send_fills_a_receive_with_its_scatter_list() {
             let received = b.wait(1)[0];
             assert_eq!(outcome(&[received]), [(9, WcStatus::SUCCESS)]);
             assert_eq!((received.byte_len, received.opcode), (len as u32, WcOpcode::RECV));
-            assert_eq!((received.imm(), received.flags), (Some(Imm(0x1122_3344)), WcFlags::WITH_IMM));
+            assert_eq!(
+                (received.imm(), received.flags),
+                (Some(Imm(0x1122_3344)), WcFlags::WITH_IMM)
+            );
             assert_eq!(to.bytes(0, len), from.bytes(0, len));
         }
     }
@@ -90,10 +104,12 @@ fn atomics_return_the_original_value() {
         a.send(1, SendOp::FetchAdd { remote, add: 2 }, &[result.sge(0, 8)]).unwrap();
         assert_eq!(a.wait(1)[0].opcode, WcOpcode::FETCH_ADD);
         assert_eq!((result.word(0), target.word(8)), (40, 42));
-        a.send(2, SendOp::CompareSwap { remote, compare: 41, swap: 1 }, &[result.sge(0, 8)]).unwrap();
+        a.send(2, SendOp::CompareSwap { remote, compare: 41, swap: 1 }, &[result.sge(0, 8)])
+            .unwrap();
         assert_eq!(a.wait(1)[0].status, WcStatus::SUCCESS);
         assert_eq!((result.word(0), target.word(8)), (42, 42));
-        a.send(3, SendOp::CompareSwap { remote, compare: 42, swap: 1 }, &[result.sge(0, 8)]).unwrap();
+        a.send(3, SendOp::CompareSwap { remote, compare: 42, swap: 1 }, &[result.sge(0, 8)])
+            .unwrap();
         assert_eq!(a.wait(1)[0].status, WcStatus::SUCCESS);
         assert_eq!((result.word(0), target.word(8)), (42, 1));
     }

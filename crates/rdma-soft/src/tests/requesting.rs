@@ -56,7 +56,8 @@ impl Requesting {
     fn packets(&mut self) -> Vec<(i32, Body)> {
         let mut gather = Gather::new();
         let mut all = Vec::new();
-        while let Some(outgoing) = self.machine.next_packet(&self.keys, &mut gather, &mut self.log) {
+        while let Some(outgoing) = self.machine.next_packet(&self.keys, &mut gather, &mut self.log)
+        {
             gather.clear();
             all.push((outgoing.packet.psn.distance_from(PSN), outgoing.packet.body));
         }

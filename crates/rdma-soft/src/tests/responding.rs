@@ -57,7 +57,8 @@ impl Responding {
     fn bind(&self, current: Rkey, rkey: Rkey) {
         let (window, region) = (current.0 as usize, self.key as usize);
         let (addr, len, access) = (self.base, 8192, Access::REMOTE_WRITE);
-        let bind = WindowBind { window, region, current, rkey, lkey: Lkey(self.key), addr, len, access };
+        let bind =
+            WindowBind { window, region, current, rkey, lkey: Lkey(self.key), addr, len, access };
         self.keys.bind_window(Qpn(2), PD, &bind).unwrap();
     }
 
@@ -160,7 +161,8 @@ fn closed_gap_is_acknowledged_and_not_reported() {
 #[test]
 fn answers_that_are_repeated_keep_no_new_request_out() {
     let mut it = Responding::new(2);
-    let read = |it: &Responding, at: u64| Body::ReadRequest(Reth { remote: it.remote(at), length: 8 });
+    let read =
+        |it: &Responding, at: u64| Body::ReadRequest(Reth { remote: it.remote(at), length: 8 });
     let steps = |it: &mut Responding| it.replies().iter().map(|reply| reply.0).collect::<Vec<_>>();
     let add = Body::Atomic { remote: it.remote(0), op: AtomicOp::FetchAdd { add: 1 } };
     it.request(0, read(&it, 0), &[]);
@@ -178,7 +180,10 @@ fn answers_that_are_repeated_keep_no_new_request_out() {
         it.request(step, read(&it, 0), &[]);
     }
     let last = it.replies().pop().unwrap().1;
-    assert_eq!(last, Body::Acknowledge(Aeth { syndrome: Syndrome::Nak(Nak::InvalidRequest), msn: 5 }));
+    assert_eq!(
+        last,
+        Body::Acknowledge(Aeth { syndrome: Syndrome::Nak(Nak::InvalidRequest), msn: 5 })
+    );
 }
 
 #[test]
@@ -211,7 +216,11 @@ fn late_copy_of_a_read_whose_memory_is_gone_ends_nothing() {
     it.keys.remove(it.key);
     it.request(0, read, &[]);
     it.request(3, send(Part::Only), &[]);
-    assert_eq!(it.syndromes(), [(3, Syndrome::ACK)], "SoftRoCE takes a NAK for one to what it waits for");
+    assert_eq!(
+        it.syndromes(),
+        [(3, Syndrome::ACK)],
+        "SoftRoCE takes a NAK for one to what it waits for"
+    );
     // Asked for once more it is no late copy: somebody waits.
     it.request(0, read, &[]);
     assert_eq!(it.syndromes(), [(0, Syndrome::Nak(Nak::RemoteAccess))]);
@@ -242,8 +251,11 @@ fn not_ready_names_the_timer_and_silences_what_follows() {
 #[test]
 fn atomics_are_replayed_from_as_many_resources_as_granted() {
     let mut it = Responding::new(2);
-    let add = |it: &Responding| Body::Atomic { remote: it.remote(0), op: AtomicOp::FetchAdd { add: 1 } };
-    let original = |body| if let Body::AtomicAcknowledge { original, .. } = body { original } else { u64::MAX };
+    let add =
+        |it: &Responding| Body::Atomic { remote: it.remote(0), op: AtomicOp::FetchAdd { add: 1 } };
+    let original = |body| {
+        if let Body::AtomicAcknowledge { original, .. } = body { original } else { u64::MAX }
+    };
     for step in 0..3 {
         it.request(step, add(&it), &[]);
         assert_eq!(original(it.replies()[0].1), u64::from(step));
@@ -252,7 +264,8 @@ fn atomics_are_replayed_from_as_many_resources_as_granted() {
     it.request(2, add(&it), &[]);
     it.request(1, add(&it), &[]);
     it.request(0, add(&it), &[]);
-    let answers: Vec<_> = it.replies().into_iter().map(|(step, body, _)| (step, original(body))).collect();
+    let answers: Vec<_> =
+        it.replies().into_iter().map(|(step, body, _)| (step, original(body))).collect();
     assert_eq!(answers, [(1, 1), (2, 2)]);
     it.request(3, add(&it), &[]);
     assert_eq!(original(it.replies()[0].1), 3);
@@ -289,12 +302,17 @@ fn reads_before_a_refused_request_are_answered_while_their_memory_is_there() {
         }
         let answers = it.replies();
         let refused = |(step, body, _): &(i32, Body, Vec<u8>)| match body {
-            Body::Acknowledge(Aeth { syndrome: Syndrome::Nak(Nak::RemoteAccess), .. }) => Some(*step),
+            Body::Acknowledge(Aeth { syndrome: Syndrome::Nak(Nak::RemoteAccess), .. }) => {
+                Some(*step)
+            }
             _ => None,
         };
         let steps: Vec<_> = answers.iter().map(|answer| answer.0).collect();
         assert_eq!(steps, if gone { vec![0] } else { vec![0, 1, 2, 3, 4] });
-        assert_eq!(answers.iter().filter_map(refused).collect::<Vec<_>>(), if gone { vec![0] } else { vec![4] });
+        assert_eq!(
+            answers.iter().filter_map(refused).collect::<Vec<_>>(),
+            if gone { vec![0] } else { vec![4] }
+        );
         assert_eq!(it.log.events.len(), 1, "{:?}", it.log.events);
     }
 }
@@ -309,7 +327,15 @@ fn part_of_a_read_is_answered_again() {
         (*step, *part, bytes.len())
     });
     let parts: Vec<_> = parts.into_iter().collect();
-    assert_eq!(parts, [(0, Part::First, 256), (1, Part::Middle, 256), (2, Part::Middle, 256), (3, Part::Last, 232)]);
+    assert_eq!(
+        parts,
+        [
+            (0, Part::First, 256),
+            (1, Part::Middle, 256),
+            (2, Part::Middle, 256),
+            (3, Part::Last, 232)
+        ]
+    );
     // From the third packet on; only with the address and length that belong there.
     it.request(2, Body::ReadRequest(Reth { remote: it.remote(512), length: 488 }), &[]);
     let steps: Vec<_> = it.replies().iter().map(|(step, ..)| *step).collect();
@@ -333,10 +359,19 @@ fn parts_out_of_order_or_of_wrong_length_are_refused() {
         &[(send(Part::Only), MTU + 1)],
         &[(send(Part::First), MTU), (send(Part::Only), 1)],
         &[(send(Part::First), MTU), (send(Part::Last), 0)],
-        &[(send(Part::First), MTU), (Body::Write { part: Part::Last, reth: Reth::default(), imm: None }, 1)],
         &[
             (send(Part::First), MTU),
-            (Body::ReadRequest(Reth { remote: RemoteAddr { addr: 0, rkey: Rkey(0) }, length: 0 }), 0),
+            (Body::Write { part: Part::Last, reth: Reth::default(), imm: None }, 1),
+        ],
+        &[
+            (send(Part::First), MTU),
+            (
+                Body::ReadRequest(Reth {
+                    remote: RemoteAddr { addr: 0, rkey: Rkey(0) },
+                    length: 0,
+                }),
+                0,
+            ),
         ],
     ];
     for case in cases {
@@ -385,7 +420,8 @@ fn whatever_a_peer_sends_is_survived() {
             let part = Part::of(random.u32(..3), random.u32(1..4));
             let edge = [0, 1, 8, it.base, it.base + 8184, u64::MAX, u64::MAX - 7];
             let addr = edge[random.usize(..edge.len())];
-            let rkey = [Rkey(it.key), window, window.next(), Rkey(random.u32(..))][random.usize(..4)];
+            let rkey =
+                [Rkey(it.key), window, window.next(), Rkey(random.u32(..))][random.usize(..4)];
             let remote = RemoteAddr { addr, rkey };
             let lengths = [0, 1, 255, 256, 257, 8192, u32::MAX, 1 << 31];
             let reth = Reth { remote, length: lengths[random.usize(..lengths.len())] };
@@ -425,13 +461,25 @@ fn repeated_invalidation_does_not_end_a_later_binding() {
         body,
     };
     let payload = Payload::Bytes(&[1; 8]);
-    it.machine.on_request(&packet(0, invalidation), Gid::default(), &payload, &it.keys, &mut it.log);
+    it.machine.on_request(
+        &packet(0, invalidation),
+        Gid::default(),
+        &payload,
+        &it.keys,
+        &mut it.log,
+    );
     assert_eq!(it.log.completions, [(1, WcStatus::SUCCESS)]);
     // All the way round, to the same key.
     it.bind(key, key.next());
     it.keys.invalidate(key.next(), Qpn(2)).unwrap();
     it.bind(key.next(), key);
-    it.machine.on_request(&packet(0, invalidation), Gid::default(), &payload, &it.keys, &mut it.log);
+    it.machine.on_request(
+        &packet(0, invalidation),
+        Gid::default(),
+        &payload,
+        &it.keys,
+        &mut it.log,
+    );
     assert_eq!(it.machine.counters.duplicates, 1);
     let remote = RemoteAddr { addr: sge.addr, rkey: key };
     let write = Body::Write { part: Part::Only, reth: Reth { remote, length: 8 }, imm: None };
@@ -530,7 +578,10 @@ impl Order {
         let remote = self.it.remote(0);
         let (body, payload): (_, &[u8]) = match self.kinds[index] {
             Kind::Send => (send(Part::Only), &[1; 8]),
-            Kind::Write => (Body::Write { part: Part::Only, reth: Reth { remote, length: 8 }, imm: None }, &[1; 8]),
+            Kind::Write => (
+                Body::Write { part: Part::Only, reth: Reth { remote, length: 8 }, imm: None },
+                &[1; 8],
+            ),
             Kind::Read => (Body::ReadRequest(Reth { remote, length: 300 }), &[]),
             Kind::Atomic => (Body::Atomic { remote, op: AtomicOp::FetchAdd { add: 1 } }, &[]),
         };
@@ -555,7 +606,8 @@ impl Order {
         for (step, body, _) in self.it.replies() {
             let context = format!("case {} of {:?}: {body:?} at {step}", self.case, self.kinds);
             let index = (0..count).rfind(|&index| self.step(index) as i32 <= step);
-            let own = index.filter(|&index| step < (self.step(index) + self.kinds[index].packets()) as i32);
+            let own = index
+                .filter(|&index| step < (self.step(index) + self.kinds[index].packets()) as i32);
             let reads_back = own.is_some_and(|index| self.kinds[index].reads_back());
             let Body::Acknowledge(Aeth { syndrome, msn }) = body else {
                 let index = own.filter(|_| reads_back).expect(&context);
@@ -569,7 +621,10 @@ impl Order {
             let covered = (0..count).filter(|&index| (self.step(index) as i32) < covered);
             assert_eq!(covered.clone().count(), msn as usize, "requests completed: {context}");
             for index in covered {
-                assert!(!self.owed[index] && !self.behind[index], "{index} is acknowledged unanswered: {context}");
+                assert!(
+                    !self.owed[index] && !self.behind[index],
+                    "{index} is acknowledged unanswered: {context}"
+                );
             }
         }
     }
@@ -582,7 +637,8 @@ fn no_acknowledgement_overtakes_the_response_of_a_read_or_atomic() {
     // Three requests of every kind, then duplicates of any two of them. The upper five bits of a case say after which of
     // these the replies are taken.
     for case in 0..32 * 4 * 9 * 64 {
-        let (kinds, duplicates, next, taken) = (case % 64, case / 64 % 9, case / 64 / 9 % 4, case / 64 / 9 / 4);
+        let (kinds, duplicates, next, taken) =
+            (case % 64, case / 64 % 9, case / 64 / 9 % 4, case / 64 / 9 / 4);
         order.restart(case);
         for number in 0..3 {
             order.fresh(Kind::ALL[(kinds >> (2 * number)) as usize % 4]);
@@ -628,7 +684,8 @@ fn duplicate_is_acknowledged_past_answers_of_another_time() {
     it.machine.start(PSN.add(steps));
     it.request(steps - 100, nothing, &[]);
     let answers = it.replies();
-    let [(step, Body::Acknowledge(Aeth { syndrome: Syndrome::Ack(_), .. }), _)] = answers[..] else {
+    let [(step, Body::Acknowledge(Aeth { syndrome: Syndrome::Ack(_), .. }), _)] = answers[..]
+    else {
         panic!("{answers:?}")
     };
     assert_eq!(PSN.add(step as u32), PSN.add(steps - 1));
@@ -657,7 +714,11 @@ fn requests_outside_of_the_window_are_not_executed() {
         it.recv(1, 8);
         it.request(ahead, send(Part::Only), &[1; 8]);
         assert_eq!(it.log.completions, [], "{ahead} ahead");
-        assert_eq!(it.syndromes(), [(0, Syndrome::Nak(Nak::Sequence))], "{ahead} ahead: what is missing is named");
+        assert_eq!(
+            it.syndromes(),
+            [(0, Syndrome::Nak(Nak::Sequence))],
+            "{ahead} ahead: what is missing is named"
+        );
         assert_eq!(it.machine.counters.out_of_sequence, 1);
         it.request(0, send(Part::Only), &[2; 8]);
         assert_eq!(it.log.completions, [(0, WcStatus::SUCCESS)]);
@@ -676,5 +737,9 @@ fn duplicate_is_acknowledged_though_an_old_read_appears_to_be_ahead() {
     it.request(4, send(Part::Only), &[1; 8]);
     assert_eq!(it.syndromes(), [(4, Syndrome::ACK)]);
     it.request(4, send(Part::Only), &[1; 8]);
-    assert_eq!(it.syndromes(), [(4, Syndrome::ACK)], "or the peer repeats it until its retries are used up");
+    assert_eq!(
+        it.syndromes(),
+        [(4, Syndrome::ACK)],
+        "or the peer repeats it until its retries are used up"
+    );
 }

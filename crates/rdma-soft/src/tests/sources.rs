@@ -10,7 +10,14 @@ use rdma_provider::types::{Gid, WcStatus};
 
 fn packet(to: &End, psn: u32, body: Body) -> Packet {
     let psn = Psn::new(psn);
-    Packet { transport: Transport::Rc, dest: to.qp.qpn(), psn, solicited: false, ack_request: false, body }
+    Packet {
+        transport: Transport::Rc,
+        dest: to.qp.qpn(),
+        psn,
+        solicited: false,
+        ack_request: false,
+        body,
+    }
 }
 
 fn gid(end: &End) -> Gid {
@@ -54,7 +61,11 @@ fn packet_whose_check_does_not_hold_reaches_no_queue_pair() {
         soon("it arrives", &|| network.counters().received >= sent);
     }
     let counters = network.counters();
-    assert_eq!((counters.rejected, counters.received, counters.unwanted), (sent, sent, 0), "{counters:?}");
+    assert_eq!(
+        (counters.rejected, counters.received, counters.unwanted),
+        (sent, sent, 0),
+        "{counters:?}"
+    );
     assert!(sent > image.len() as u64 / 2);
     assert!(b.poll().is_empty() && b.state() == QpState::Rts);
     assert_eq!(to.bytes(0, 16), [0; 16]);
@@ -84,11 +95,17 @@ fn responses_are_taken_from_the_peer_alone() {
     let aeth = Aeth { syndrome: Syndrome::ACK, msn: 0 };
     let untouched = |what: &str| {
         assert!(a.poll().is_empty(), "{what} of a stranger completes");
-        assert_eq!((a.state(), from.bytes(0, 16)), (QpState::Rts, vec![1; 16]), "{what} of a stranger");
+        assert_eq!(
+            (a.state(), from.bytes(0, 16)),
+            (QpState::Rts, vec![1; 16]),
+            "{what} of a stranger"
+        );
     };
 
     a.send(1, SendOp::Send, &[from.sge(0, 8)]).unwrap();
-    for (what, body) in [("an acknowledgement", acknowledge(Syndrome::ACK)), ("a refusal", acknowledge(refusal))] {
+    for (what, body) in
+        [("an acknowledgement", acknowledge(Syndrome::ACK)), ("a refusal", acknowledge(refusal))]
+    {
         respond(stranger, 0, body, &[]);
         untouched(what);
     }

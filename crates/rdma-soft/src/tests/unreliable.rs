@@ -71,7 +71,8 @@ fn local_fault_of_a_datagram_stops_only_sending() {
 #[test]
 fn unreliable_connection_delivers_and_drops_whole_messages() {
     for network in [Network::new(), Network::simulated(1, Faults::none())] {
-        let (a, b) = connected(&network, &Options { transport: Transport::Uc, ..Options::default() });
+        let (a, b) =
+            connected(&network, &Options { transport: Transport::Uc, ..Options::default() });
         let (from, to) = (a.buffer(5000), b.buffer(5000));
         from.fill((0..5000).map(|at| at as u8));
         // Nothing posted: lost, and told to nobody.

@@ -91,7 +91,13 @@ fn queue_pair_that_is_destroyed_leaves_its_windows_free() {
         send_cq: &cq,
         recv_cq: &cq,
         srq: None,
-        caps: QpCaps { max_send_wr: 4, max_recv_wr: 4, max_send_sge: 1, max_recv_sge: 1, max_inline: 0 },
+        caps: QpCaps {
+            max_send_wr: 4,
+            max_recv_wr: 4,
+            max_send_sge: 1,
+            max_recv_sge: 1,
+            max_inline: 0,
+        },
     };
     let qp = pd.create_qp(&init).unwrap();
     let other = End { qp, cq, pd, context, network };
@@ -106,7 +112,8 @@ fn queue_pair_that_is_destroyed_leaves_its_windows_free() {
 fn windows_survive_a_bad_network() {
     for seed in 0..40 {
         let faults = Faults::none().loss(0.05).duplicate(0.1).reorder(0.1).corrupt(0.03);
-        let network = Network::simulated(seed, faults.delay(Duration::ZERO..Duration::from_micros(50)));
+        let network =
+            Network::simulated(seed, faults.delay(Duration::ZERO..Duration::from_micros(50)));
         let options = Options { mtu: Mtu::Mtu256, psn: 0xff_ffc0, ..Options::default() };
         let (a, b) = connected(&network, &options);
         let (from, to) = (a.buffer(600), b.buffer(600));
@@ -115,7 +122,8 @@ fn windows_survive_a_bad_network() {
         let mut key = window.rkey();
         // More rounds than there are keys.
         for round in 0..300_usize {
-            let remote = bind(&b, &window, key, &buffer, Access::REMOTE_WRITE | Access::REMOTE_READ);
+            let remote =
+                bind(&b, &window, key, &buffer, Access::REMOTE_WRITE | Access::REMOTE_READ);
             key = remote.rkey;
             let pattern = |at: usize| (at * 7 + round) as u8;
             from.fill((0..600).map(pattern));
@@ -123,10 +131,17 @@ fn windows_survive_a_bad_network() {
             let length = [0, 8, 600][round % 3];
             a.send(2, SendOp::Write(remote), &[from.sge(0, 600)]).unwrap();
             a.send(3, SendOp::SendWithInvalidate(key), &[from.sge(0, length)]).unwrap();
-            assert_eq!(outcome(&a.wait(2)), [(2, WcStatus::SUCCESS), (3, WcStatus::SUCCESS)], "seed {seed}");
+            assert_eq!(
+                outcome(&a.wait(2)),
+                [(2, WcStatus::SUCCESS), (3, WcStatus::SUCCESS)],
+                "seed {seed}"
+            );
             let received = b.wait(1);
             assert_eq!(outcome(&received), [(1, WcStatus::SUCCESS)], "seed {seed}");
-            assert_eq!((received[0].invalidated(), received[0].byte_len), (Some(key), length as u32));
+            assert_eq!(
+                (received[0].invalidated(), received[0].byte_len),
+                (Some(key), length as u32)
+            );
             assert_eq!(buffer.bytes(0, 600), (0..600).map(pattern).collect::<Vec<_>>());
             assert_eq!(to.bytes(0, length), from.bytes(0, length));
         }
@@ -149,7 +164,8 @@ fn what_is_local_takes_no_share_of_the_way_to_the_peer() {
     assert!(share(&a), "nobody takes it yet");
     b.recv(2, &[to.sge(0, 8)]).unwrap();
     assert_eq!(outcome(&a.wait(1)), [(1, WcStatus::SUCCESS)]);
-    a.send_with(3, SendOp::LocalInvalidate(bound.rkey), SendFlags::SIGNALED, Data::Sges(&[])).unwrap();
+    a.send_with(3, SendOp::LocalInvalidate(bound.rkey), SendFlags::SIGNALED, Data::Sges(&[]))
+        .unwrap();
     assert_eq!(outcome(&a.wait(1)), [(3, WcStatus::SUCCESS)]);
     assert!(!share(&a));
 }

@@ -11,7 +11,9 @@ use std::time::{Duration, Instant};
 use labs::{Peer, Result, check, in_time, patient};
 use tokio::task::JoinSet;
 use tokio_rdma::op::Recv;
-use tokio_rdma::{BufMut, CompletionMode, ExposedRegion, Imm, Pool, QueuePair, QueuePairEndpoint, RemoteRegion};
+use tokio_rdma::{
+    BufMut, CompletionMode, ExposedRegion, Imm, Pool, QueuePair, QueuePairEndpoint, RemoteRegion,
+};
 
 fn main() -> ExitCode {
     labs::run("all_reduce", client, server)
@@ -33,8 +35,10 @@ async fn client(mut peer: Peer) -> Result<()> {
         let ring = sum_around_the_ring(&inputs);
         let time = reduce(&mut peer, 0, &inputs, &ring).await?;
         // For comparison: all chunks from rank 0 on. Floating-point addition is not associative.
-        let plain = (0..length).map(|at| inputs.iter().skip(1).fold(inputs[0][at], |sum, input| sum + input[at]));
-        let differ = plain.zip(&ring).filter(|(plain, ring)| plain.to_bits() != ring.to_bits()).count();
+        let plain = (0..length)
+            .map(|at| inputs.iter().skip(1).fold(inputs[0][at], |sum, input| sum + input[at]));
+        let differ =
+            plain.zip(&ring).filter(|(plain, ring)| plain.to_bits() != ring.to_bits()).count();
         // What a rank sends: nearly twice its vector, however many ranks there are.
         let sent = (2 * (ranks - 1) * length.div_ceil(ranks) * 4) as f64;
         let (ms, rate) = (time.as_secs_f64() * 1e3, sent / 1e6 / time.as_secs_f64());
@@ -54,7 +58,12 @@ async fn server(mut peer: Peer) -> Result<()> {
 }
 
 /// Of the ranks of this end, which are every second one from `first` on; how long all of them took.
-async fn reduce(peer: &mut Peer, first: usize, inputs: &[Vec<f32>], expected: &[f32]) -> Result<Duration> {
+async fn reduce(
+    peer: &mut Peer,
+    first: usize,
+    inputs: &[Vec<f32>],
+    expected: &[f32],
+) -> Result<Duration> {
     let (ranks, length) = (inputs.len(), expected.len());
     let mut tasks = JoinSet::new();
     let ring = ring(peer, first, ranks, length.div_ceil(ranks)).await?;
@@ -65,7 +74,9 @@ async fn reduce(peer: &mut Peer, first: usize, inputs: &[Vec<f32>], expected: &[
         tasks.spawn(rank.all_reduce(input));
     }
     let mut results = Vec::new();
-    while let Some(result) = in_time("the ring", async { Ok::<_, labs::Failure>(tasks.join_next().await) }).await? {
+    while let Some(result) =
+        in_time("the ring", async { Ok::<_, labs::Failure>(tasks.join_next().await) }).await?
+    {
         results.push(result??);
     }
     // A chunk may still be on its way to a rank of the other end.
@@ -74,7 +85,11 @@ async fn reduce(peer: &mut Peer, first: usize, inputs: &[Vec<f32>], expected: &[
     check("results", results.len(), ours)?;
     for (_, result) in &results {
         let differs = |(is, should): (&f32, &f32)| is.to_bits() != should.to_bits();
-        check("the first number that differs in a bit", result.iter().zip(expected).position(differs), None)?;
+        check(
+            "the first number that differs in a bit",
+            result.iter().zip(expected).position(differs),
+            None,
+        )?;
         check("numbers", result.len(), length)?;
     }
     Ok(time)
@@ -132,7 +147,8 @@ const TOLD: usize = 2 * QueuePairEndpoint::ENCODED_LEN + RemoteRegion::ENCODED_L
 
 impl Place {
     fn of(rank: &Rank) -> Vec<u8> {
-        let (to_next, from_previous) = (rank.to_next.endpoint().to_bytes(), rank.from_previous.endpoint().to_bytes());
+        let (to_next, from_previous) =
+            (rank.to_next.endpoint().to_bytes(), rank.from_previous.endpoint().to_bytes());
         [&to_next[..], &from_previous, &rank.inbox.grant().to_bytes()].concat()
     }
 
@@ -162,7 +178,17 @@ async fn ring(peer: &mut Peer, first: usize, ranks: usize, chunk: usize) -> Resu
             receives.push(from_previous.recv(news.try_alloc(1)?));
         }
         let next_inbox = inbox.grant();
-        ring.push(Rank { rank, ranks, chunk, pool, to_next, next_inbox, inbox, receives, from_previous });
+        ring.push(Rank {
+            rank,
+            ranks,
+            chunk,
+            pool,
+            to_next,
+            next_inbox,
+            inbox,
+            receives,
+            from_previous,
+        });
     }
     let ours: Vec<u8> = ring.iter().flat_map(Place::of).collect();
     let theirs = peer.exchange(&ours).await?;
@@ -173,7 +199,8 @@ async fn ring(peer: &mut Peer, first: usize, ranks: usize, chunk: usize) -> Resu
         Place::told(&end[rank / 2 * TOLD..][..TOLD])
     };
     for rank in &mut ring {
-        let (next, previous) = (place((rank.rank + 1) % ranks)?, place((rank.rank + ranks - 1) % ranks)?);
+        let (next, previous) =
+            (place((rank.rank + 1) % ranks)?, place((rank.rank + ranks - 1) % ranks)?);
         rank.to_next.connect_with(&next.from_previous, &patient())?;
         rank.from_previous.connect_with(&previous.to_next, &patient())?;
         rank.next_inbox = next.inbox;
@@ -190,7 +217,8 @@ impl Rank {
         let receives = std::mem::take(&mut self.receives);
         for (step, receive) in receives.into_iter().enumerate() {
             // The chunk that came a step ago, or, at first, our own. In the second half it is a sum that is complete.
-            let (send, take) = ((rank + 2 * ranks - step) % ranks, (rank + 2 * ranks - step - 1) % ranks);
+            let (send, take) =
+                ((rank + 2 * ranks - step) % ranks, (rank + 2 * ranks - step - 1) % ranks);
             let sent = self.send(step, &numbers[self.range(send, numbers.len())])?;
             let told = in_time("a chunk", receive).await?;
             check("step", told.imm, Some(Imm(step as u32)))?;

@@ -37,7 +37,15 @@ async fn client(mut peer: Peer) -> Result<()> {
     source.write(0, &data)?;
     let remote = peer.offered().await?;
 
-    println!("{} MiB\n{:<8} {:>10} {:>6} {:>8} {:>16}", total >> 20, "", "chunk", "depth", "MB/s", "processor ns/KiB");
+    println!(
+        "{} MiB\n{:<8} {:>10} {:>6} {:>8} {:>16}",
+        total >> 20,
+        "",
+        "chunk",
+        "depth",
+        "MB/s",
+        "processor ns/KiB"
+    );
     for (chunk, depth) in WRITES {
         peer.meet().await?;
         let (before, start) = (processor_time()?, Instant::now());
@@ -102,7 +110,9 @@ async fn write_all(
             in_time("a WRITE", oldest).await?;
         }
         let end = source.len().min(start + chunk);
-        in_flight.push_back(qp.write(source.slice(start..end)?, remote.slice(start as u64..end as u64)?));
+        in_flight.push_back(
+            qp.write(source.slice(start..end)?, remote.slice(start as u64..end as u64)?),
+        );
     }
     for rest in in_flight {
         in_time("a WRITE", rest).await?;
@@ -130,7 +140,14 @@ async fn take_over_tcp(listener: TcpListener, bytes: &mut [u8]) -> Result<()> {
     Ok(stream.write_u8(1).await?)
 }
 
-fn report(what: &str, chunk: usize, depth: usize, total: usize, time: Duration, processor: Duration) {
+fn report(
+    what: &str,
+    chunk: usize,
+    depth: usize,
+    total: usize,
+    time: Duration,
+    processor: Duration,
+) {
     let rate = total as f64 / 1e6 / time.as_secs_f64();
     let each = processor.as_nanos() as f64 / (total as f64 / 1024.0);
     let depth = if depth == 0 { "-".to_owned() } else { depth.to_string() };
@@ -143,5 +160,9 @@ fn byte(at: usize) -> u8 {
 }
 
 fn verify(bytes: &[u8]) -> Result<()> {
-    check("the first wrong byte", bytes.iter().enumerate().position(|(at, &is)| is != byte(at)), None)
+    check(
+        "the first wrong byte",
+        bytes.iter().enumerate().position(|(at, &is)| is != byte(at)),
+        None,
+    )
 }

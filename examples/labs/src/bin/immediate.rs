@@ -24,7 +24,11 @@ async fn client(mut peer: Peer) -> Result<()> {
     peer.meet().await?;
 
     peer.meet().await?;
-    in_time("WRITE with immediate", qp.write_with_imm(pool.copy_from(b"heard")?, remote.slice(..5)?, Imm(1))).await?;
+    in_time(
+        "WRITE with immediate",
+        qp.write_with_imm(pool.copy_from(b"heard")?, remote.slice(..5)?, Imm(1)),
+    )
+    .await?;
 
     peer.meet().await?;
     in_time("SEND with immediate", qp.send_with_imm(pool.copy_from(b"message")?, Imm(2))).await?;
@@ -71,7 +75,11 @@ async fn server(mut peer: Peer) -> Result<()> {
     peer.meet().await?;
     let told = in_time("the receive", receive).await?;
     check("immediate", told.imm, Some(Imm(1)))?;
-    check("written, bytes, bytes in the buffer", (told.written, told.len, told.buffer.len()), (true, 5, 0))?;
+    check(
+        "written, bytes, bytes in the buffer",
+        (told.written, told.len, told.buffer.len()),
+        (true, 5, 0),
+    )?;
     let mut bytes = [0; 5];
     memory.read(0, &mut bytes)?;
     check("memory", &bytes, b"heard")?;
@@ -84,11 +92,16 @@ async fn server(mut peer: Peer) -> Result<()> {
     let receive = qp.recv(room.try_alloc(64)?);
     peer.meet().await?;
     let told = in_time("the receive", receive).await?;
-    check("message", (&told.buffer[..], told.imm, told.written), (&b"message"[..], Some(Imm(2)), false))?;
+    check(
+        "message",
+        (&told.buffer[..], told.imm, told.written),
+        (&b"message"[..], Some(Imm(2)), false),
+    )?;
     println!("SEND with immediate: {} bytes in the buffer, immediate {:?}", told.len, told.imm);
 
     // Receives are consumed in the order in which they were posted, by whatever needs one.
-    let receives = [qp.recv(room.try_alloc(64)?), qp.recv(room.try_alloc(64)?), qp.recv(room.try_alloc(64)?)];
+    let receives =
+        [qp.recv(room.try_alloc(64)?), qp.recv(room.try_alloc(64)?), qp.recv(room.try_alloc(64)?)];
     peer.meet().await?;
     for (receive, imm) in receives.into_iter().zip(10..) {
         check("immediate", in_time("a receive", receive).await?.imm, Some(Imm(imm)))?;

@@ -15,7 +15,9 @@ use std::time::{Duration, Instant};
 
 use labs::{Peer, Result, check, in_time};
 use tokio_rdma::op::Recv;
-use tokio_rdma::{Batch, BufMut, CompletionMode, ExposedRegion, Imm, Pool, QueuePair, RemoteRegion};
+use tokio_rdma::{
+    Batch, BufMut, CompletionMode, ExposedRegion, Imm, Pool, QueuePair, RemoteRegion,
+};
 
 /// Layers of the model, pages of a node, blocks of a prompt.
 const LAYERS: usize = 8;
@@ -55,8 +57,15 @@ async fn decode(mut peer: Peer) -> Result<()> {
     times.sort_unstable();
     let middle = times[times.len() / 2];
     let bytes = LAYERS * BLOCKS * BLOCK;
-    println!("{prompts} prompts of {} MiB in {BLOCKS} blocks and {LAYERS} layers, each block verified", bytes >> 20);
-    println!("{:.2} ms each (p50), {:.0} MB/s", middle.as_secs_f64() * 1e3, bytes as f64 / 1e6 / middle.as_secs_f64());
+    println!(
+        "{prompts} prompts of {} MiB in {BLOCKS} blocks and {LAYERS} layers, each block verified",
+        bytes >> 20
+    );
+    println!(
+        "{:.2} ms each (p50), {:.0} MB/s",
+        middle.as_secs_f64() * 1e3,
+        bytes as f64 / 1e6 / middle.as_secs_f64()
+    );
     peer.meet().await
 }
 
@@ -130,7 +139,10 @@ impl Node {
             for (block, &page) in pages.iter().enumerate() {
                 self.cache.read(place(layer, page), &mut bytes)?;
                 if bytes != content(prompt, layer, block) {
-                    return Err(format!("prompt {prompt}, layer {layer}, block {block}: wrong content").into());
+                    return Err(format!(
+                        "prompt {prompt}, layer {layer}, block {block}: wrong content"
+                    )
+                    .into());
                 }
             }
         }
@@ -138,7 +150,11 @@ impl Node {
         let mut bytes = vec![0; BLOCK];
         for page in (0..PAGES).filter(|page| !pages.contains(page)) {
             self.cache.read(place(LAYERS - 1, page), &mut bytes)?;
-            check("bytes written to a page that was not offered", bytes.iter().filter(|&&byte| byte != 0).count(), 0)?;
+            check(
+                "bytes written to a page that was not offered",
+                bytes.iter().filter(|&&byte| byte != 0).count(),
+                0,
+            )?;
         }
         Ok(time)
     }

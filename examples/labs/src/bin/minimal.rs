@@ -10,8 +10,8 @@ use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio_rdma::memory::HostMemory;
 use tokio_rdma::types::{
-    AckTimeout, AddressVector, Data, Gid, PortNum, Psn, QpAttr, QpCaps, QpState, Qpn, RecvWr, RemoteAddr, RnrTimer,
-    SendFlags, SendOp, SendWr, Transport, WcOpcode, WorkCompletion, WrId,
+    AckTimeout, AddressVector, Data, Gid, PortNum, Psn, QpAttr, QpCaps, QpState, Qpn, RecvWr,
+    RemoteAddr, RnrTimer, SendFlags, SendOp, SendWr, Transport, WcOpcode, WorkCompletion, WrId,
 };
 use tokio_rdma::verbs::{Channel, Cq, Qp, QpOptions};
 use tokio_rdma::{Access, ExposedRegion};
@@ -61,7 +61,11 @@ async fn server(mut peer: Peer) -> Result<()> {
     peer.offer(&server.region).await?;
 
     let received = server.poll()?;
-    check("receive", (received.opcode, received.byte_len, received.wr_id), (WcOpcode::RECV, 5, WrId(1)))?;
+    check(
+        "receive",
+        (received.opcode, received.byte_len, received.wr_id),
+        (WcOpcode::RECV, 5, WrId(1)),
+    )?;
     check("message", server.text(0, 5)?, "hello".to_owned())?;
     println!("received: {} bytes into receive {:?}", received.byte_len, received.wr_id);
 
@@ -96,7 +100,13 @@ impl Side {
         let channel = Channel::new(device)?;
         let cq = Cq::new(device, 16, Some(&channel), 0)?;
         // 4. ibv_create_qp(3), and ibv_modify_qp(3) to INIT: receives can be posted.
-        let caps = QpCaps { max_send_wr: 8, max_recv_wr: 8, max_send_sge: 1, max_recv_sge: 1, max_inline: 0 };
+        let caps = QpCaps {
+            max_send_wr: 8,
+            max_recv_wr: 8,
+            max_send_sge: 1,
+            max_recv_sge: 1,
+            max_inline: 0,
+        };
         let qp = Qp::new(&pd, &cq, &cq, None, &QpOptions { transport: Transport::Rc, caps })?;
         qp.modify(&QpAttr {
             pkey_index: Some(0),
@@ -109,7 +119,8 @@ impl Side {
 
     /// Tells the other side GID and queue pair number, and connects to its.
     async fn connect(&self, peer: &mut Peer) -> Result<()> {
-        let theirs = peer.exchange(&[&self.gid.0[..], &self.qp.qpn().0.to_be_bytes()].concat()).await?;
+        let theirs =
+            peer.exchange(&[&self.gid.0[..], &self.qp.qpn().0.to_be_bytes()].concat()).await?;
         let (gid, qpn) = theirs.split_first_chunk::<16>().ok_or("the other end tells no GID")?;
         let qpn = Qpn(u32::from_be_bytes(qpn.try_into()?));
         self.modify(Gid(*gid), qpn)?;
@@ -152,7 +163,13 @@ impl Side {
     /// Posts one work request with these bytes of our region.
     fn post(&self, op: SendOp, bytes: std::ops::Range<usize>) -> Result<()> {
         let sges = [self.region.slice(bytes)?.sge()];
-        let request = SendWr { wr_id: WrId(7), op, flags: SendFlags::SIGNALED, data: Data::Sges(&sges), target: None };
+        let request = SendWr {
+            wr_id: WrId(7),
+            op,
+            flags: SendFlags::SIGNALED,
+            data: Data::Sges(&sges),
+            target: None,
+        };
         // SAFETY: S1: the bytes are of our region, which, like the queue pair, lives as long as this side.
         unsafe { self.qp.post_send(&[request])? };
         Ok(())

@@ -27,12 +27,18 @@ fn modes() -> Result<[(&'static str, CompletionMode); 4]> {
 }
 
 async fn client(mut peer: Peer) -> Result<()> {
-    let (rounds, idle) = if peer.quick { (50, Duration::from_millis(50)) } else { (5000, Duration::from_secs(1)) };
-    println!("{:<13} {:>10} {:>10} {:>15} {:>22}", "mode", "p50 µs", "p99 µs", "processor µs", "processor while idle");
+    let (rounds, idle) =
+        if peer.quick { (50, Duration::from_millis(50)) } else { (5000, Duration::from_secs(1)) };
+    println!(
+        "{:<13} {:>10} {:>10} {:>15} {:>22}",
+        "mode", "p50 µs", "p99 µs", "processor µs", "processor while idle"
+    );
     for (name, mode) in modes()? {
         let (mut times, each, idling) = measure(&mut peer, &mode, rounds, idle).await?;
         times.sort_unstable();
-        let at = |part: usize| times.get(times.len() * part / 100).map_or(0.0, |time| time.as_secs_f64() * 1e6);
+        let at = |part: usize| {
+            times.get(times.len() * part / 100).map_or(0.0, |time| time.as_secs_f64() * 1e6)
+        };
         println!(
             "{name:<13} {:>10.1} {:>10.1} {:>15.1} {:>20.0} %",
             at(50),

@@ -50,7 +50,9 @@ async fn client(mut peer: Peer) -> Result<()> {
     let rounds = if peer.quick { 20 } else { 3000 };
     println!("\n{:<34} {:>12} {:>12}", "WRITE of 8 bytes, 32 in flight", "ns each", "completions");
     let data = pool.copy_from(&7_u64.to_ne_bytes())?.freeze();
-    for (name, signal_every) in [("each in a work request of its own", None), ("batch, all signalled", Some(1))] {
+    for (name, signal_every) in
+        [("each in a work request of its own", None), ("batch, all signalled", Some(1))]
+    {
         signalled(name, signal_every, rounds, &qp, &client.queue, &data, remote).await?;
     }
     for (name, every) in [("batch, every 8th signalled", 8), ("batch, the last signalled", 0)] {

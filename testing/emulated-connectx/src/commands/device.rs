@@ -2,8 +2,8 @@
 
 use super::{CORE_IN, CORE_OUT};
 use crate::abi::{
-    EINVAL, ENODATA, GidEntry, Mlx5QueryDevice, Plain, QueryDeviceEx, UHW_IN, UHW_OUT, UcontextRequest,
-    UcontextResponse,
+    EINVAL, ENODATA, GidEntry, Mlx5QueryDevice, Plain, QueryDeviceEx, UHW_IN, UHW_OUT,
+    UcontextRequest, UcontextResponse,
 };
 use crate::channel::Channel;
 use crate::interpose;
@@ -129,7 +129,11 @@ impl State {
         for entry in &entries {
             let from = bytes.len();
             bytes.extend(entry.gid);
-            bytes.extend([entry.index, entry.port, entry.kind, entry.interface].iter().flat_map(|n| n.to_ne_bytes()));
+            bytes.extend(
+                [entry.index, entry.port, entry.kind, entry.interface]
+                    .iter()
+                    .flat_map(|n| n.to_ne_bytes()),
+            );
             bytes.resize(from + size, 0);
         }
         request.put_bytes(ENTRIES, &bytes);

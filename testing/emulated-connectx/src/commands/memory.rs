@@ -2,8 +2,8 @@
 
 use super::{CORE_IN, CORE_OUT};
 use crate::abi::{
-    self, CreateAh, CreateAhResponse, EBUSY, EFAULT, EINVAL, ENOMEM, EOPNOTSUPP, Mlx5CreateAhResponse, RegMr,
-    RegMrResponse, UHW_OUT, access,
+    self, CreateAh, CreateAhResponse, EBUSY, EFAULT, EINVAL, ENOMEM, EOPNOTSUPP,
+    Mlx5CreateAhResponse, RegMr, RegMrResponse, UHW_OUT, access,
 };
 use crate::control::Link;
 use crate::memory::{self, Buffer};
@@ -61,7 +61,8 @@ impl State {
             return Err(EINVAL);
         }
         let remote_changes = wanted & (access::REMOTE_WRITE | access::REMOTE_ATOMIC) != 0;
-        if wanted & !(KNOWN | OPTIONAL) != 0 || remote_changes && wanted & access::LOCAL_WRITE == 0 {
+        if wanted & !(KNOWN | OPTIONAL) != 0 || remote_changes && wanted & access::LOCAL_WRITE == 0
+        {
             return Err(EINVAL);
         }
         if wanted & access::ON_DEMAND != 0 {
@@ -86,7 +87,8 @@ impl State {
     pub(crate) fn register_command(&mut self, request: &mut Request<'_>) -> Reply {
         let asked: RegMr = request.get(CORE_IN).ok_or(EINVAL)?;
         let RegMr { pd, start, length, hca_va: iova, access, .. } = asked;
-        let (handle, key) = self.insert_region(request.context, Region { pd, start, length, iova, access })?;
+        let (handle, key) =
+            self.insert_region(request.context, Region { pd, start, length, iova, access })?;
         request.put(CORE_OUT, &RegMrResponse { handle, lkey: key, rkey: key });
         Ok(())
     }

@@ -2,8 +2,8 @@
 
 use super::{CORE_IN, CORE_OUT};
 use crate::abi::{
-    CreateCq, CreateCqResponse, CreateSrq, CreateSrqResponse, DestroyCqResponse, EBUSY, EINVAL, EOPNOTSUPP, ModifySrq,
-    QuerySrq, QuerySrqResponse, UHW_IN, UHW_OUT, event,
+    CreateCq, CreateCqResponse, CreateSrq, CreateSrqResponse, DestroyCqResponse, EBUSY, EINVAL,
+    EOPNOTSUPP, ModifySrq, QuerySrq, QuerySrqResponse, UHW_IN, UHW_OUT, event,
 };
 use crate::channel;
 use crate::lint::Problem;
@@ -21,7 +21,10 @@ impl State {
         let entries = request.get::<u32>(CQE).and_then(|cqe| cqe.checked_add(1)).ok_or(EINVAL)?;
         let size = asked.cqe_size;
         let vector: u32 = request.get(VECTOR).unwrap_or(0);
-        if !entries.is_power_of_two() || entries > 1 << 22 || !matches!(size, 64 | 128) || vector >= COMPLETION_VECTORS
+        if !entries.is_power_of_two()
+            || entries > 1 << 22
+            || !matches!(size, 64 | 128)
+            || vector >= COMPLETION_VECTORS
         {
             return Err(EINVAL);
         }
@@ -37,7 +40,10 @@ impl State {
         }
         // SAFETY: libmlx5 keeps its buffer and records until the queue is destroyed.
         let (ring, records) = unsafe {
-            (Buffer::new(asked.buf_addr, u64::from(entries) * u64::from(size)), Buffer::new(asked.db_addr, 8))
+            (
+                Buffer::new(asked.buf_addr, u64::from(entries) * u64::from(size)),
+                Buffer::new(asked.db_addr, 8),
+            )
         };
         let number = self.number();
         let page = u32::from(asked.uar_page);
@@ -60,7 +66,11 @@ impl State {
             overrun: false,
         };
         if let Some(entry) = cq.unmarked() {
-            self.lint.note(number, Problem::UnmarkedCompletions, format!("entry {entry} of {entries}"));
+            self.lint.note(
+                number,
+                Problem::UnmarkedCompletions,
+                format!("entry {entry} of {entries}"),
+            );
         }
         let handle = self.handle();
         self.counters.queue_bytes += cq.ring.len();
@@ -109,7 +119,12 @@ impl State {
         let limit = number(LIMIT).unwrap_or(0);
         let pd = request.handle(PD)?;
         let own = self.pds.get(&pd).is_some_and(|pd| pd.context == request.context);
-        if !own || max_wr == 0 || max_wr > MAX_SRQ_WR || max_sge > 31 || !asked.db_addr.is_multiple_of(8) {
+        if !own
+            || max_wr == 0
+            || max_wr > MAX_SRQ_WR
+            || max_sge > 31
+            || !asked.db_addr.is_multiple_of(8)
+        {
             return Err(EINVAL);
         }
         // The size of an entry is not said: both sides derive it from the length of its list.
@@ -117,7 +132,9 @@ impl State {
         // libmlx5 makes room for one entry more than can be posted.
         let entries = u64::from((max_wr + 1).next_power_of_two());
         // SAFETY: libmlx5 keeps its buffer and record until the queue is destroyed.
-        let (ring, records) = unsafe { (Buffer::new(asked.buf_addr, entries << shift), Buffer::new(asked.db_addr, 4)) };
+        let (ring, records) = unsafe {
+            (Buffer::new(asked.buf_addr, entries << shift), Buffer::new(asked.db_addr, 4))
+        };
         let srqn = self.number();
         let srq = Srq {
             context: request.context,
@@ -151,7 +168,8 @@ impl State {
         if self.qps.values().any(|qp| qp.srq == Some(handle)) {
             return Err(EBUSY);
         }
-        let unseen = self.take_back_events(srq.context, srq.user_handle, &[event::SRQ_LIMIT_REACHED]);
+        let unseen =
+            self.take_back_events(srq.context, srq.user_handle, &[event::SRQ_LIMIT_REACHED]);
         self.srqs.remove(&handle);
         request.put(ANSWER, &(srq.async_events - unseen));
         Ok(())
@@ -177,7 +195,12 @@ impl State {
     pub(crate) fn query_srq(&mut self, request: &mut Request<'_>) -> Reply {
         let asked: QuerySrq = request.get(CORE_IN).ok_or(EINVAL)?;
         let srq = self.srqs.get(&asked.handle).ok_or(EINVAL)?;
-        let answer = QuerySrqResponse { max_wr: srq.max_wr, max_sge: srq.max_sge, limit: srq.limit, reserved: 0 };
+        let answer = QuerySrqResponse {
+            max_wr: srq.max_wr,
+            max_sge: srq.max_sge,
+            limit: srq.limit,
+            reserved: 0,
+        };
         request.put(CORE_OUT, &answer);
         Ok(())
     }

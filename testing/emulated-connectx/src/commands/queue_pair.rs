@@ -3,8 +3,9 @@
 use super::transition;
 use super::{CORE_IN, CORE_OUT};
 use crate::abi::{
-    CreateQp, CreateQpResponse, EINVAL, EOPNOTSUPP, Mlx5ModifyQpResponse, ModifyQp, ModifyQpExResponse, Plain, QpCap,
-    QueryQp, QueryQpResponse, UHW_IN, UHW_OUT, event, mask, qp_flag, state,
+    CreateQp, CreateQpResponse, EINVAL, EOPNOTSUPP, Mlx5ModifyQpResponse, ModifyQp,
+    ModifyQpExResponse, Plain, QpCap, QueryQp, QueryQpResponse, UHW_IN, UHW_OUT, event, mask,
+    qp_flag, state,
 };
 use crate::control::Link;
 use crate::memory::Buffer;
@@ -39,7 +40,9 @@ impl State {
         let context = request.context;
         let device = self.contexts.get(&context).ok_or(EINVAL)?.device;
         let own = self.pds.get(&pd).is_some_and(|pd| pd.context == context)
-            && [send_cq, recv_cq].iter().all(|cq| self.cqs.get(cq).is_some_and(|cq| cq.context == context))
+            && [send_cq, recv_cq]
+                .iter()
+                .all(|cq| self.cqs.get(cq).is_some_and(|cq| cq.context == context))
             && srq.is_none_or(|srq| self.srqs.get(&srq).is_some_and(|srq| srq.context == context));
         // A target takes what comes from a shared queue.
         if !own || kind == Kind::Dct && srq.is_none() {
@@ -98,8 +101,11 @@ impl State {
     pub(crate) fn destroy_qp(&mut self, request: &mut Request<'_>) -> Reply {
         const ANSWER: u16 = 1;
         let handle = request.handle(0)?;
-        let (context, element, events) =
-            self.qps.get(&handle).map(|qp| (qp.context, qp.user_handle, qp.async_events)).ok_or(EINVAL)?;
+        let (context, element, events) = self
+            .qps
+            .get(&handle)
+            .map(|qp| (qp.context, qp.user_handle, qp.async_events))
+            .ok_or(EINVAL)?;
         let kinds = [
             event::QP_FATAL,
             event::QP_REQ_ERR,
@@ -119,11 +125,20 @@ impl State {
         let asked: ModifyQp = request.get(CORE_IN).ok_or(EINVAL)?;
         self.modify_qp(&asked)?;
         if extended {
-            let number = self.qps.get(&asked.handle).filter(|qp| qp.kind == Kind::Dct).map_or(0, |qp| qp.number);
+            let number = self
+                .qps
+                .get(&asked.handle)
+                .filter(|qp| qp.kind == Kind::Dct)
+                .map_or(0, |qp| qp.number);
             let length = size_of::<ModifyQpExResponse>() as u32;
             request.put(CORE_OUT, &ModifyQpExResponse { comp_mask: 0, response_length: length });
             let length = size_of::<Mlx5ModifyQpResponse>() as u32;
-            let answer = Mlx5ModifyQpResponse { response_length: length, dctn: number, ece_options: 0, reserved: 0 };
+            let answer = Mlx5ModifyQpResponse {
+                response_length: length,
+                dctn: number,
+                ece_options: 0,
+                reserved: 0,
+            };
             request.put(UHW_OUT, &answer);
         }
         Ok(())
@@ -141,7 +156,11 @@ impl State {
         transition::check(qp.kind, from, to, given)?;
         self.check_values(qp.device, asked)?;
         let (kind, numbered) = (qp.kind, qp.number != 0);
-        let number = if kind == Kind::Dct && to == state::RTR && !numbered { Some(self.number()) } else { None };
+        let number = if kind == Kind::Dct && to == state::RTR && !numbered {
+            Some(self.number())
+        } else {
+            None
+        };
         if from == state::RTS && to == state::SQD {
             // What has been rung for is under way.
             self.collect();
@@ -165,7 +184,8 @@ impl State {
             }
             state::SQD if from == state::RTS => {
                 qp.state = to;
-                qp.tells_drained = given & mask::EN_SQD_ASYNC_NOTIFY != 0 && asked.en_sqd_async_notify != 0;
+                qp.tells_drained =
+                    given & mask::EN_SQD_ASYNC_NOTIFY != 0 && asked.en_sqd_async_notify != 0;
                 qp.draining = qp.attempt != Attempt::default();
                 if !qp.draining {
                     self.drained(handle);
@@ -196,7 +216,8 @@ impl State {
             || given(mask::ALT_PATH);
         let dest = &asked.dest;
         let routed = dest.is_global != 0;
-        let badly_routed = given(mask::AV) && (dest.port != 1 || !routed && self.options.link == Link::Roce);
+        let badly_routed =
+            given(mask::AV) && (dest.port != 1 || !routed && self.options.link == Link::Roce);
         if wrong || badly_routed {
             return Err(EINVAL);
         }
@@ -249,8 +270,12 @@ fn rings(asked: &CreateQp, shared: bool) -> Result<(Option<Ring>, Option<Ring>),
     }
     let first = u64::from(receives) << shift;
     // SAFETY: libmlx5 keeps its buffer and records until the queue pair is destroyed.
-    let (memory, records) =
-        unsafe { (Buffer::new(asked.buf_addr, first + (u64::from(requests) << BLOCK)), Buffer::new(asked.db_addr, 8)) };
+    let (memory, records) = unsafe {
+        (
+            Buffer::new(asked.buf_addr, first + (u64::from(requests) << BLOCK)),
+            Buffer::new(asked.db_addr, 8),
+        )
+    };
     let ring = |entries: u32, shift: u32, from, record| {
         let memory = memory.part(from, u64::from(entries) << shift)?;
         let record = records.part(record, 4)?;
@@ -298,7 +323,11 @@ impl Attr {
         set(given(mask::PKEY_INDEX), &mut self.pkey_index, asked.pkey_index);
         set(given(mask::PATH_MTU), &mut self.path_mtu, asked.path_mtu);
         set(given(mask::MAX_QP_RD_ATOMIC), &mut self.max_rd_atomic, asked.max_rd_atomic);
-        set(given(mask::MAX_DEST_RD_ATOMIC), &mut self.max_dest_rd_atomic, asked.max_dest_rd_atomic);
+        set(
+            given(mask::MAX_DEST_RD_ATOMIC),
+            &mut self.max_dest_rd_atomic,
+            asked.max_dest_rd_atomic,
+        );
         set(given(mask::MIN_RNR_TIMER), &mut self.min_rnr_timer, asked.min_rnr_timer);
         set(given(mask::PORT), &mut self.port, asked.port);
         set(given(mask::TIMEOUT), &mut self.timeout, asked.timeout);

@@ -56,7 +56,9 @@ fn connected(kind: Kind, from: u8, to: u8) -> Option<(u32, u32)> {
             let common = PKEY_INDEX | PORT;
             Some((common | of(ACCESS_FLAGS, ACCESS_FLAGS, QKEY), 0))
         }
-        (state::INIT, state::INIT) => Some((0, PKEY_INDEX | PORT | of(ACCESS_FLAGS, ACCESS_FLAGS, QKEY))),
+        (state::INIT, state::INIT) => {
+            Some((0, PKEY_INDEX | PORT | of(ACCESS_FLAGS, ACCESS_FLAGS, QKEY)))
+        }
         (state::INIT, state::RTR) => {
             let path = AV | PATH_MTU | DEST_QPN | RQ_PSN;
             Some((
@@ -75,7 +77,12 @@ fn connected(kind: Kind, from: u8, to: u8) -> Option<(u32, u32)> {
         (state::RTS, state::SQD) => Some((0, EN_SQD_ASYNC_NOTIFY)),
         (state::SQD, state::SQD) => {
             let path = ACCESS_FLAGS | ALT_PATH | PKEY_INDEX | PATH_MIG_STATE;
-            let retries = TIMEOUT | RETRY_CNT | RNR_RETRY | MAX_QP_RD_ATOMIC | MAX_DEST_RD_ATOMIC | MIN_RNR_TIMER;
+            let retries = TIMEOUT
+                | RETRY_CNT
+                | RNR_RETRY
+                | MAX_QP_RD_ATOMIC
+                | MAX_DEST_RD_ATOMIC
+                | MIN_RNR_TIMER;
             // With a route the kernel sets its port too, which UC may not: so no route either.
             Some((0, of(path | retries | PORT | AV, path, PKEY_INDEX | QKEY)))
         }

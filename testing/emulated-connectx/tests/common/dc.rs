@@ -54,10 +54,12 @@ pub fn dc_initiator(pd: &Arc<Pd>, cq: &Arc<Cq>, streams: bool) -> Qp {
     dv.dc_init_attr.dc_type = MLX5DV_DCTYPE_DCI;
     if streams {
         dv.comp_mask |= u64::from(mlx5dv_qp_init_attr_mask::MLX5DV_QP_INIT_ATTR_MASK_DCI_STREAMS.0);
-        dv.dc_init_attr.__bindgen_anon_1.bindgen_union_field = u64::from_ne_bytes([2, 2, 0, 0, 0, 0, 0, 0]);
+        dv.dc_init_attr.__bindgen_anon_1.bindgen_union_field =
+            u64::from_ne_bytes([2, 2, 0, 0, 0, 0, 0, 0]);
     }
     let mut init: ibv_qp_init_attr_ex = zeroed();
-    let mask = ibv_qp_init_attr_mask::IBV_QP_INIT_ATTR_PD | ibv_qp_init_attr_mask::IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
+    let mask = ibv_qp_init_attr_mask::IBV_QP_INIT_ATTR_PD
+        | ibv_qp_init_attr_mask::IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
     init.comp_mask = mask.0;
     let operations = o::IBV_QP_EX_WITH_RDMA_WRITE
         | o::IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM
@@ -67,7 +69,13 @@ pub fn dc_initiator(pd: &Arc<Pd>, cq: &Arc<Cq>, streams: bool) -> Qp {
         | o::IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP
         | o::IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD;
     init.send_ops_flags = operations.0.into();
-    init.cap = ibv_qp_cap { max_send_wr: 32, max_recv_wr: 0, max_send_sge: 2, max_recv_sge: 0, max_inline_data: 64 };
+    init.cap = ibv_qp_cap {
+        max_send_wr: 32,
+        max_recv_wr: 0,
+        max_send_sge: 2,
+        max_recv_sge: 0,
+        max_inline_data: 64,
+    };
     let qp = create_dc(pd, Ends::one(cq), init, dv);
     dc_initiator_up(&qp, |_| {});
     qp
@@ -85,7 +93,11 @@ pub fn dc_initiator_up(qp: &Qp, change: impl Fn(&mut ibv_qp_attr)) {
     attr.rnr_retry = 3;
     attr.max_rd_atomic = 4;
     change(&mut attr);
-    assert_eq!(qp.modify(&attr, m::IBV_QP_STATE | m::IBV_QP_PKEY_INDEX | m::IBV_QP_PORT), 0, "to INIT");
+    assert_eq!(
+        qp.modify(&attr, m::IBV_QP_STATE | m::IBV_QP_PKEY_INDEX | m::IBV_QP_PORT),
+        0,
+        "to INIT"
+    );
     attr.qp_state = ibv_qp_state::IBV_QPS_RTR;
     assert_eq!(qp.modify(&attr, m::IBV_QP_STATE | m::IBV_QP_PATH_MTU), 0, "to RTR");
     attr.qp_state = ibv_qp_state::IBV_QPS_RTS;
@@ -94,7 +106,12 @@ pub fn dc_initiator_up(qp: &Qp, change: impl Fn(&mut ibv_qp_attr)) {
     assert_eq!(qp.modify(&attr, mask), 0, "to RTS");
 }
 
-fn create_dc(pd: &Arc<Pd>, ends: Ends, mut init: ibv_qp_init_attr_ex, mut dv: mlx5dv_qp_init_attr) -> Qp {
+fn create_dc(
+    pd: &Arc<Pd>,
+    ends: Ends,
+    mut init: ibv_qp_init_attr_ex,
+    mut dv: mlx5dv_qp_init_attr,
+) -> Qp {
     init.qp_type = ibv_qp_type::IBV_QPT_DRIVER;
     init.send_cq = ends.send.0;
     init.recv_cq = ends.recv.0;
@@ -137,7 +154,11 @@ pub fn post_dc(qp: &Qp, requests: &[(u64, Dc<'_>, To<'_>)]) {
                 }
                 Dc::WriteInline(bytes, mr, from) => {
                     ibv_wr_rdma_write(x, mr.key(), mr.address() + from);
-                    ibv_wr_set_inline_data(x, bytes.as_ptr().cast_mut().cast::<c_void>(), bytes.len());
+                    ibv_wr_set_inline_data(
+                        x,
+                        bytes.as_ptr().cast_mut().cast::<c_void>(),
+                        bytes.len(),
+                    );
                 }
                 Dc::WriteImm(sge, mr, from, immediate) => {
                     ibv_wr_rdma_write_imm(x, mr.key(), mr.address() + from, immediate.to_be());

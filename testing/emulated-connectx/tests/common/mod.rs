@@ -1,6 +1,12 @@
 //! Verbs for tests, called as C programs call them: each object is destroyed when it is dropped, which must succeed.
 
-#![allow(dead_code, missing_docs, unused_imports, unreachable_pub, clippy::undocumented_unsafe_blocks)]
+#![allow(
+    dead_code,
+    missing_docs,
+    unused_imports,
+    unreachable_pub,
+    clippy::undocumented_unsafe_blocks
+)]
 // Every `unsafe` here is a call of libibverbs with objects that live, or a structure of numbers that is zero.
 
 mod dc;
@@ -52,7 +58,9 @@ pub fn names() -> Vec<String> {
         let mut count = 0;
         let list = ibv_get_device_list(&mut count);
         assert!(!list.is_null(), "{}", std::io::Error::last_os_error());
-        let name = |index| CStr::from_ptr(ibv_get_device_name(*list.add(index))).to_str().unwrap().to_owned();
+        let name = |index| {
+            CStr::from_ptr(ibv_get_device_name(*list.add(index))).to_str().unwrap().to_owned()
+        };
         let names = (0..count as usize).map(name).collect();
         ibv_free_device_list(list);
         names
@@ -105,7 +113,8 @@ impl Context {
         struct Event(u64, u32);
         let mut event = Event(0, 0);
         unsafe {
-            let mut poll = libc::pollfd { fd: (*self.0).async_fd, events: libc::POLLIN, revents: 0 };
+            let mut poll =
+                libc::pollfd { fd: (*self.0).async_fd, events: libc::POLLIN, revents: 0 };
             assert_eq!(libc::poll(&mut poll, 1, PATIENCE.as_millis() as i32), 1, "no event");
             assert_eq!(ibv_get_async_event(self.0, (&raw mut event).cast()), 0);
             ibv_ack_async_event((&raw mut event).cast());
@@ -114,7 +123,8 @@ impl Context {
     }
 
     pub fn has_event(&self) -> bool {
-        let mut poll = libc::pollfd { fd: unsafe { (*self.0).async_fd }, events: libc::POLLIN, revents: 0 };
+        let mut poll =
+            libc::pollfd { fd: unsafe { (*self.0).async_fd }, events: libc::POLLIN, revents: 0 };
         unsafe { libc::poll(&mut poll, 1, 0) == 1 }
     }
 }
@@ -164,7 +174,11 @@ impl Mr {
     }
 
     pub fn sge(&self, from: usize, len: usize) -> ibv_sge {
-        ibv_sge { addr: self.address() + from as u64, length: len as u32, lkey: unsafe { (*self.0).lkey } }
+        ibv_sge {
+            addr: self.address() + from as u64,
+            length: len as u32,
+            lkey: unsafe { (*self.0).lkey },
+        }
     }
 
     pub fn bytes(&self) -> Vec<u8> {
@@ -206,7 +220,8 @@ impl Channel {
     }
 
     pub fn is_readable(&self, wait: Duration) -> bool {
-        let mut poll = libc::pollfd { fd: unsafe { (*self.0).fd }, events: libc::POLLIN, revents: 0 };
+        let mut poll =
+            libc::pollfd { fd: unsafe { (*self.0).fd }, events: libc::POLLIN, revents: 0 };
         unsafe { libc::poll(&mut poll, 1, wait.as_millis() as i32) == 1 }
     }
 
@@ -332,7 +347,12 @@ impl Drop for Srq {
 }
 
 fn receive(id: u64, list: &mut [ibv_sge]) -> ibv_recv_wr {
-    ibv_recv_wr { wr_id: id, next: ptr::null_mut(), sg_list: list.as_mut_ptr(), num_sge: list.len() as i32 }
+    ibv_recv_wr {
+        wr_id: id,
+        next: ptr::null_mut(),
+        sg_list: list.as_mut_ptr(),
+        num_sge: list.len() as i32,
+    }
 }
 
 pub struct Ah(pub *mut ibv_ah, Arc<Pd>);
@@ -380,8 +400,13 @@ pub const UD: ibv_qp_type::Type = ibv_qp_type::IBV_QPT_UD;
 
 impl Qp {
     pub fn new(pd: &Arc<Pd>, kind: ibv_qp_type::Type, ends: Ends) -> Self {
-        let cap =
-            ibv_qp_cap { max_send_wr: 32, max_recv_wr: 32, max_send_sge: 4, max_recv_sge: 4, max_inline_data: 64 };
+        let cap = ibv_qp_cap {
+            max_send_wr: 32,
+            max_recv_wr: 32,
+            max_send_sge: 4,
+            max_recv_sge: 4,
+            max_inline_data: 64,
+        };
         let mut init = ibv_qp_init_attr {
             qp_context: ptr::null_mut(),
             send_cq: ends.send.0,
@@ -442,12 +467,19 @@ impl Qp {
         let mask = m::IBV_QP_STATE | m::IBV_QP_PKEY_INDEX | m::IBV_QP_PORT | m::IBV_QP_ACCESS_FLAGS;
         assert_eq!(self.modify(&attr, mask), 0, "to INIT");
         attr.qp_state = ibv_qp_state::IBV_QPS_RTR;
-        let mask = m::IBV_QP_STATE | m::IBV_QP_AV | m::IBV_QP_PATH_MTU | m::IBV_QP_DEST_QPN | m::IBV_QP_RQ_PSN;
+        let mask = m::IBV_QP_STATE
+            | m::IBV_QP_AV
+            | m::IBV_QP_PATH_MTU
+            | m::IBV_QP_DEST_QPN
+            | m::IBV_QP_RQ_PSN;
         let more = m::IBV_QP_MAX_DEST_RD_ATOMIC | m::IBV_QP_MIN_RNR_TIMER;
         assert_eq!(self.modify(&attr, if reliable { mask | more } else { mask }), 0, "to RTR");
         attr.qp_state = ibv_qp_state::IBV_QPS_RTS;
         let mask = m::IBV_QP_STATE | m::IBV_QP_SQ_PSN;
-        let more = m::IBV_QP_TIMEOUT | m::IBV_QP_RETRY_CNT | m::IBV_QP_RNR_RETRY | m::IBV_QP_MAX_QP_RD_ATOMIC;
+        let more = m::IBV_QP_TIMEOUT
+            | m::IBV_QP_RETRY_CNT
+            | m::IBV_QP_RNR_RETRY
+            | m::IBV_QP_MAX_QP_RD_ATOMIC;
         assert_eq!(self.modify(&attr, if reliable { mask | more } else { mask }), 0, "to RTS");
     }
 
@@ -558,7 +590,11 @@ impl Work {
             (_, Some((ah, remote_qpn, remote_qkey))) => {
                 wr.wr.ud = ud_t { ah: ah.0, remote_qpn: *remote_qpn, remote_qkey: *remote_qkey };
             }
-            (ibv_wr_opcode::IBV_WR_ATOMIC_CMP_AND_SWP | ibv_wr_opcode::IBV_WR_ATOMIC_FETCH_AND_ADD, None) => {
+            (
+                ibv_wr_opcode::IBV_WR_ATOMIC_CMP_AND_SWP
+                | ibv_wr_opcode::IBV_WR_ATOMIC_FETCH_AND_ADD,
+                None,
+            ) => {
                 let (compare_add, swap) = self.operands;
                 wr.wr.atomic = atomic_t { remote_addr, compare_add, swap, rkey };
             }
@@ -583,7 +619,11 @@ impl Pair {
         Self::with(kind, None, |_| {})
     }
 
-    pub fn with(kind: ibv_qp_type::Type, srq: Option<(u32, u32)>, change: impl Fn(&mut ibv_qp_attr)) -> Self {
+    pub fn with(
+        kind: ibv_qp_type::Type,
+        srq: Option<(u32, u32)>,
+        change: impl Fn(&mut ibv_qp_attr),
+    ) -> Self {
         let context = Context::open(0);
         let pd = Pd::new(&context);
         let cqs = [Cq::new(&context, 127), Cq::new(&context, 127)];

@@ -48,7 +48,10 @@ impl Node {
 
     /// The initiator works.
     fn works(&self) {
-        post_dc(&self.dci, &[(99, Dc::Write(self.source.sge(40, 64), &self.memory, 2000), self.to(0))]);
+        post_dc(
+            &self.dci,
+            &[(99, Dc::Write(self.source.sge(40, 64), &self.memory, 2000), self.to(0))],
+        );
         self.cq().ok(99);
         assert_eq!(self.memory.bytes()[2000..2064], self.source.bytes()[40..104]);
     }
@@ -100,13 +103,17 @@ fn sends_use_the_shared_receives_of_the_target() {
     let device = device();
     let node = Node::new();
     for round in 0..50_usize {
-        node.srq.post(500 + round as u64, vec![node.memory.sge(0, 100), node.memory.sge(1000, 156)]);
+        node.srq
+            .post(500 + round as u64, vec![node.memory.sge(0, 100), node.memory.sge(1000, 156)]);
         post_dc(&node.dci, &[(1, Dc::Send(node.source.sge(round, 200)), node.to(round % 2))]);
         node.cq().ok(1);
         let wc = node.arrived.ok(500 + round as u64);
         assert_eq!((wc.opcode, wc.byte_len), (ibv_wc_opcode::IBV_WC_RECV, 200));
         let memory = node.memory.bytes();
-        assert_eq!([&memory[..100], &memory[1000..1100]].concat(), node.source.bytes()[round..round + 200]);
+        assert_eq!(
+            [&memory[..100], &memory[1000..1100]].concat(),
+            node.source.bytes()[round..round + 200]
+        );
     }
     node.srq.post(1, vec![]);
     post_dc(&node.dci, &[(2, Dc::WriteImm(node.source.sge(0, 8), &node.memory, 0, 5), node.to(0))]);
@@ -135,7 +142,10 @@ fn emulated_wrong_key_ends_the_initiator_which_can_be_repaired() {
     let node = Node::new();
     let (ah, number, key, _) = node.to(0);
     let write = Dc::Write(node.source.sge(0, 64), &node.memory, 0);
-    post_dc(&node.dci, &[(6, write, (ah, number, key + 1, None)), (7, write, node.to(0)), (8, write, node.to(1))]);
+    post_dc(
+        &node.dci,
+        &[(6, write, (ah, number, key + 1, None)), (7, write, node.to(0)), (8, write, node.to(1))],
+    );
     node.cq().ends(6, ibv_wc_status::IBV_WC_RETRY_EXC_ERR);
     node.cq().ends(7, ibv_wc_status::IBV_WC_WR_FLUSH_ERR);
     node.cq().ends(8, ibv_wc_status::IBV_WC_WR_FLUSH_ERR);
@@ -170,7 +180,10 @@ fn emulated_target_that_is_destroyed_under_load_fails_who_asks_it() {
         if round == 10 {
             gone = None;
         }
-        post_dc(&node.dci, &[(round, write, (&node.ah, number, KEY, None)), (round, write, node.to(1))]);
+        post_dc(
+            &node.dci,
+            &[(round, write, (&node.ah, number, KEY, None)), (round, write, node.to(1))],
+        );
         posted += 2;
         for _ in 0..2 {
             posted -= 1;
@@ -247,13 +260,15 @@ fn several_threads_write_to_each_other_through_one_initiator_each() {
     let deadline = std::time::Instant::now() + std::time::Duration::from_secs(1);
     let nodes: Vec<_> = (0..4).map(|_| Node::new()).collect();
     // What a peer needs to know.
-    let peers: Vec<_> = nodes.iter().map(|node| (node.targets[0].number(), node.targets[1].number())).collect();
+    let peers: Vec<_> =
+        nodes.iter().map(|node| (node.targets[0].number(), node.targets[1].number())).collect();
     let memories: Vec<_> = nodes.iter().map(|node| &node.memory).collect();
     std::thread::scope(|scope| {
         for (own, node) in nodes.iter().enumerate() {
             let (peers, memories) = (&peers, &memories);
             // Each writes a place of its own.
-            let memories: Vec<_> = memories.iter().map(|memory| (memory.address(), memory.key())).collect();
+            let memories: Vec<_> =
+                memories.iter().map(|memory| (memory.address(), memory.key())).collect();
             let node = Shared(node);
             scope.spawn(move || {
                 let node = node.get();
@@ -262,7 +277,10 @@ fn several_threads_write_to_each_other_through_one_initiator_each() {
                     for (to, &(first, second)) in peers.iter().enumerate() {
                         let number = if round % 2 == 0 { first } else { second };
                         let from = node.source.sge((round + to) % 1000, 64);
-                        let place = Place { address: memories[to].0 + 64 * own as u64, key: memories[to].1 };
+                        let place = Place {
+                            address: memories[to].0 + 64 * own as u64,
+                            key: memories[to].1,
+                        };
                         write_to(&node.dci, to as u64, from, place, (&node.ah, number, KEY, None));
                         posted += 1;
                     }
@@ -284,10 +302,12 @@ fn ten_thousand_targets_through_eight_initiators() {
     const TARGETS: usize = 10_000;
     let device = device();
     let node = Node::new();
-    let targets: Vec<_> = (0..TARGETS).map(|_| dc_target(&node.pd, &node.arrived, &node.srq)).collect();
+    let targets: Vec<_> =
+        (0..TARGETS).map(|_| dc_target(&node.pd, &node.arrived, &node.srq)).collect();
     let numbers: std::collections::HashSet<_> = targets.iter().map(Qp::number).collect();
     assert_eq!(numbers.len(), TARGETS);
-    let initiators: Vec<_> = (0..8).map(|_| dc_initiator(&node.pd, &Cq::new(&node.pd.1, 31), false)).collect();
+    let initiators: Vec<_> =
+        (0..8).map(|_| dc_initiator(&node.pd, &Cq::new(&node.pd.1, 31), false)).collect();
     for (batch, chunk) in targets.chunks(8).enumerate() {
         let initiator = &initiators[batch % 8];
         let add = |target: &Qp| {

@@ -16,8 +16,8 @@ use tokio_rdma::software::{DeviceControl, Network};
 use tokio_rdma::types::{AsyncEvent, QpCaps, Transport, WcStatus};
 use tokio_rdma::verbs::{Qp, QpOptions};
 use tokio_rdma::{
-    Access, Batch, CompletionMode, CompletionQueue, Device, ExposedRegion, OpErrorKind, Pool, ProtectionDomain,
-    QueuePair, SharedReceiveQueue,
+    Access, Batch, CompletionMode, CompletionQueue, Device, ExposedRegion, OpErrorKind, Pool,
+    ProtectionDomain, QueuePair, SharedReceiveQueue,
 };
 
 /// Polls once, from nowhere.
@@ -110,7 +110,11 @@ fn device_closes_after_its_memory_was_taken_back() {
     let it = Reluctant::new();
     let ((local, _), (exposed, _)) = (Tracked::new(), Tracked::new());
     it.pd.register(local).unwrap().into_storage::<Tracked>().map_err(drop).unwrap();
-    ExposedRegion::new(&it.pd, exposed, Access::REMOTE_ALL).unwrap().into_storage::<Tracked>().map_err(drop).unwrap();
+    ExposedRegion::new(&it.pd, exposed, Access::REMOTE_ALL)
+        .unwrap()
+        .into_storage::<Tracked>()
+        .map_err(drop)
+        .unwrap();
     assert!(!it.leaks(), "what was taken back holds nothing of the device");
 }
 
@@ -120,7 +124,8 @@ fn memory_that_a_window_may_still_open_is_not_freed() {
         let it = Reluctant::new();
         let (a, b) = pair(&it.pd, &it.queue);
         let (memory, freed) = Tracked::new();
-        let region = ExposedRegion::new(&it.pd, memory, Access::REMOTE_ALL | Access::MW_BIND).unwrap();
+        let region =
+            ExposedRegion::new(&it.pd, memory, Access::REMOTE_ALL | Access::MW_BIND).unwrap();
         let lease = block_on(a.lease(&region, 0..64, Access::REMOTE_WRITE)).unwrap();
         let grant = lease.grant();
         it.control.refuse_destroy(refuses);
@@ -144,7 +149,8 @@ fn what_a_queue_pair_that_is_not_destroyed_was_given_comes_back_by_its_completio
         let (memory, freed) = Tracked::new();
         let (owned, other) = (it.pd.register(memory).unwrap(), Tracked::new());
         let srq = SharedReceiveQueue::new(&it.pd, &it.queue, 4, 1).unwrap();
-        let drawing = QueuePair::builder(&it.pd, &it.queue).shared_receive_queue(&srq).build().unwrap();
+        let drawing =
+            QueuePair::builder(&it.pd, &it.queue).shared_receive_queue(&srq).build().unwrap();
         let (receive, shared) = (a.recv(owned), srq.recv(it.pd.register(other.0).unwrap()));
         drop(srq);
         it.control.refuse_destroy(refuses);
@@ -158,7 +164,9 @@ fn what_a_queue_pair_that_is_not_destroyed_was_given_comes_back_by_its_completio
         // No message has found that one, and the queue pair may still draw from its queue.
         let mut shared = shared;
         match poll(&mut shared) {
-            Poll::Ready(Err(error)) => assert!(!refuses && matches!(error.kind(), OpErrorKind::Closed), "{error:?}"),
+            Poll::Ready(Err(error)) => {
+                assert!(!refuses && matches!(error.kind(), OpErrorKind::Closed), "{error:?}")
+            }
             Poll::Ready(Ok(received)) => panic!("nobody sends: {received:?}"),
             Poll::Pending => assert!(refuses),
         }
@@ -185,7 +193,9 @@ fn what_a_device_that_does_not_flush_was_given_is_its_until_the_queue_pair_is_de
         it.control.refuse_destroy(false);
         if refuses {
             // The device has it still, and writes to it.
-            assert!(poll(&mut receive).is_pending() && !is_freed(&freed) && !is_freed(&abandoned_freed));
+            assert!(
+                poll(&mut receive).is_pending() && !is_freed(&freed) && !is_freed(&abandoned_freed)
+            );
             block_on(a.send_inline(b"late")).unwrap();
             let received = block_on(receive).unwrap();
             assert_eq!(received.buffer[..], *b"late");
@@ -220,7 +230,11 @@ fn work_in_line_of_a_queue_pair_that_is_not_destroyed_ends_at_once() {
         let (mut received, mut receive) = (a.recv(buffer()), a.recv(buffer()));
         // Of this one nobody waits for the result.
         drop(a.write(buffer(), region.grant()));
-        assert!(poll(&mut write).is_pending() && poll(&mut batch).is_pending() && poll(&mut receive).is_pending());
+        assert!(
+            poll(&mut write).is_pending()
+                && poll(&mut batch).is_pending()
+                && poll(&mut receive).is_pending()
+        );
         assert_eq!(pool.available(), 0);
 
         control.refuse_destroy(refuses);
@@ -229,11 +243,18 @@ fn work_in_line_of_a_queue_pair_that_is_not_destroyed_ends_at_once() {
         let Poll::Ready(Err(error)) = poll(&mut write) else { panic!("it hangs") };
         assert!(matches!(error.kind(), OpErrorKind::Closed), "{error:?}");
         let Poll::Ready(result) = poll(&mut batch) else { panic!("it hangs") };
-        assert!(result.results().iter().all(|part| matches!(part, Err(OpErrorKind::Closed))), "{result:?}");
+        assert!(
+            result.results().iter().all(|part| matches!(part, Err(OpErrorKind::Closed))),
+            "{result:?}"
+        );
         let Poll::Ready(Err(refused)) = poll(&mut receive) else { panic!("it hangs") };
         assert!(matches!(refused.kind(), OpErrorKind::Closed), "{refused:?}");
         drop((error, result, refused));
-        assert_eq!(pool.available(), 5, "all but what the device was given, whose futures have not looked");
+        assert_eq!(
+            pool.available(),
+            5,
+            "all but what the device was given, whose futures have not looked"
+        );
         // That is flushed.
         for write in &mut posted {
             let error = block_on(write).unwrap_err();
@@ -255,11 +276,15 @@ fn receives_of_a_shared_queue_that_is_not_destroyed_are_not_given_back() {
         it.control.refuse_destroy(refuses);
         drop(srq);
         it.control.refuse_destroy(false);
-        let Poll::Ready(Err(error)) = poll(&mut in_line) else { panic!("it hangs, or is received into") };
+        let Poll::Ready(Err(error)) = poll(&mut in_line) else {
+            panic!("it hangs, or is received into")
+        };
         assert!(matches!(error.kind(), OpErrorKind::Closed), "{error:?}");
         drop(error);
         match poll(&mut receive) {
-            Poll::Ready(Err(error)) => assert!(!refuses && matches!(error.kind(), OpErrorKind::Closed), "{error:?}"),
+            Poll::Ready(Err(error)) => {
+                assert!(!refuses && matches!(error.kind(), OpErrorKind::Closed), "{error:?}")
+            }
             Poll::Ready(Ok(received)) => panic!("nobody sends: {received:?}"),
             Poll::Pending => assert!(refuses),
         }
@@ -274,7 +299,13 @@ fn bare_queue_pair_says_that_it_is_not_destroyed() {
     let it = Reluctant::new();
     let options = QpOptions {
         transport: Transport::Rc,
-        caps: QpCaps { max_send_wr: 1, max_recv_wr: 1, max_send_sge: 1, max_recv_sge: 1, max_inline: 0 },
+        caps: QpCaps {
+            max_send_wr: 1,
+            max_recv_wr: 1,
+            max_send_sge: 1,
+            max_recv_sge: 1,
+            max_inline: 0,
+        },
     };
     // SAFETY: nothing is posted.
     let cq = unsafe { it.queue.verbs() };

@@ -19,7 +19,8 @@ const HONEST: u32 = 24;
 const FORGED: u32 = 300;
 
 fn run<F: Future<Output = ()>>(test: impl FnOnce() -> F) {
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     runtime.block_on(async { tokio::time::timeout(HANG, test()).await.expect("hangs") });
 }
 
@@ -33,7 +34,9 @@ struct Forger {
 
 impl Forger {
     fn send(&mut self, count: u32) {
-        let handshake = Handshake { buffer_size: 8192, receives: 68, max_message: 1 << 20 }.encode(b"").unwrap();
+        let handshake = Handshake { buffer_size: 8192, receives: 68, max_message: 1 << 20 }
+            .encode(b"")
+            .unwrap();
         for _ in 0..count {
             self.sent += 1;
             let from = Ipv4Addr::from(0x7f40_0000 + self.sent % self.sources);
@@ -45,8 +48,10 @@ impl Forger {
 /// Every honest client connects and is served, whatever was asked in the names of others before it.
 async fn serve_beside_forged(sources: u32) {
     let network = Network::new();
-    let (server, client) =
-        (Device::software_in(&network, "server").unwrap(), Device::software_in(&network, "client").unwrap());
+    let (server, client) = (
+        Device::software_in(&network, "server").unwrap(),
+        Device::software_in(&network, "client").unwrap(),
+    );
     let gid = server.default_path().unwrap().1.gid;
     let listener = Listener::bind(&server, (gid.to_ip(), 0)).await.unwrap();
     let to = listener.local_addr();
@@ -55,7 +60,8 @@ async fn serve_beside_forged(sources: u32) {
         let mut kept = Vec::new();
         for _ in 0..HONEST {
             forger.send(FORGED);
-            let connection = Connection::connect(&client, to).await.expect("an honest client connects");
+            let connection =
+                Connection::connect(&client, to).await.expect("an honest client connects");
             connection.send("here").await.unwrap();
             assert_eq!(connection.recv().await.unwrap().unwrap(), "here");
             kept.push(connection);
@@ -81,7 +87,10 @@ async fn serve_beside_forged(sources: u32) {
     let control = network.control("server").unwrap();
     let (queue_pairs, known) = (control.queue_pairs(), control.connections());
     assert_eq!(queue_pairs, HONEST as usize, "none for a peer that has not answered");
-    assert!(known as u64 <= forged - stats.gave_way + u64::from(HONEST), "{known} are remembered, {stats:?}");
+    assert!(
+        known as u64 <= forged - stats.gave_way + u64::from(HONEST),
+        "{known} are remembered, {stats:?}"
+    );
     drop((theirs, ours));
 }
 
@@ -97,7 +106,8 @@ fn honest_clients_are_served_beside_a_flood_from_two_hundred_forged_addresses() 
 
 /// Sends forged requests over UDP from so many addresses, at `rate` in a second, until it is told to stop; how many it was.
 fn flood(to: SocketAddr, sources: u8, rate: u32, stop: &AtomicBool) -> u32 {
-    let handshake = Handshake { buffer_size: 8192, receives: 68, max_message: 1 << 20 }.encode(b"").unwrap();
+    let handshake =
+        Handshake { buffer_size: 8192, receives: 68, max_message: 1 << 20 }.encode(b"").unwrap();
     let sockets: Vec<_> = (1..=sources)
         .map(|host| {
             let address = IpAddr::from([127, 99, 0, host]);
@@ -138,7 +148,8 @@ fn how_long_honest_clients_take_over_udp() {
     run(|| async {
         let (server, client) = (network(1), network(2));
         for (sources, rate) in [(0, 0), (1, 1_000), (200, 1_000), (1, 10_000), (200, 10_000)] {
-            let listener = Listener::bind(&server, (IpAddr::from([127, 98, 0, 1]), 0)).await.unwrap();
+            let listener =
+                Listener::bind(&server, (IpAddr::from([127, 98, 0, 1]), 0)).await.unwrap();
             let (to, stop) = (listener.local_addr(), AtomicBool::new(false));
             let (mut times, mut failed) = (Vec::new(), Vec::new());
             let honest = async {
@@ -164,7 +175,8 @@ fn how_long_honest_clients_take_over_udp() {
                 }
             };
             let sent = std::thread::scope(|threads| {
-                let flooding = threads.spawn(|| if sources > 0 { flood(to, sources, rate, &stop) } else { 0 });
+                let flooding =
+                    threads.spawn(|| if sources > 0 { flood(to, sources, rate, &stop) } else { 0 });
                 tokio::task::block_in_place(|| {
                     tokio::runtime::Handle::current().block_on(async {
                         tokio::select! {
@@ -177,7 +189,9 @@ fn how_long_honest_clients_take_over_udp() {
                 flooding.join().unwrap()
             });
             times.sort_unstable();
-            let at = |part: usize| times.get(times.len().saturating_sub(1) * part / 100).copied().unwrap_or_default();
+            let at = |part: usize| {
+                times.get(times.len().saturating_sub(1) * part / 100).copied().unwrap_or_default()
+            };
             let (count, last) = (times.len(), at(100));
             eprintln!(
                 "{sources} sources, {sent} forged: {count} connections, p50 {:?}, p99 {:?}, longest {last:?}; {:?}",

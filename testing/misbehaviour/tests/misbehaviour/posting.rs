@@ -17,9 +17,12 @@ async fn part_that_is_refused_ends_the_queue_pair_before_the_batch(mode: &str) {
     // Posted at once, and from the line, behind work that leaves no room.
     for waits in [false, true] {
         for posted in 0..6 {
-            let Some((setup, control, _)) = Setup::controlled("part_that_is_refused") else { return };
+            let Some((setup, control, _)) = Setup::controlled("part_that_is_refused") else {
+                return;
+            };
             let build = |builder: tokio_rdma::op::QueuePairBuilder| builder.max_send_wr(8);
-            let Pair { a, b, .. } = Pair::shaped(setup, &Shape { build: &build, ..Shape::new(Transport::Rc, mode) });
+            let Pair { a, b, .. } =
+                Pair::shaped(setup, &Shape { build: &build, ..Shape::new(Transport::Rc, mode) });
             let region = b.region(8);
             let fill = if waits { 4 } else { 0 };
             // They wait for a receive, and so hold their places.
@@ -27,7 +30,10 @@ async fn part_that_is_refused_ends_the_queue_pair_before_the_batch(mode: &str) {
             control.refuse_send(posted);
             let mut batch = Batch::new();
             for at in 0..6_u8 {
-                batch.write(a.buffer(&[1]), region.grant().slice(u64::from(at)..u64::from(at) + 1).unwrap());
+                batch.write(
+                    a.buffer(&[1]),
+                    region.grant().slice(u64::from(at)..u64::from(at) + 1).unwrap(),
+                );
             }
             let batch = a.qp.post_batch(batch);
             let _receives: Vec<_> = (0..fill).map(|_| b.qp.recv(())).collect();
@@ -36,13 +42,22 @@ async fn part_that_is_refused_ends_the_queue_pair_before_the_batch(mode: &str) {
                 // Done, or flushed with the rest.
                 drop(within("send", send).await);
             }
-            let (posted, case) = (posted as usize, format!("waits: {waits}, refused after {posted}"));
-            assert!(result.results()[posted..].iter().all(Result::is_err), "{case}: {:?}", result.results());
+            let (posted, case) =
+                (posted as usize, format!("waits: {waits}, refused after {posted}"));
+            assert!(
+                result.results()[posted..].iter().all(Result::is_err),
+                "{case}: {:?}",
+                result.results()
+            );
             assert_eq!(result.buffers().len(), 6, "{case}");
             assert_eq!(a.state(), if posted > 0 { QpState::Err } else { QpState::Rts }, "{case}");
             let mut there = [0; 8];
             region.read(0, &mut there).unwrap();
-            assert_eq!(there[posted..], [0; 8][posted..], "{case}: nothing behind the refused one was done");
+            assert_eq!(
+                there[posted..],
+                [0; 8][posted..],
+                "{case}: nothing behind the refused one was done"
+            );
         }
     }
 }
@@ -61,7 +76,10 @@ fn message_that_the_driver_refuses_ends_the_connection_though_nobody_asks_for_it
         // Taken, and never posted.
         a.send("lost").await.unwrap();
         let ended = soon("the end", a.recv()).await;
-        let by_post = matches!(ended, Err(MessageError::Closed(CloseReason::Operation(OpErrorKind::Post(_)))));
+        let by_post = matches!(
+            ended,
+            Err(MessageError::Closed(CloseReason::Operation(OpErrorKind::Post(_))))
+        );
         assert!(by_post, "{ended:?}");
     });
 }
@@ -76,7 +94,10 @@ fn batch_that_the_driver_refuses_part_way_is_why_the_connection_ends() {
         let mut batch = Batch::new();
         for (block, bytes) in pattern(40, 1).chunks(8).enumerate() {
             let start = 8 * block as u64;
-            batch.write(a.copy_from(bytes).unwrap(), region.grant().slice(start..start + 8).unwrap());
+            batch.write(
+                a.copy_from(bytes).unwrap(),
+                region.grant().slice(start..start + 8).unwrap(),
+            );
         }
         network.control("one").unwrap().refuse_send(2);
         let result = soon("batch", a.post_batch(batch)).await;

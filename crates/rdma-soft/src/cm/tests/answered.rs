@@ -75,7 +75,9 @@ fn program_hears_of_a_peer_once_that_has_confirmed_the_answer() {
     let out = Out::of(&mut pair.b);
     assert_eq!((out.requests.len(), out.names().len(), out.sent.len()), (1, 0, 0));
     let theirs = out.requests[0];
-    assert!(pair.b.connection(theirs).unwrap().qp_attr(rdma_provider::types::QpState::Rtr).is_some());
+    assert!(
+        pair.b.connection(theirs).unwrap().qp_attr(rdma_provider::types::QpState::Rtr).is_some()
+    );
     assert_eq!(pair.b.listeners[&LISTENER].waiting, 1);
     assert_eq!((pair.b.half_open.total(), pair.b.yielding.is_empty()), (0, true));
     // The program's yes is no message.
@@ -129,7 +131,8 @@ fn oldest_of_the_largest_share_gives_way_and_others_stay() {
     for number in 0..3 * HALF_OPEN {
         let gid = stranger(if number < HALF_OPEN { 0 } else { 1 + number % 200 });
         let Message::Req(request) = template.message.clone() else { panic!() };
-        let request = Req { local_gid: gid, local_id: number + 1, qpn: Qpn(0x1000 + number), ..*request };
+        let request =
+            Req { local_gid: gid, local_id: number + 1, qpn: Qpn(0x1000 + number), ..*request };
         let mad = Mad { transaction: 1, message: Message::Req(Box::new(request)) };
         // So that answers are not bounded.
         pair.now += 1_000_000;
@@ -158,7 +161,10 @@ fn oldest_of_the_largest_share_gives_way_and_others_stay() {
         Out::of(&mut pair.b);
         Out::of(&mut pair.a);
     }
-    assert_eq!((pair.b.half_open.total(), pair.b.reserved.len(), pair.b.yielding.is_empty()), (0, 0, true));
+    assert_eq!(
+        (pair.b.half_open.total(), pair.b.reserved.len(), pair.b.yielding.is_empty()),
+        (0, 0, true)
+    );
 }
 
 #[test]
@@ -172,7 +178,10 @@ fn peer_whose_handshake_gave_way_is_told_when_it_confirms() {
     pair.deliver_to_b();
     assert_eq!(pair.deliver_to_a().kinds(), ["REJ"]);
     let out = Out::of(&mut pair.a);
-    assert!(matches!(out.events[..], [(_, Event::Rejected(RejectReason::INVALID_COMM_ID, _))]), "{out:?}");
+    assert!(
+        matches!(out.events[..], [(_, Event::Rejected(RejectReason::INVALID_COMM_ID, _))]),
+        "{out:?}"
+    );
 }
 
 /// Has `count` requests like `template` arrive at B, from 200 sources of which `first` is the first; how many reach the program.
@@ -181,10 +190,16 @@ fn flood(pair: &mut Pair, template: &Mad, first: u32, count: u32) -> u32 {
     for number in 0..count {
         let Message::Req(request) = template.message.clone() else { panic!() };
         let gid = stranger(first + number % 200);
-        let request = Req { local_gid: gid, local_id: number + 1, qpn: Qpn(0x1000 + number), ..*request };
+        let request =
+            Req { local_gid: gid, local_id: number + 1, qpn: Qpn(0x1000 + number), ..*request };
         // So that answers are not bounded.
         pair.now += 100_000;
-        pair.b.on_message(pair.now, gid, Mad { transaction: 1, message: Message::Req(Box::new(request)) }, psn);
+        pair.b.on_message(
+            pair.now,
+            gid,
+            Mad { transaction: 1, message: Message::Req(Box::new(request)) },
+            psn,
+        );
         taken += Out::of(&mut pair.b).requests.len() as u32;
     }
     taken
@@ -227,7 +242,10 @@ fn record_of_a_half_open_connection_takes_no_more_than_is_documented() {
     };
     let records: usize = machine.connections.values().map(owned).sum();
     let each = (tables + records) / connections;
-    println!("{each} bytes for each half-open connection, {} of them the record", size_of::<Connection>());
+    println!(
+        "{each} bytes for each half-open connection, {} of them the record",
+        size_of::<Connection>()
+    );
     assert!(each <= DOCUMENTED, "{each}");
     // What a request carries does not make it larger: neither can be longer than the message.
     assert!(machine.connections.values().all(|connection| owned(connection) <= 512));
@@ -247,7 +265,9 @@ fn confirmation_that_comes_late_counts_however_many_others_are_half_open() {
     while pair.b.deadline().is_some_and(|at| at < start + 10_000_000_000) {
         pair.now = pair.b.deadline().unwrap();
         pair.b.on_timer(pair.now);
-        assert!(Out::of(&mut pair.b).sent.iter().all(|(_, mad)| matches!(mad.message, Message::Rep(_))));
+        assert!(
+            Out::of(&mut pair.b).sent.iter().all(|(_, mad)| matches!(mad.message, Message::Rep(_)))
+        );
     }
     pair.deliver_to_b();
     assert_eq!(Out::of(&mut pair.b).requests.len(), 1);
@@ -276,7 +296,9 @@ fn peer_that_is_refused_reads_why_and_is_not_remembered() {
     assert_eq!(pair.b.sizes(), [0; 4]);
     pair.deliver_to_a();
     let out = Out::of(&mut pair.a);
-    let Some((_, Event::Rejected(RejectReason::CONSUMER, data))) = out.events.first() else { panic!("{out:?}") };
+    let Some((_, Event::Rejected(RejectReason::CONSUMER, data))) = out.events.first() else {
+        panic!("{out:?}")
+    };
     assert_eq!((&data[..5], data.len()), (&b"full\0"[..], 148));
     assert_eq!(pair.b.half_open.total(), 0);
 }

@@ -5,7 +5,8 @@ use rdma_provider::types::{AckTimeout, Mtu, Psn, Qkey, RejectReason};
 use super::super::fuzzing;
 use super::super::mad::MadError;
 use super::super::message::{
-    About, CmTimeout, Drep, Dreq, Mra, Private, Rej, Rep, Req, Rtu, SidrRep, SidrReq, SidrStatus, Traffic,
+    About, CmTimeout, Drep, Dreq, Mra, Private, Rej, Rep, Req, Rtu, SidrRep, SidrReq, SidrStatus,
+    Traffic,
 };
 use super::*;
 
@@ -13,8 +14,14 @@ const CAPTURES: [(&str, &[u8]); 5] = [
     ("cm_rej_v4", include_bytes!("../../../tests/captures/cm_rej_v4.pcap")),
     ("cm_rping_v4", include_bytes!("../../../tests/captures/cm_rping_v4.pcap")),
     ("cm_rping_v6", include_bytes!("../../../tests/captures/cm_rping_v6.pcap")),
-    ("soft_cm_client_rping_v4", include_bytes!("../../../tests/captures/soft_cm_client_rping_v4.pcap")),
-    ("soft_cm_server_rping_v4", include_bytes!("../../../tests/captures/soft_cm_server_rping_v4.pcap")),
+    (
+        "soft_cm_client_rping_v4",
+        include_bytes!("../../../tests/captures/soft_cm_client_rping_v4.pcap"),
+    ),
+    (
+        "soft_cm_server_rping_v4",
+        include_bytes!("../../../tests/captures/soft_cm_server_rping_v4.pcap"),
+    ),
 ];
 
 /// The datagrams to queue pair 1 in a capture of Ethernet frames.
@@ -52,15 +59,21 @@ fn what_the_kernel_sends_is_understood_and_written_the_same() {
             let mad = Mad::decode(bytes).unwrap();
             assert_eq!(mad.encode(), bytes, "{name}: {mad:?}");
             if let Message::Req(req) = &mad.message {
-                assert_eq!(Gid::from(req.source.ip()), req.local_gid, "{name}: who asks says its own address");
+                assert_eq!(
+                    Gid::from(req.source.ip()),
+                    req.local_gid,
+                    "{name}: who asks says its own address"
+                );
             }
             count += 1;
         }
     }
     assert_eq!(count, 22);
-    let kinds = |name| decoded(capture(name)).iter().map(|mad| kind(&mad.message)).collect::<Vec<_>>();
+    let kinds =
+        |name| decoded(capture(name)).iter().map(|mad| kind(&mad.message)).collect::<Vec<_>>();
     assert_eq!(kinds("cm_rej_v4"), ["REQ", "REJ"]);
-    for name in ["cm_rping_v4", "cm_rping_v6", "soft_cm_client_rping_v4", "soft_cm_server_rping_v4"] {
+    for name in ["cm_rping_v4", "cm_rping_v6", "soft_cm_client_rping_v4", "soft_cm_server_rping_v4"]
+    {
         assert_eq!(kinds(name), ["REQ", "REP", "RTU", "DREQ", "DREP"], "{name}");
     }
 }
@@ -103,9 +116,15 @@ fn fields_of_a_captured_handshake_mean_what_they_mean_to_linux() {
     assert!(all.iter().all(|mad| mad.transaction == all[0].transaction));
 
     let Message::Req(req) = &decoded(capture("cm_rping_v6"))[0].message else { panic!() };
-    assert_eq!((req.source.ip().to_string(), req.destination.to_string()), ("fd00::1".into(), "fd00::2".into()));
+    assert_eq!(
+        (req.source.ip().to_string(), req.destination.to_string()),
+        ("fd00::1".into(), "fd00::2".into())
+    );
     let Message::Rej(rej) = &decoded(capture("cm_rej_v4"))[1].message else { panic!() };
-    assert_eq!((rej.local_id, rej.about, rej.reason), (0, About::Req, RejectReason::INVALID_SERVICE_ID));
+    assert_eq!(
+        (rej.local_id, rej.about, rej.reason),
+        (0, About::Req, RejectReason::INVALID_SERVICE_ID)
+    );
 }
 
 /// One of each, with as much as fits in every field.
@@ -208,13 +227,15 @@ fn what_is_no_message_is_refused_by_name() {
         bytes[at] = value;
         Mad::decode(&bytes)
     };
-    for (at, field) in ["base version", "class", "class version", "method"].into_iter().enumerate() {
+    for (at, field) in ["base version", "class", "class version", "method"].into_iter().enumerate()
+    {
         assert_eq!(changed(at, 0x81), Err(MadError::Header { field, found: 0x81 }));
     }
     // LAP: alternate paths are InfiniBand's.
     assert_eq!(changed(17, 0x19), Err(MadError::Attribute(0x19)));
     assert_eq!(changed(16, 0x01), Err(MadError::Attribute(0x0110)));
-    let refused = |reason| Err(MadError::Request { transaction: 5, remote_id: 0x8123_4567, reason });
+    let refused =
+        |reason| Err(MadError::Request { transaction: 5, remote_id: 0x8123_4567, reason });
     // UDP's space of ports, and a service of somebody else.
     assert_eq!(changed(37, 0x11), refused(RejectReason::INVALID_SERVICE_ID));
     assert_eq!(changed(32, 1), refused(RejectReason::INVALID_SERVICE_ID));
@@ -233,9 +254,14 @@ fn what_is_no_message_is_refused_by_name() {
 #[test]
 fn a_hundred_thousand_random_inputs_do_no_harm() {
     let mut random = fastrand::Rng::with_seed(1);
-    let mut good: Vec<[u8; 256]> =
-        CAPTURES.iter().flat_map(|capture| datagrams(capture.1)).map(|bytes| bytes.try_into().unwrap()).collect();
-    good.extend(every_message().into_iter().map(|message| Mad { transaction: 1, message }.encode()));
+    let mut good: Vec<[u8; 256]> = CAPTURES
+        .iter()
+        .flat_map(|capture| datagrams(capture.1))
+        .map(|bytes| bytes.try_into().unwrap())
+        .collect();
+    good.extend(
+        every_message().into_iter().map(|message| Mad { transaction: 1, message }.encode()),
+    );
     for _ in 0..100_000 {
         let mut bytes = Vec::new();
         for _ in 0..random.usize(1..5) {
@@ -254,11 +280,17 @@ fn a_hundred_thousand_random_inputs_do_no_harm() {
 fn requests_to_resolve_a_service_are_answered_that_there_is_none() {
     let mut pair = Pair::new();
     let private_data = Private::empty();
-    let request = Message::SidrReq(Box::new(SidrReq { request_id: 9, service: 0x0111_1c06, private_data }));
+    let request =
+        Message::SidrReq(Box::new(SidrReq { request_id: 9, service: 0x0111_1c06, private_data }));
     pair.b.on_message(1, A, Mad { transaction: 77, message: request }, psn);
     let sent = Out::of(&mut pair.b).sent;
-    let [(A, Mad { transaction: 77, message: Message::SidrRep(rep) })] = &sent[..] else { panic!("{sent:?}") };
-    assert_eq!((rep.request_id, rep.status, rep.service), (9, SidrStatus::UNSUPPORTED, 0x0111_1c06));
+    let [(A, Mad { transaction: 77, message: Message::SidrRep(rep) })] = &sent[..] else {
+        panic!("{sent:?}")
+    };
+    assert_eq!(
+        (rep.request_id, rep.status, rep.service),
+        (9, SidrStatus::UNSUPPORTED, 0x0111_1c06)
+    );
     pair.b.on_message(1, A, sent[0].1.clone(), psn);
     let out = Out::of(&mut pair.b);
     assert!(out.sent.is_empty() && out.events.is_empty());
@@ -271,7 +303,9 @@ fn request_that_nobody_could_accept_is_refused_with_its_reason() {
     pair.b.refuse_unseen(1, A, 5, 0x1234, RejectReason::INVALID_TRANSPORT);
     pair.b.refuse_unseen(1, A, 5, 0, RejectReason::INVALID_TRANSPORT);
     let sent = Out::of(&mut pair.b).sent;
-    let [(A, Mad { transaction: 5, message: Message::Rej(rej) })] = &sent[..] else { panic!("{sent:?}") };
+    let [(A, Mad { transaction: 5, message: Message::Rej(rej) })] = &sent[..] else {
+        panic!("{sent:?}")
+    };
     assert_eq!((rej.local_id, rej.remote_id, rej.about), (0, 0x1234, About::Req));
     assert_eq!(rej.reason, RejectReason::INVALID_TRANSPORT);
 }

@@ -5,7 +5,9 @@ use std::collections::{BinaryHeap, HashMap, HashSet};
 use rdma_provider::types::{AckTimeout, RejectReason};
 
 use super::super::machine::{MAX_RETRIES, RESPONSE_TIMEOUT};
-use super::super::message::{About, CmTimeout, Drep, Dreq, Mra, Private, Rej, Rep, Req, Rtu, Traffic};
+use super::super::message::{
+    About, CmTimeout, Drep, Dreq, Mra, Private, Rej, Rep, Req, Rtu, Traffic,
+};
 use super::*;
 
 /// Seeds of a campaign, or the one of `TOKIO_RDMA_SEED`.
@@ -22,7 +24,10 @@ struct Replay(u64);
 impl Drop for Replay {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            eprintln!("replay with: TOKIO_RDMA_SEED={} cargo test --lib cm::tests::campaign", self.0);
+            eprintln!(
+                "replay with: TOKIO_RDMA_SEED={} cargo test --lib cm::tests::campaign",
+                self.0
+            );
         }
     }
 }
@@ -82,7 +87,10 @@ fn lossy(seed: u64) {
                     0 => pair.b.reject(now, id, b"no").unwrap(),
                     // Later.
                     1 => {}
-                    _ => pair.b.accept(now, id, &params(0x1_0000 + random.u32(..0x10_0000), b"")).unwrap(),
+                    _ => pair
+                        .b
+                        .accept(now, id, &params(0x1_0000 + random.u32(..0x10_0000), b""))
+                        .unwrap(),
                 }
             }
             for (id, event) in out.events {
@@ -97,7 +105,10 @@ fn lossy(seed: u64) {
                 for _ in 0..copies {
                     if random.f64() >= loss {
                         sequence += 1;
-                        wire.push(std::cmp::Reverse((pair.now + random.u64(1_000..400_000_000), sequence)));
+                        wire.push(std::cmp::Reverse((
+                            pair.now + random.u64(1_000..400_000_000),
+                            sequence,
+                        )));
                         letters.insert(sequence, (to, mad.clone()));
                     }
                 }
@@ -114,7 +125,8 @@ fn lossy(seed: u64) {
                     let _ = machine.disconnect(now, id);
                 }
                 1 if !of_a => {
-                    let _ = machine.accept(now, id, &params(0x1_0000 + random.u32(..0x10_0000), b""));
+                    let _ =
+                        machine.accept(now, id, &params(0x1_0000 + random.u32(..0x10_0000), b""));
                 }
                 _ => {
                     machine.release(now, id);
@@ -240,7 +252,12 @@ fn hostile(seed: u64) {
         numbers.truncate(40);
         // A rejection is remembered for as long as the peer may repeat its request, 8.6 s at most.
         let [connections, requests, queue_pairs, timers] = pair.b.sizes();
-        assert!(connections < 1_200 && requests <= connections && queue_pairs <= connections && timers <= connections);
+        assert!(
+            connections < 1_200
+                && requests <= connections
+                && queue_pairs <= connections
+                && timers <= connections
+        );
     }
     for id in held {
         pair.b.release(pair.now, id);

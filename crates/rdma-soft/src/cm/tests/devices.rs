@@ -63,8 +63,11 @@ impl World {
         assert!(self.network.run_until_idle(LONG));
         assert_eq!(self.network.0.ports.lock().taken(), 0);
         for name in ["a", "b"] {
-            let gid =
-                self.contexts[usize::from(name == "b")].port(rdma_provider::types::PortNum(1)).unwrap().gids[0].gid;
+            let gid = self.contexts[usize::from(name == "b")]
+                .port(rdma_provider::types::PortNum(1))
+                .unwrap()
+                .gids[0]
+                .gid;
             let device = self.network.0.device(gid).unwrap();
             assert_eq!(device.cm.sizes(), [0; 6], "{name}");
         }
@@ -76,7 +79,10 @@ fn attributes_are_those_that_the_transitions_want() {
     let world = World::new(1, Faults::none());
     let (listener, at) = world.listen(4);
     let ours = world.request(at, 0x100);
-    let CmEventKind::ConnectRequest { id: theirs, .. } = world.next(&world.b, listener.key()) else { panic!() };
+    let CmEventKind::ConnectRequest { id: theirs, .. } = world.next(&world.b, listener.key())
+    else {
+        panic!()
+    };
     assert!(ours.qp_attr(QpState::Rtr).is_err(), "the peer is not known");
     let check = |id: &CmId| {
         let mut from = QpState::Reset;
@@ -138,7 +144,10 @@ fn device_that_is_lost_tells_every_id_and_takes_no_more_calls() {
     let (listener, at) = world.listen(4);
     let fresh = world.b.create_id().unwrap();
     let ours = world.request(at, 0x100);
-    let CmEventKind::ConnectRequest { id: theirs, .. } = world.next(&world.b, listener.key()) else { panic!() };
+    let CmEventKind::ConnectRequest { id: theirs, .. } = world.next(&world.b, listener.key())
+    else {
+        panic!()
+    };
     world.network.control("b").unwrap().kill();
     for id in [&listener, &fresh, &theirs] {
         assert!(matches!(world.next(&world.b, id.key()), CmEventKind::DeviceRemoval));
@@ -162,7 +171,8 @@ fn device_that_is_lost_tells_every_id_and_takes_no_more_calls() {
 fn calls_in_the_wrong_order_are_refused() {
     let world = World::new(4, Faults::none());
     let (listener, at) = world.listen(1);
-    let refused = |result: Result<(), VerbError>| assert_eq!(result.unwrap_err().errno, VerbError::EINVAL);
+    let refused =
+        |result: Result<(), VerbError>| assert_eq!(result.unwrap_err().errno, VerbError::EINVAL);
     refused(listener.bind(at));
     refused(listener.listen(1));
     refused(listener.resolve_addr(None, at, LONG));
@@ -223,7 +233,9 @@ fn connections_over_a_network_with_faults_are_the_same_each_time() {
                 let id = ours.iter().find(|id| id.key() == event.key);
                 match event.kind {
                     CmEventKind::ConnectResponse(_) => id.unwrap().establish().unwrap(),
-                    CmEventKind::Unreachable(_) | CmEventKind::Rejected { .. } => panic!("{log:#?}"),
+                    CmEventKind::Unreachable(_) | CmEventKind::Rejected { .. } => {
+                        panic!("{log:#?}")
+                    }
                     _ => {}
                 }
             }
@@ -255,8 +267,9 @@ fn connections_over_a_network_with_faults_are_the_same_each_time() {
 fn request_in_the_name_of_another_address_leaves_nothing_behind() {
     let network = over_udp(&["a", "b"]);
     let contexts = ["a", "b"].map(|name| network.open(name).unwrap());
-    let [from, to] =
-        contexts.each_ref().map(|context| context.port(rdma_provider::types::PortNum(1)).unwrap().gids[0].gid);
+    let [from, to] = contexts
+        .each_ref()
+        .map(|context| context.port(rdma_provider::types::PortNum(1)).unwrap().gids[0].gid);
     let channel = contexts[1].create_cm_channel().unwrap();
     let listener = channel.create_id().unwrap();
     listener.bind(SocketAddr::new(to.to_ip(), 0)).unwrap();
@@ -274,6 +287,10 @@ fn request_in_the_name_of_another_address_leaves_nothing_behind() {
     let other = request(address(1, 40_000));
     assert!(other.is_none(), "{other:?}");
     assert_eq!(device.cm.sizes()[..4], [0; 4]);
-    let Some(CmEventKind::ConnectRequest { id, .. }) = request(SocketAddr::new(from.to_ip(), 40_000)) else { panic!() };
+    let Some(CmEventKind::ConnectRequest { id, .. }) =
+        request(SocketAddr::new(from.to_ip(), 40_000))
+    else {
+        panic!()
+    };
     assert_eq!(id.peer_addr().unwrap().ip(), from.to_ip());
 }

@@ -146,7 +146,12 @@ impl Pair {
     }
 
     fn connect_within(&mut self, qpn: u32, timeout: Duration) -> CommId {
-        let to = Destination { gid: B, local: address(1, 40_000), peer: address(2, PORT), mtu: Mtu::Mtu4096 };
+        let to = Destination {
+            gid: B,
+            local: address(1, 40_000),
+            peer: address(2, PORT),
+            mtu: Mtu::Mtu4096,
+        };
         let params = CmParams { timeout, ..params(qpn, b"request") };
         self.a.connect(self.now, to, &params, Psn::new(0x00aa_aa00)).unwrap()
     }
@@ -172,7 +177,9 @@ impl Pair {
 
     /// Moves the clock to the next deadline of either.
     fn next_deadline(&mut self) -> bool {
-        let Some(at) = [self.a.deadline(), self.b.deadline()].into_iter().flatten().min() else { return false };
+        let Some(at) = [self.a.deadline(), self.b.deadline()].into_iter().flatten().min() else {
+            return false;
+        };
         self.now = self.now.max(at);
         self.a.on_timer(self.now);
         self.b.on_timer(self.now);
@@ -206,7 +213,10 @@ fn handshake_and_goodbye_give_both_ends_what_they_need() {
     assert_eq!((a.remote_qpn, b.remote_qpn), (Some(Qpn(0x101)), Some(Qpn(0x100))));
     // Each begins to send with what the other one expects.
     assert_eq!((a.sq_psn, b.sq_psn), (b.rq_psn, a.rq_psn));
-    assert_eq!((a.initiator_depth, a.responder_resources), (b.responder_resources, b.initiator_depth));
+    assert_eq!(
+        (a.initiator_depth, a.responder_resources),
+        (b.responder_resources, b.initiator_depth)
+    );
     assert_eq!(&a.params.as_ref().unwrap().private_data[..8], b"response");
     assert_eq!(a.params.as_ref().unwrap().private_data.len(), 196);
     assert_eq!(&b.params.as_ref().unwrap().private_data[..7], b"request");

@@ -3,7 +3,9 @@
 use rdma_provider::types::{Psn, Qpn, RejectReason};
 
 use super::super::connection::State;
-use super::super::message::{About, CmTimeout, CommId, Drep, Dreq, Mad, Message, Mra, Private, Rej, Rep, Req, Rtu};
+use super::super::message::{
+    About, CmTimeout, CommId, Drep, Dreq, Mad, Message, Mra, Private, Rej, Rep, Req, Rtu,
+};
 use super::*;
 
 /// Which side of a connection is looked at.
@@ -123,7 +125,14 @@ fn subject(end: End, state: State) -> Subject {
 }
 
 /// A message to the connection `id` from that which calls itself `remote`.
-fn message(which: &str, end: End, state: State, id: CommId, remote: CommId, request: &Message) -> Message {
+fn message(
+    which: &str,
+    end: End,
+    state: State,
+    id: CommId,
+    remote: CommId,
+    request: &Message,
+) -> Message {
     let about = match state {
         State::RepSent => About::Rep,
         _ => About::Req,
@@ -133,7 +142,12 @@ fn message(which: &str, end: End, state: State, id: CommId, remote: CommId, requ
             let Message::Req(request) = request else { panic!("{request:?}") };
             Message::Req(Box::new(Req { local_id: remote, ..(**request).clone() }))
         }
-        "MRA" => Message::Mra(Mra { local_id: remote, remote_id: id, about, service_timeout: CmTimeout(18) }),
+        "MRA" => Message::Mra(Mra {
+            local_id: remote,
+            remote_id: id,
+            about,
+            service_timeout: CmTimeout(18),
+        }),
         "REJ" => Message::Rej(Box::new(Rej {
             local_id: remote,
             remote_id: id,
@@ -159,7 +173,9 @@ fn message(which: &str, end: End, state: State, id: CommId, remote: CommId, requ
             let own = if end == Active { OURS } else { THEIRS };
             Message::Dreq(Dreq { local_id: remote, remote_id: id, remote_qpn: Qpn(own) })
         }
-        "stale DREQ" => Message::Dreq(Dreq { local_id: remote, remote_id: id, remote_qpn: Qpn(0x999) }),
+        "stale DREQ" => {
+            Message::Dreq(Dreq { local_id: remote, remote_id: id, remote_qpn: Qpn(0x999) })
+        }
         "DREP" => Message::Drep(Drep { local_id: remote, remote_id: id }),
         _ => panic!("{which}"),
     }
@@ -184,7 +200,8 @@ fn each_message_in_each_state_does_what_the_table_says() {
             subject.machine.on_message(now, peer, mad(message), psn);
             let out = Out::of(&mut subject.machine);
             let (state, answer, event) = then.unwrap_or((Some(row.state), "", ""));
-            let found = (super::state(&subject.machine, id), out.kinds().join(" "), out.names().join(" "));
+            let found =
+                (super::state(&subject.machine, id), out.kinds().join(" "), out.names().join(" "));
             assert_eq!(found, (state, answer.to_owned(), event.to_owned()), "{which} in {row:?}");
             assert!(out.requests.is_empty());
             if then.is_none() {
@@ -205,22 +222,32 @@ fn messages_that_do_not_name_a_connection_rightly_change_none() {
             let unknown = id.wrapping_add(5).max(1);
             // Who answers a request may be anybody to whom it was sent, under any number.
             let open = row.state == State::ReqSent;
-            let mut tries = vec![(stranger, id, remote), (peer, unknown, remote), (stranger, unknown, 0)];
+            let mut tries =
+                vec![(stranger, id, remote), (peer, unknown, remote), (stranger, unknown, 0)];
             if !open {
                 tries.extend([(peer, id, other), (peer, id, 0)]);
             }
             for (from, id_named, remote_named) in tries {
                 let mut subject = subject(row.end, row.state);
-                let message = message(which, row.end, row.state, id_named, remote_named, &subject.request);
+                let message =
+                    message(which, row.end, row.state, id_named, remote_named, &subject.request);
                 let before = subject.machine.sizes();
                 subject.machine.on_message(subject.now, from, mad(message), psn);
                 let out = Out::of(&mut subject.machine);
-                let context = format!("{which} from {from} for {id_named:#x}, {remote_named:#x} in {row:?}");
-                assert_eq!(super::state(&subject.machine, subject.id), Some(row.state), "{context}");
+                let context =
+                    format!("{which} from {from} for {id_named:#x}, {remote_named:#x} in {row:?}");
+                assert_eq!(
+                    super::state(&subject.machine, subject.id),
+                    Some(row.state),
+                    "{context}"
+                );
                 assert_eq!(subject.machine.sizes(), before, "{context}");
                 assert!(out.events.is_empty() && out.requests.is_empty(), "{context}");
                 // One answer at most, and to who sent it: nothing to be amplified or reflected.
-                assert!(out.sent.len() <= 1 && out.sent.iter().all(|(to, _)| *to == from), "{context}: {out:?}");
+                assert!(
+                    out.sent.len() <= 1 && out.sent.iter().all(|(to, _)| *to == from),
+                    "{context}: {out:?}"
+                );
             }
         }
     }
@@ -249,7 +276,11 @@ fn calls_that_do_not_fit_the_state_are_refused_and_change_nothing() {
         }
         let out = Out::of(machine);
         assert!(out.sent.is_empty() && out.events.is_empty(), "{row:?}: {out:?}");
-        assert_eq!((super::state(machine, id), machine.sizes()), (Some(row.state), before), "{row:?}");
+        assert_eq!(
+            (super::state(machine, id), machine.sizes()),
+            (Some(row.state), before),
+            "{row:?}"
+        );
     }
 }
 
@@ -279,7 +310,9 @@ fn id_that_is_dropped_tells_the_peer_and_is_forgotten_in_time() {
 
 #[test]
 fn requests_that_no_manager_sends_are_ignored_and_others_refused_with_the_reason() {
-    let Subject { request: Message::Req(request), .. } = subject(Active, State::ReqSent) else { panic!() };
+    let Subject { request: Message::Req(request), .. } = subject(Active, State::ReqSent) else {
+        panic!()
+    };
     let answer = |change: &dyn Fn(&mut Req)| {
         let mut pair = Pair::new();
         let mut request = request.clone();
@@ -299,6 +332,9 @@ fn requests_that_no_manager_sends_are_ignored_and_others_refused_with_the_reason
     assert_eq!(answer(&|request| request.local_gid = B), None);
     assert_eq!(answer(&|request| request.remote_gid = A), Some(RejectReason::INVALID_GID));
     assert_eq!(answer(&|request| request.service_port = 1), Some(RejectReason::INVALID_SERVICE_ID));
-    assert_eq!(answer(&|request| request.destination = [10, 0, 0, 3].into()), Some(RejectReason::INVALID_SERVICE_ID));
+    assert_eq!(
+        answer(&|request| request.destination = [10, 0, 0, 3].into()),
+        Some(RejectReason::INVALID_SERVICE_ID)
+    );
     assert_eq!(answer(&|request| request.mtu = Mtu::Mtu256), None);
 }

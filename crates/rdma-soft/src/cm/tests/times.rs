@@ -89,7 +89,9 @@ fn waits_double_up_to_that_of_the_kernel_and_differ_between_connections() {
 #[test]
 fn request_is_repeated_until_its_deadline_and_given_up_then() {
     // The last is shorter than the first wait.
-    for (patience, repetitions) in [(60_000, 14..=21), (15_000, 6..=8), (1_000, 1..=2), (100, 0..=0), (0, 0..=0)] {
+    for (patience, repetitions) in
+        [(60_000, 14..=21), (15_000, 6..=8), (1_000, 1..=2), (100, 0..=0), (0, 0..=0)]
+    {
         let mut pair = Pair::new();
         let patience = Duration::from_millis(patience);
         let id = pair.connect_within(0x100, patience);
@@ -161,7 +163,12 @@ fn request_waits_as_long_as_the_kernel_asks_and_goes_on_after_that() {
     let mut pair = Pair::new();
     let ours = pair.connect_within(0x100, Duration::from_secs(100));
     let deadline = pair.now + 100_000_000_000;
-    let mra = |code| Mra { local_id: 9, remote_id: ours, about: About::Req, service_timeout: CmTimeout(code) };
+    let mra = |code| Mra {
+        local_id: 9,
+        remote_id: ours,
+        about: About::Req,
+        service_timeout: CmTimeout(code),
+    };
     Out::of(&mut pair.a);
     pair.now += 100;
     pair.a.on_message(pair.now, B, Mad { transaction: 1, message: Message::Mra(mra(24)) }, psn);
@@ -189,7 +196,9 @@ fn request_carries_what_suits_the_peer() {
     pair.b.accept(pair.now, theirs, &params(0x200, b"")).unwrap();
     pair.deliver_to_a();
     // The passive side takes it over, and the active one keeps its own.
-    let timeout = |machine: &Machine, id| machine.connection(id).unwrap().qp_attr(QpState::Rts).unwrap().timeout;
+    let timeout = |machine: &Machine, id| {
+        machine.connection(id).unwrap().qp_attr(QpState::Rts).unwrap().timeout
+    };
     assert_eq!(timeout(&pair.b, theirs), Some(PEER_ACK_TIMEOUT));
     assert_eq!(timeout(&pair.a, ours), Some(AckTimeout::from_code(14)));
 }
@@ -312,7 +321,10 @@ fn requests_beyond_the_backlog_wait_at_their_peers() {
     pair.deliver_to_a();
     let more = pair.connect(0x300);
     pair.deliver_to_b();
-    assert_eq!((Out::of(&mut pair.b).requests.len(), state(&pair.a, more)), (1, Some(State::ReqSent)));
+    assert_eq!(
+        (Out::of(&mut pair.b).requests.len(), state(&pair.a, more)),
+        (1, Some(State::ReqSent))
+    );
 }
 
 #[test]
@@ -360,7 +372,9 @@ fn queue_pair_that_begins_anew_ends_what_it_was_part_of() {
     assert_eq!(state(&pair.b, theirs), Some(State::DreqSent));
     let out = pair.deliver_to_b();
     assert_eq!(out.names(), ["rejected"]);
-    assert!(matches!(&out.events[0], (id, Event::Rejected(RejectReason::STALE_CONNECTION, _)) if *id == again));
+    assert!(
+        matches!(&out.events[0], (id, Event::Rejected(RejectReason::STALE_CONNECTION, _)) if *id == again)
+    );
     assert_eq!(out.kinds(), ["DREP"], "of a connection that it has forgotten");
     assert_eq!(Out::of(&mut pair.b).names(), ["disconnected"]);
 }
@@ -451,7 +465,11 @@ fn any_one_message_may_be_lost_or_repeated() {
                 }
                 steps += 1;
                 assert!(steps < 100, "{fate} {unlucky}: {seen:?}");
-                if quiet && pair.a.deadline().is_none() && pair.b.deadline().is_none() && pair.a.sizes() == [0; 4] {
+                if quiet
+                    && pair.a.deadline().is_none()
+                    && pair.b.deadline().is_none()
+                    && pair.a.sizes() == [0; 4]
+                {
                     break;
                 }
                 if quiet {
@@ -489,7 +507,10 @@ fn traffic_that_overtakes_the_confirmation_confirms_and_a_stray_packet_does_not(
     pair.a.establish(ours).unwrap();
     let late = Out::of(&mut pair.a).sent.remove(0).1;
     pair.b.on_traffic(theirs, Qpn(0x200));
-    assert_eq!((Out::of(&mut pair.b).names(), state(&pair.b, theirs)), (vec!["established"], Some(State::Established)));
+    assert_eq!(
+        (Out::of(&mut pair.b).names(), state(&pair.b, theirs)),
+        (vec!["established"], Some(State::Established))
+    );
     assert_eq!(pair.b.deadline(), None);
     pair.b.on_traffic(theirs, Qpn(0x200));
     pair.b.on_message(pair.now, A, late, psn);
@@ -517,7 +538,9 @@ fn one_peer_cannot_take_the_room_of_all() {
     assert!(pair.next_deadline());
     let late = Out::of(&mut pair.a).sent;
     assert_eq!(late.len() as u32, beyond);
-    let give = |pair: &mut Pair| late.iter().for_each(|(_, mad)| pair.b.on_message(pair.now, A, mad.clone(), psn));
+    let give = |pair: &mut Pair| {
+        late.iter().for_each(|(_, mad)| pair.b.on_message(pair.now, A, mad.clone(), psn))
+    };
     give(&mut pair);
     assert!(Out::of(&mut pair.b).requests.is_empty());
     // Another one has its own.
@@ -573,7 +596,11 @@ fn requests_that_nobody_confirms_take_less_time_when_there_are_many() {
         (pair.now - start, pair)
     };
     let (took, mut pair) = until_below_half(forge(HALF_OPEN));
-    assert_eq!(took, u64::from(HURRIED_RETRIES + 1) * HURRIED_TIMEOUT, "all were accepted while there were many");
+    assert_eq!(
+        took,
+        u64::from(HURRIED_RETRIES + 1) * HURRIED_TIMEOUT,
+        "all were accepted while there were many"
+    );
     // The rest is waited for as asked, and is gone in the end.
     let rest = pair.b.half_open.total();
     assert_eq!(rest, HALF_OPEN / 2);
@@ -595,7 +622,8 @@ fn requests_that_nobody_confirms_take_less_time_when_there_are_many() {
 fn answers_beyond_the_limit_are_as_good_as_lost() {
     let mut pair = Pair::new();
     let stray = |number| Message::Drep(Drep { local_id: 1, remote_id: number });
-    let goodbye = |number| Message::Dreq(Dreq { local_id: number, remote_id: 7, remote_qpn: Qpn(5) });
+    let goodbye =
+        |number| Message::Dreq(Dreq { local_id: number, remote_id: 7, remote_qpn: Qpn(5) });
     for number in 1..=if cfg!(debug_assertions) { 20_000 } else { 100_000 } {
         pair.b.on_message(pair.now, A, Mad { transaction: 1, message: stray(number) }, psn);
         pair.b.on_message(pair.now, A, Mad { transaction: 1, message: goodbye(number) }, psn);
@@ -617,25 +645,36 @@ fn answers_beyond_the_limit_are_as_good_as_lost() {
 #[test]
 fn packets_are_as_long_as_the_route_of_the_request_allows() {
     let (small, large) = (Mtu::Mtu1024, Mtu::Mtu4096);
-    for (port, asked, refused) in [(large, small, false), (small, small, false), (small, large, true)] {
+    for (port, asked, refused) in
+        [(large, small, false), (small, small, false), (small, large, true)]
+    {
         let mut pair = Pair::new();
         pair.b = Machine::new(B, 2, port, 5);
         pair.b.listen(LISTENER, address(2, PORT), 8);
-        let to = Destination { gid: B, local: address(1, 40_000), peer: address(2, PORT), mtu: asked };
+        let to =
+            Destination { gid: B, local: address(1, 40_000), peer: address(2, PORT), mtu: asked };
         let ours = pair.a.connect(pair.now, to, &params(0x100, b""), Psn::new(1)).unwrap();
         pair.deliver_to_b();
         let out = pair.deliver_to_a();
         if refused {
             let names = Out::of(&mut pair.a).events;
-            let [(id, Event::Rejected(RejectReason::INVALID_MTU, _))] = &names[..] else { panic!("{names:?}") };
+            let [(id, Event::Rejected(RejectReason::INVALID_MTU, _))] = &names[..] else {
+                panic!("{names:?}")
+            };
             assert_eq!(*id, ours);
             continue;
         }
         let theirs = out.requests[0];
-        assert_eq!(pair.b.connection(theirs).unwrap().qp_attr(QpState::Rtr).unwrap().path_mtu, Some(asked));
+        assert_eq!(
+            pair.b.connection(theirs).unwrap().qp_attr(QpState::Rtr).unwrap().path_mtu,
+            Some(asked)
+        );
         pair.b.accept(pair.now, theirs, &params(0x200, b"")).unwrap();
         pair.deliver_to_a();
-        assert_eq!(pair.a.connection(ours).unwrap().qp_attr(QpState::Rtr).unwrap().path_mtu, Some(asked));
+        assert_eq!(
+            pair.a.connection(ours).unwrap().qp_attr(QpState::Rtr).unwrap().path_mtu,
+            Some(asked)
+        );
     }
 }
 
@@ -655,8 +694,12 @@ fn packets_of_the_passive_side_are_marked_as_those_of_the_active_one() {
     };
     pair.b.on_message(pair.now, A, mad, psn);
     let theirs = Out::of(&mut pair.b).requests[0];
-    let address = pair.b.connection(theirs).unwrap().qp_attr(QpState::Rtr).unwrap().address.unwrap();
-    assert_eq!((address.flow_label, address.traffic_class, address.service_level), (0x5_4321, 0xb8, 3));
+    let address =
+        pair.b.connection(theirs).unwrap().qp_attr(QpState::Rtr).unwrap().address.unwrap();
+    assert_eq!(
+        (address.flow_label, address.traffic_class, address.service_level),
+        (0x5_4321, 0xb8, 3)
+    );
     assert_eq!((address.dgid, address.hop_limit), (A, 64));
 }
 
@@ -686,9 +729,15 @@ fn numbers_of_connections_do_not_tell_the_next_one() {
     let last = seen[seen.len() - 1];
     // A counter behind a mask: the change from one number to the next is that of a counter.
     let mut guesses: Vec<CommId> = (1..=32).map(|bits| last ^ (u32::MAX >> (32 - bits))).collect();
-    guesses.extend((1..1_000).flat_map(|near| [last.wrapping_add(near), last.wrapping_sub(near), last ^ near]));
+    guesses.extend(
+        (1..1_000).flat_map(|near| [last.wrapping_add(near), last.wrapping_sub(near), last ^ near]),
+    );
     guesses.extend(seen.windows(2).flat_map(|two| {
-        [last ^ two[0] ^ two[1], last.wrapping_add(two[1].wrapping_sub(two[0])), last.wrapping_mul(two[1])]
+        [
+            last ^ two[0] ^ two[1],
+            last.wrapping_add(two[1].wrapping_sub(two[0])),
+            last.wrapping_mul(two[1]),
+        ]
     }));
     assert!(!guesses.contains(&next), "found with {} guesses of 2^32", guesses.len());
     for bit in 0..32 {
@@ -697,6 +746,10 @@ fn numbers_of_connections_do_not_tell_the_next_one() {
         assert!((405..=594).contains(&changes), "bit {bit} changes {changes} times");
     }
     // Nor do the numbers of transactions, which are beside them, begin with the seed.
-    let transactions: Vec<u64> = Out::of(&mut pair.a).sent.iter().map(|(_, mad)| mad.transaction).collect();
-    assert!(transactions.len() == 1_001 && transactions.iter().all(|transaction| transaction >> 32 != 0x1111_2222));
+    let transactions: Vec<u64> =
+        Out::of(&mut pair.a).sent.iter().map(|(_, mad)| mad.transaction).collect();
+    assert!(
+        transactions.len() == 1_001
+            && transactions.iter().all(|transaction| transaction >> 32 != 0x1111_2222)
+    );
 }

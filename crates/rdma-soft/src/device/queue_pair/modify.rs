@@ -20,7 +20,11 @@ pub(super) fn state_of(sender: &Sender, receiver: &ReceiverHalf) -> QpState {
 }
 
 impl QpInner {
-    pub(super) fn modify(self: &Arc<Self>, attr: &QpAttr, deferred: &Deferred) -> Result<(), VerbError> {
+    pub(super) fn modify(
+        self: &Arc<Self>,
+        attr: &QpAttr,
+        deferred: &Deferred,
+    ) -> Result<(), VerbError> {
         let invalid = VerbError::new("ibv_modify_qp", VerbError::EINVAL);
         let mut sender_guard = self.sender.lock();
         let mut receiver_guard = self.receiver.lock();
@@ -120,7 +124,12 @@ impl QpInner {
     }
 
     /// Empties everything; the queue pair is as just created.
-    pub(super) fn reset(self: &Arc<Self>, sender: &mut Sender, receiver: &mut ReceiverHalf, deferred: &Deferred) {
+    pub(super) fn reset(
+        self: &Arc<Self>,
+        sender: &mut Sender,
+        receiver: &mut ReceiverHalf,
+        deferred: &Deferred,
+    ) {
         tracing::debug!(qpn = %self.qpn, "queue pair is reset");
         self.generation.fetch_add(1, Ordering::Relaxed);
         // Who has a completion may end its queue pair, and the peer's send has arrived all the same.

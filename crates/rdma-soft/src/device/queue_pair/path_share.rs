@@ -11,7 +11,8 @@ impl Sender {
     /// Who sends to `peer` from now on shares the way with others, over UDP.
     pub(crate) fn take_way(&mut self, qp: &Arc<QpInner>, peer: Gid) {
         let device = qp.device();
-        let link = device.endpoint().map(|endpoint| endpoint.link_to(peer, &device.network.scheduler));
+        let link =
+            device.endpoint().map(|endpoint| endpoint.link_to(peer, &device.network.scheduler));
         self.place = link.map(|link| link.place(Arc::downgrade(qp)));
         if self.place.is_some() {
             self.machine.config.flow = Flow::of(1);

@@ -71,11 +71,22 @@ impl Batch {
     pub(super) fn push_sealed(&mut self, image: &[u8], to: SocketAddr) {
         let start = self.bytes.len();
         self.bytes.extend_from_slice(image);
-        self.groups.push(Group { to, bytes: start..self.bytes.len(), segment: image.len(), count: 1 });
+        self.groups.push(Group {
+            to,
+            bytes: start..self.bytes.len(),
+            segment: image.len(),
+            count: 1,
+        });
     }
 
     /// Adds a packet that `write` appends, without its check; `join`: the kernel may be asked to cut messages.
-    pub(super) fn push(&mut self, header: &Header, to: SocketAddr, join: bool, write: impl FnOnce(&mut Vec<u8>)) {
+    pub(super) fn push(
+        &mut self,
+        header: &Header,
+        to: SocketAddr,
+        join: bool,
+        write: impl FnOnce(&mut Vec<u8>),
+    ) {
         let start = self.bytes.len();
         write(&mut self.bytes);
         let length = self.bytes.len() - start + crate::roce::icrc::CHECK;
@@ -120,14 +131,30 @@ mod tests {
                 batch.push(&header, to, join, |out| out.resize(out.len() + length, 0));
             }
             assert_eq!(batch.len(), packets.len() as u64);
-            batch.groups().iter().map(|group| (group.count, batch.bytes_of(group).len())).collect::<Vec<_>>()
+            batch
+                .groups()
+                .iter()
+                .map(|group| (group.count, batch.bytes_of(group).len()))
+                .collect::<Vec<_>>()
         };
         assert_eq!(shape(&[(to, 28), (to, 28), (to, 12)], true), [(3, 80)]);
-        assert_eq!(shape(&[(to, 28), (to, 12), (to, 12)], true), [(2, 48), (1, 16)], "a shorter one is the last");
-        assert_eq!(shape(&[(to, 12), (to, 28), (to, 28)], true), [(1, 16), (2, 64)], "no longer one joins");
+        assert_eq!(
+            shape(&[(to, 28), (to, 12), (to, 12)], true),
+            [(2, 48), (1, 16)],
+            "a shorter one is the last"
+        );
+        assert_eq!(
+            shape(&[(to, 12), (to, 28), (to, 28)], true),
+            [(1, 16), (2, 64)],
+            "no longer one joins"
+        );
         assert_eq!(shape(&[(to, 12), (other, 12), (to, 12)], true), [(1, 16), (1, 16), (1, 16)]);
         assert_eq!(shape(&[(to, 12), (to, 12)], false), [(1, 16), (1, 16)]);
         assert_eq!(shape(&[(to, 12); 65], true), [(64, 1024), (1, 16)]);
-        assert_eq!(shape(&[(to, 4096); 16], true), [(15, 61_500), (1, 4100)], "as much as the kernel takes");
+        assert_eq!(
+            shape(&[(to, 4096); 16], true),
+            [(15, 61_500), (1, 4100)],
+            "as much as the kernel takes"
+        );
     }
 }

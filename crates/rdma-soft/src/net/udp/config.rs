@@ -99,14 +99,17 @@ impl UdpConfig {
             }
         }
         match self.peers.iter().find(|(address, prefix)| *prefix > bits(*address)) {
-            Some(&(address, prefix)) => Err(UdpError::Prefix { address, prefix, longest: bits(address) }),
+            Some(&(address, prefix)) => {
+                Err(UdpError::Prefix { address, prefix, longest: bits(address) })
+            }
             None => Ok(()),
         }
     }
 
     /// Returns true if packets of `peer` are accepted.
     pub(super) fn allows(&self, peer: IpAddr) -> bool {
-        self.peers.is_empty() || self.peers.iter().any(|&(address, prefix)| begins_with(peer, address, prefix))
+        self.peers.is_empty()
+            || self.peers.iter().any(|&(address, prefix)| begins_with(peer, address, prefix))
     }
 }
 
@@ -127,7 +130,8 @@ fn begins_with(address: IpAddr, of: IpAddr, prefix: u8) -> bool {
         IpAddr::V6(v6) => v6.to_bits(),
     };
     let differing = number(address) ^ number(of);
-    address.is_ipv4() == of.is_ipv4() && differing.checked_shr(128 - u32::from(prefix)).unwrap_or(0) == 0
+    address.is_ipv4() == of.is_ipv4()
+        && differing.checked_shr(128 - u32::from(prefix)).unwrap_or(0) == 0
 }
 
 #[cfg(test)]
@@ -145,16 +149,32 @@ mod tests {
         assert_eq!(config().address(ip("::1")).check(), Ok(()));
         assert_eq!(config().address(ip("::1")).port(0).check(), Err(UdpError::NoPort));
         let outside = ip("192.0.2.1");
-        assert_eq!(config().address(outside).check(), Err(UdpError::NotLoopback { address: outside }));
+        assert_eq!(
+            config().address(outside).check(),
+            Err(UdpError::NotLoopback { address: outside })
+        );
         assert_eq!(config().address(outside).expose().check(), Ok(()));
-        for address in ["0.0.0.0", "::", "224.0.0.1", "ff02::1", "255.255.255.255", "127.255.255.255"].map(ip) {
-            assert_eq!(config().address(address).expose().check(), Err(UdpError::NotOneHost { address }));
+        for address in
+            ["0.0.0.0", "::", "224.0.0.1", "ff02::1", "255.255.255.255", "127.255.255.255"].map(ip)
+        {
+            assert_eq!(
+                config().address(address).expose().check(),
+                Err(UdpError::NotOneHost { address })
+            );
         }
         let twice = config().device("a", ip("127.0.0.2")).device("b", ip("::ffff:127.0.0.2"));
-        assert!(matches!(twice.check(), Err(UdpError::Repeated { .. })), "the same address in another form");
-        assert!(config().device("a", ip("127.0.0.2")).device("a", ip("127.0.0.3")).check().is_err());
+        assert!(
+            matches!(twice.check(), Err(UdpError::Repeated { .. })),
+            "the same address in another form"
+        );
+        assert!(
+            config().device("a", ip("127.0.0.2")).device("a", ip("127.0.0.3")).check().is_err()
+        );
         let wide = config().address(ip("::1")).allow(ip("10.0.0.0"), 33);
-        assert_eq!(wide.check(), Err(UdpError::Prefix { address: ip("10.0.0.0"), prefix: 33, longest: 32 }));
+        assert_eq!(
+            wide.check(),
+            Err(UdpError::Prefix { address: ip("10.0.0.0"), prefix: 33, longest: 32 })
+        );
     }
 
     #[test]
@@ -162,9 +182,13 @@ mod tests {
         let all = UdpConfig::new();
         assert!(all.allows(ip("192.0.2.1")) && all.allows(ip("fd00::1")));
         let some = UdpConfig::new().allow(ip("10.1.0.0"), 16).allow(ip("fd00::1"), 128);
-        for (peer, allowed) in
-            [("10.1.255.1", true), ("10.2.0.1", false), ("fd00::1", true), ("fd00::2", false), ("a01::", false)]
-        {
+        for (peer, allowed) in [
+            ("10.1.255.1", true),
+            ("10.2.0.1", false),
+            ("fd00::1", true),
+            ("fd00::2", false),
+            ("a01::", false),
+        ] {
             assert_eq!(some.allows(ip(peer)), allowed, "{peer}");
         }
         let whole_family = UdpConfig::new().allow(ip("0.0.0.0"), 0);

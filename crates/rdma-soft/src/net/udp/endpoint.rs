@@ -94,7 +94,11 @@ impl fmt::Debug for Endpoint {
 
 impl Endpoint {
     /// Binds the socket of `address` and begins to receive; `patient`: after waiting a little for the port, if it is taken.
-    pub(crate) fn open(config: &Arc<UdpConfig>, address: IpAddr, patient: bool) -> Result<Arc<Self>, UdpError> {
+    pub(crate) fn open(
+        config: &Arc<UdpConfig>,
+        address: IpAddr,
+        patient: bool,
+    ) -> Result<Arc<Self>, UdpError> {
         let system = |verb, error: &io::Error| UdpError::System {
             address,
             error: VerbError::new(verb, error.raw_os_error().unwrap_or(VerbError::EIO)),
@@ -105,7 +109,12 @@ impl Endpoint {
         let socket = bound.map_err(|error| match error.kind() {
             io::ErrorKind::AddrInUse => {
                 let device = Held::device_at(local);
-                UdpError::PortTaken { address, port, soft_roce: device.is_none() && soft_roce_has(port), device }
+                UdpError::PortTaken {
+                    address,
+                    port,
+                    soft_roce: device.is_none() && soft_roce_has(port),
+                    device,
+                }
             }
             io::ErrorKind::Unsupported => UdpError::NotLinux,
             io::ErrorKind::AddrNotAvailable => UdpError::NotLocal { address },
@@ -146,7 +155,8 @@ impl Endpoint {
         self.socket.close();
         let thread = self.thread.lock().take();
         // The receiving thread itself may have dropped the last of the network.
-        if let Some(thread) = thread.filter(|handle| handle.thread().id() != thread::current().id()) {
+        if let Some(thread) = thread.filter(|handle| handle.thread().id() != thread::current().id())
+        {
             thread.thread().unpark();
             // How it ended it has said itself.
             let _ = thread.join();
@@ -182,7 +192,9 @@ impl Endpoint {
     pub(crate) fn path_mtu(&self, peer: Gid) -> Result<Mtu, VerbError> {
         let peer = SocketAddr::new(peer.to_ip(), self.config.port);
         let route = self.socket.route_mtu(peer);
-        let errno = |error: io::Error| VerbError::new("connect", error.raw_os_error().unwrap_or(VerbError::EIO));
+        let errno = |error: io::Error| {
+            VerbError::new("connect", error.raw_os_error().unwrap_or(VerbError::EIO))
+        };
         // A peer on this host is reached over the loopback interface, and takes what its own takes.
         let own = mtu_at(peer.ip()).unwrap_or(usize::MAX);
         route.map(|route| fitting(route.min(own))).map_err(errno)
@@ -247,8 +259,12 @@ impl Endpoint {
     fn header_to(&self, to: Gid) -> (Header, SocketAddr) {
         let local = self.socket.local();
         let destination = to.to_ip();
-        let header =
-            Header { source: local.ip(), source_port: local.port(), destination, destination_port: self.config.port };
+        let header = Header {
+            source: local.ip(),
+            source_port: local.port(),
+            destination,
+            destination_port: self.config.port,
+        };
         (header, SocketAddr::new(destination, self.config.port))
     }
 
@@ -261,7 +277,9 @@ impl Endpoint {
         if let Err((lost, error)) = self.socket.send(batch) {
             add(&self.counters.lost, lost);
             // Without checksums by the interface the kernel cannot cut (EIO): from now on each packet goes alone.
-            if error.raw_os_error() == Some(VerbError::EIO) && self.cuts.swap(false, Ordering::Relaxed) {
+            if error.raw_os_error() == Some(VerbError::EIO)
+                && self.cuts.swap(false, Ordering::Relaxed)
+            {
                 tracing::warn!(endpoint = ?self, "the interface does not segment; packets are sent one by one");
             }
             tracing::debug!(endpoint = ?self, %error, lost, "packets not sent");
@@ -357,23 +375,37 @@ impl Endpoint {
         }
     }
 
-    fn on_datagram(&self, device: Option<&Arc<DeviceInner>>, source: SocketAddr, datagram: &[u8], turn: &mut Turn) {
+    fn on_datagram(
+        &self,
+        device: Option<&Arc<DeviceInner>>,
+        source: SocketAddr,
+        datagram: &[u8],
+        turn: &mut Turn,
+    ) {
         add(&self.counters.received, 1);
         let ip = source.ip().to_canonical();
-        let (Some((covered, check)), true) = (datagram.split_last_chunk::<CHECK>(), self.config.allows(ip)) else {
+        let (Some((covered, check)), true) =
+            (datagram.split_last_chunk::<CHECK>(), self.config.allows(ip))
+        else {
             add(&self.counters.unwanted, 1);
             return;
         };
         let local = self.socket.local();
-        let header =
-            Header { source: ip, source_port: source.port(), destination: local.ip(), destination_port: local.port() };
+        let header = Header {
+            source: ip,
+            source_port: source.port(),
+            destination: local.ip(),
+            destination_port: local.port(),
+        };
         if !header.verify(covered, u32::from_le_bytes(*check)) {
             tracing::trace!(%source, "packet with a wrong check dropped");
             add(&self.counters.rejected, 1);
             return;
         }
         let parsed = Packet::parse(covered);
-        let (Some(device), Ok((packet, payload))) = (device.filter(|device| device.is_linked()), parsed) else {
+        let (Some(device), Ok((packet, payload))) =
+            (device.filter(|device| device.is_linked()), parsed)
+        else {
             tracing::trace!(%source, ?parsed, "packet dropped");
             add(&self.counters.unwanted, 1);
             return;
@@ -422,7 +454,8 @@ enum Party {
 impl Turn {
     /// A packet for `qp` was accepted.
     pub(crate) fn next(&mut self, qp: Arc<QpInner>, half: Half) {
-        if !matches!(&self.0, Some(Party::Pair(before, of)) if *of == half && Arc::ptr_eq(before, &qp)) {
+        if !matches!(&self.0, Some(Party::Pair(before, of)) if *of == half && Arc::ptr_eq(before, &qp))
+        {
             self.end();
         }
         self.0 = Some(Party::Pair(qp, half));
@@ -450,7 +483,9 @@ impl Turn {
 fn bind(local: SocketAddr) -> io::Result<Socket> {
     for _ in 0..LEAVING {
         match Socket::bind(local) {
-            Err(error) if error.kind() == io::ErrorKind::AddrInUse && !soft_roce_has(local.port()) => {
+            Err(error)
+                if error.kind() == io::ErrorKind::AddrInUse && !soft_roce_has(local.port()) =>
+            {
                 thread::sleep(PAUSE);
             }
             result => return result,
@@ -502,7 +537,15 @@ mod tests {
 
     #[test]
     fn mtu_leaves_room_for_headers() {
-        let cases = [(65536, 4096), (4200, 4096), (4175, 2048), (1500, 1024), (1280, 1024), (600, 512), (0, 256)];
+        let cases = [
+            (65536, 4096),
+            (4200, 4096),
+            (4175, 2048),
+            (1500, 1024),
+            (1280, 1024),
+            (600, 512),
+            (0, 256),
+        ];
         for (route, mtu) in cases {
             assert_eq!(fitting(route).bytes(), mtu, "{route}");
         }

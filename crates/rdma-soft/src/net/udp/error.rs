@@ -92,7 +92,8 @@ impl UdpError {
     /// [`NotOneHost`](Self::NotOneHost) if the address is unspecified, multicast or broadcast.
     pub fn check_host(address: IpAddr) -> Result<(), Self> {
         let broadcast = [Ipv4Addr::BROADCAST, Ipv4Addr::new(127, 255, 255, 255)].map(IpAddr::V4);
-        let bad = address.is_unspecified() || address.is_multicast() || broadcast.contains(&address);
+        let bad =
+            address.is_unspecified() || address.is_multicast() || broadcast.contains(&address);
         if bad { Err(Self::NotOneHost { address }) } else { Ok(()) }
     }
 }
@@ -103,7 +104,10 @@ impl fmt::Display for UdpError {
             Self::NoDevice => f.write_str("a network over UDP needs a device, none is configured"),
             Self::NoPort => f.write_str("port 0 cannot be known to peers; 1 to 65535 are allowed"),
             Self::Repeated { name, address } => {
-                write!(f, "device {name:?} at {address}: an earlier device has this name or this address")
+                write!(
+                    f,
+                    "device {name:?} at {address}: an earlier device has this name or this address"
+                )
             }
             Self::NotOneHost { address } => write!(f, "{address} is not the address of one host"),
             Self::NotLoopback { address } => {
@@ -116,7 +120,10 @@ impl fmt::Display for UdpError {
                 write!(f, "prefix of {prefix} bits of {address}; at most {longest} are allowed")
             }
             Self::PortTaken { address, port, device: Some(device), .. } => {
-                write!(f, "port {port} of {address} is taken by device {device:?} of this process; use that device")?;
+                write!(
+                    f,
+                    "port {port} of {address} is taken by device {device:?} of this process; use that device"
+                )?;
                 other_address(f, *address)
             }
             Self::PortTaken { address, port, soft_roce: true, .. } => {
@@ -135,8 +142,12 @@ impl fmt::Display for UdpError {
             }
             Self::NoRoute { peer, error } => write!(f, "no way to {peer}: {error}"),
             Self::NotLocal { address } => write!(f, "{address} is not an address of this host"),
-            Self::NotLinux => f.write_str("this is not Linux, which software devices over UDP need"),
-            Self::System { address, error } => write!(f, "opening a software device over UDP for {address}: {error}"),
+            Self::NotLinux => {
+                f.write_str("this is not Linux, which software devices over UDP need")
+            }
+            Self::System { address, error } => {
+                write!(f, "opening a software device over UDP for {address}: {error}")
+            }
         }
     }
 }

@@ -13,7 +13,10 @@ pub fn interface_at(address: IpAddr) -> Option<String> {
     }
     let interfaces = if_addrs::get_if_addrs().unwrap_or_default();
     // Of several the first: link-local addresses repeat.
-    let found = interfaces.into_iter().filter(|interface| interface.ip() == address).min_by_key(|found| found.index);
+    let found = interfaces
+        .into_iter()
+        .filter(|interface| interface.ip() == address)
+        .min_by_key(|found| found.index);
     found.map(|interface| interface.name)
 }
 
@@ -34,7 +37,8 @@ mod tests {
         assert_eq!(mtu("127.0.0.1"), mtu("127.3.2.1"));
         // Reserved for documentation.
         assert_eq!(mtu("198.51.100.1"), None);
-        let ours = if_addrs::get_if_addrs().unwrap().into_iter().find(|interface| interface.name != "lo");
+        let ours =
+            if_addrs::get_if_addrs().unwrap().into_iter().find(|interface| interface.name != "lo");
         if let Some(interface) = ours {
             assert!(interface_at(interface.ip()).is_some(), "{interface:?}");
         }

@@ -27,7 +27,12 @@ impl<'a> Outbox<'a> {
     }
 
     /// A packet of a dynamic connection, which its machines make as one of RC.
-    pub(crate) fn push_framed(&mut self, (packet, header): &Framed, to: Gid, payload: &Payload<'_, '_>) {
+    pub(crate) fn push_framed(
+        &mut self,
+        (packet, header): &Framed,
+        to: Gid,
+        payload: &Payload<'_, '_>,
+    ) {
         let packet = Packet { transport: Transport::Dci, ..*packet };
         self.write(&packet, to, Header::LEN + payload.len(), |out| {
             header.append_to(out);
@@ -36,7 +41,13 @@ impl<'a> Outbox<'a> {
     }
 
     #[inline]
-    fn write(&mut self, packet: &Packet, to: Gid, length: usize, payload: impl FnOnce(&mut Vec<u8>)) {
+    fn write(
+        &mut self,
+        packet: &Packet,
+        to: Gid,
+        length: usize,
+        payload: impl FnOnce(&mut Vec<u8>),
+    ) {
         let device = self.device;
         if !device.is_linked() {
             return;

@@ -113,6 +113,9 @@ mod tests {
         }
         // The short one is done with its first, and the others have had the same number of them.
         assert_eq!((left[2], bursts[2]), (0, 1), "{bursts:?}");
-        assert!(bursts[0] > 9 && bursts[0].abs_diff(bursts[1]) <= 1 && left[3] == 0, "{bursts:?}, {left:?}");
+        assert!(
+            bursts[0] > 9 && bursts[0].abs_diff(bursts[1]) <= 1 && left[3] == 0,
+            "{bursts:?}, {left:?}"
+        );
     }
 }

@@ -121,7 +121,9 @@ impl State {
     /// Lets in who fits, in order; all but `asking` are to be told.
     fn let_in(&mut self, asking: Option<usize>) -> LetIn {
         let mut all = LetIn::new();
-        while let Some(&Ask { index, bytes }) = self.line.front().filter(|first| self.has_room(first.bytes)) {
+        while let Some(&Ask { index, bytes }) =
+            self.line.front().filter(|first| self.has_room(first.bytes))
+        {
             self.line.pop_front();
             let entry = &mut self.entries[index];
             entry.standing = Standing::Entered(self.pages.add(bytes, None));
@@ -150,7 +152,9 @@ impl State {
         self.entries[index].went = self.pages.now();
         let entry = &self.entries[index];
         let own = match entry.standing {
-            Standing::Entered(load) | Standing::On(load) if self.pages.counts(load) => Some(load.bytes),
+            Standing::Entered(load) | Standing::On(load) if self.pages.counts(load) => {
+                Some(load.bytes)
+            }
             _ => None,
         };
         let (bytes, pairs) = self.pages.total();
@@ -162,7 +166,8 @@ impl State {
             equal = equal.min(TO_PEER.saturating_sub(first.bytes) / pairs);
         }
         // What it was let in for it has.
-        let entered = if matches!(entry.standing, Standing::Entered(_)) { own.unwrap_or(0) } else { 0 };
+        let entered =
+            if matches!(entry.standing, Standing::Entered(_)) { own.unwrap_or(0) } else { 0 };
         Flow::of((equal.min(TO_PEER.saturating_sub(others)).max(entered) / mtu).clamp(1, PACKETS))
     }
 
@@ -264,7 +269,8 @@ impl Place {
         let mtu = counts_as(mtu);
         let mut state = self.link.state.lock();
         let let_in = asks.map(|asks| state.ask(self.index, asks, mtu, heard)).unwrap_or_default();
-        let waits = asks.is_some() && matches!(state.entries[self.index].standing, Standing::Waiting);
+        let waits =
+            asks.is_some() && matches!(state.entries[self.index].standing, Standing::Waiting);
         let flow = (!waits).then(|| state.share(self.index, mtu));
         let tick = waits && state.watched.is_none();
         drop(state);
@@ -299,7 +305,10 @@ impl Place {
     /// True if something of it is underway.
     #[cfg(test)]
     pub(crate) fn is_on(&self) -> bool {
-        matches!(self.link.state.lock().entries[self.index].standing, Standing::Entered(_) | Standing::On(_))
+        matches!(
+            self.link.state.lock().entries[self.index].standing,
+            Standing::Entered(_) | Standing::On(_)
+        )
     }
 }
 

@@ -72,21 +72,40 @@ impl Socket {
     pub(super) fn route_mtu(&self, peer: SocketAddr) -> io::Result<usize> {
         let probe = UdpSocket::bind(SocketAddr::new(self.local.ip(), 0))?;
         probe.connect(peer)?;
-        let (level, option) =
-            if peer.is_ipv4() { (libc::IPPROTO_IP, libc::IP_MTU) } else { (libc::IPPROTO_IPV6, libc::IPV6_MTU) };
+        let (level, option) = if peer.is_ipv4() {
+            (libc::IPPROTO_IP, libc::IP_MTU)
+        } else {
+            (libc::IPPROTO_IPV6, libc::IPV6_MTU)
+        };
         let (mut value, mut length): (c_int, _) = (0, mem::size_of::<c_int>() as socklen_t);
         // SAFETY: S4: the kernel writes at most `length` bytes, which `value` has.
         let result = unsafe {
-            libc::getsockopt(probe.as_raw_fd(), level, option, (&raw mut value).cast::<c_void>(), &raw mut length)
+            libc::getsockopt(
+                probe.as_raw_fd(),
+                level,
+                option,
+                (&raw mut value).cast::<c_void>(),
+                &raw mut length,
+            )
         };
-        if result < 0 { Err(io::Error::last_os_error()) } else { Ok(usize::try_from(value).unwrap_or(0)) }
+        if result < 0 {
+            Err(io::Error::last_os_error())
+        } else {
+            Ok(usize::try_from(value).unwrap_or(0))
+        }
     }
 
     fn set(&self, level: c_int, option: c_int, value: c_int) -> io::Result<()> {
         let length = mem::size_of::<c_int>() as socklen_t;
         // SAFETY: S4: the kernel reads `length` bytes of `value`.
         let result = unsafe {
-            libc::setsockopt(self.udp.as_raw_fd(), level, option, (&raw const value).cast::<c_void>(), length)
+            libc::setsockopt(
+                self.udp.as_raw_fd(),
+                level,
+                option,
+                (&raw const value).cast::<c_void>(),
+                length,
+            )
         };
         if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
@@ -103,12 +122,15 @@ impl Socket {
         if wait {
             self.poll(-1)?;
         }
-        let mut vectors: [libc::iovec; MESSAGES] = [libc::iovec { iov_base: ptr::null_mut(), iov_len: 0 }; MESSAGES];
+        let mut vectors: [libc::iovec; MESSAGES] =
+            [libc::iovec { iov_base: ptr::null_mut(), iov_len: 0 }; MESSAGES];
         // SAFETY: S4: all-zero is a header without anything; the fields are set below.
         let mut headers: [libc::mmsghdr; MESSAGES] = unsafe { mem::zeroed() };
         let rooms = inbox.bytes.chunks_exact_mut(ROOM);
         let places = rooms.zip(inbox.names.iter_mut()).zip(&mut inbox.controls);
-        for ((vector, header), ((room, name), control)) in vectors.iter_mut().zip(&mut headers).zip(places) {
+        for ((vector, header), ((room, name), control)) in
+            vectors.iter_mut().zip(&mut headers).zip(places)
+        {
             *vector = libc::iovec { iov_base: room.as_mut_ptr().cast(), iov_len: ROOM };
             let message = &mut header.msg_hdr;
             message.msg_iov = vector;
@@ -122,13 +144,21 @@ impl Socket {
         // nothing else refers to them.
         let count = unsafe {
             let (headers, count) = (headers.as_mut_ptr(), MESSAGES as u32);
-            libc::recvmmsg(self.udp.as_raw_fd(), headers, count, libc::MSG_DONTWAIT as _, ptr::null_mut())
+            libc::recvmmsg(
+                self.udp.as_raw_fd(),
+                headers,
+                count,
+                libc::MSG_DONTWAIT as _,
+                ptr::null_mut(),
+            )
         };
         let Ok(count) = usize::try_from(count) else {
             let error = io::Error::last_os_error();
             return if error.kind() == io::ErrorKind::WouldBlock { Ok(()) } else { Err(error) };
         };
-        for ((arrival, header), name) in inbox.arrivals.iter_mut().zip(&headers[..count]).zip(inbox.names.iter()) {
+        for ((arrival, header), name) in
+            inbox.arrivals.iter_mut().zip(&headers[..count]).zip(inbox.names.iter())
+        {
             let message = &header.msg_hdr;
             let length = header.msg_len as usize;
             // SAFETY: S4: the kernel has written `msg_namelen` bytes of the address.
@@ -149,7 +179,8 @@ impl Socket {
 
     /// Waits for so many milliseconds, or without an end, until something can be received, or never will; true if so.
     fn poll(&self, timeout: c_int) -> io::Result<bool> {
-        let mut wanted = libc::pollfd { fd: self.udp.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        let mut wanted =
+            libc::pollfd { fd: self.udp.as_raw_fd(), events: libc::POLLIN, revents: 0 };
         // SAFETY: S4: the kernel reads and writes the one element that it is told of.
         let ready = unsafe { libc::poll(&raw mut wanted, 1, timeout) };
         if ready < 0 { Err(io::Error::last_os_error()) } else { Ok(ready > 0) }
@@ -164,7 +195,8 @@ impl Socket {
     pub(super) fn send(&self, batch: &Batch) -> Result<(), (u64, io::Error)> {
         let groups = batch.groups();
         let mut names = [const { MaybeUninit::<sockaddr_storage>::uninit() }; GROUPS];
-        let mut vectors: [libc::iovec; GROUPS] = [libc::iovec { iov_base: ptr::null_mut(), iov_len: 0 }; GROUPS];
+        let mut vectors: [libc::iovec; GROUPS] =
+            [libc::iovec { iov_base: ptr::null_mut(), iov_len: 0 }; GROUPS];
         let mut controls: [Control; GROUPS] = [[0; 4]; GROUPS];
         // SAFETY: S4: all-zero is a header without anything; the fields are set below.
         let mut headers: [libc::mmsghdr; GROUPS] = unsafe { mem::zeroed() };
@@ -172,7 +204,8 @@ impl Socket {
         for (group, (((name, vector), control), header)) in groups.iter().zip(places) {
             let bytes = batch.bytes_of(group);
             // The kernel only reads; the type of a vector does not know.
-            *vector = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
+            *vector =
+                libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
             let message = &mut header.msg_hdr;
             message.msg_iov = vector;
             message.msg_iovlen = 1;
@@ -189,7 +222,12 @@ impl Socket {
             // call, which reads them.
             let sent = unsafe {
                 let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
-                libc::sendmmsg(self.udp.as_raw_fd(), rest.as_mut_ptr(), rest.len() as u32, flags as _)
+                libc::sendmmsg(
+                    self.udp.as_raw_fd(),
+                    rest.as_mut_ptr(),
+                    rest.len() as u32,
+                    flags as _,
+                )
             };
             match usize::try_from(sent) {
                 Ok(sent) if sent > 0 => at += sent,
@@ -270,7 +308,10 @@ impl Inbox {
 /// # Safety
 ///
 /// `name` holds an address of `length` bytes.
-unsafe fn address_of(name: &MaybeUninit<sockaddr_storage>, length: socklen_t) -> Option<SocketAddr> {
+unsafe fn address_of(
+    name: &MaybeUninit<sockaddr_storage>,
+    length: socklen_t,
+) -> Option<SocketAddr> {
     let length = length as usize;
     // SAFETY: S4: any bytes are integers; which of the two layouts they have is looked at before, and that there are as
     // many. The storage is made of zeros, so all of it is initialized, and aligned for both.
@@ -285,7 +326,12 @@ unsafe fn address_of(name: &MaybeUninit<sockaddr_storage>, length: socklen_t) ->
             libc::AF_INET6 if length >= mem::size_of::<sockaddr_in6>() => {
                 let v6 = name.as_ptr().cast::<sockaddr_in6>().read();
                 let ip = Ipv6Addr::from(v6.sin6_addr.s6_addr);
-                Some(SocketAddr::V6(SocketAddrV6::new(ip, u16::from_be(v6.sin6_port), 0, v6.sin6_scope_id)))
+                Some(SocketAddr::V6(SocketAddrV6::new(
+                    ip,
+                    u16::from_be(v6.sin6_port),
+                    0,
+                    v6.sin6_scope_id,
+                )))
             }
             _ => None,
         }
@@ -349,7 +395,10 @@ fn segment_size(message: &libc::msghdr) -> Option<usize> {
         let mut header = libc::CMSG_FIRSTHDR(message);
         while !header.is_null() {
             let gro = (*header).cmsg_level == libc::SOL_UDP && (*header).cmsg_type == libc::UDP_GRO;
-            if gro && (*header).cmsg_len as usize >= libc::CMSG_LEN(mem::size_of::<c_int>() as u32) as usize {
+            if gro
+                && (*header).cmsg_len as usize
+                    >= libc::CMSG_LEN(mem::size_of::<c_int>() as u32) as usize
+            {
                 let size = libc::CMSG_DATA(header).cast::<c_int>().read_unaligned();
                 return usize::try_from(size).ok().filter(|&size| size > 0);
             }
@@ -383,7 +432,9 @@ mod tests {
         let mut batch = Batch::new();
         for (at, &length) in lengths.iter().enumerate() {
             assert!(batch.has_room());
-            batch.push(&header, to.local(), true, |out| out.extend(std::iter::repeat_n(at as u8, length)));
+            batch.push(&header, to.local(), true, |out| {
+                out.extend(std::iter::repeat_n(at as u8, length))
+            });
         }
         from.send(&batch).unwrap();
         let mut inbox = Inbox::new();
@@ -394,7 +445,10 @@ mod tests {
                 assert_eq!(source, from.local());
                 let (covered, check) = datagram.split_last_chunk::<4>().unwrap();
                 assert_eq!(covered, vec![received as u8; lengths[received]]);
-                assert!(header.verify(covered, u32::from_le_bytes(*check)), "{received}: as the kernel sends it");
+                assert!(
+                    header.verify(covered, u32::from_le_bytes(*check)),
+                    "{received}: as the kernel sends it"
+                );
                 received += 1;
             }
         }

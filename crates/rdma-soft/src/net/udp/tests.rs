@@ -20,14 +20,18 @@ struct Datagram {
 fn datagram(ip: &[u8]) -> Option<Datagram> {
     let word = |at: usize| u16::from_be_bytes([ip[at], ip[at + 1]]);
     let (source, destination, start, total, identification) = if ip[0] >> 4 == 4 {
-        let address = |at| IpAddr::V4(Ipv4Addr::from(<[u8; 4]>::try_from(&ip[at..at + 4]).unwrap()));
+        let address =
+            |at| IpAddr::V4(Ipv4Addr::from(<[u8; 4]>::try_from(&ip[at..at + 4]).unwrap()));
         assert_eq!(ip[0] & 15, 5, "no options");
-        (ip[9] == 17).then(|| (address(12), address(16), 20, usize::from(word(2)), Some((word(4), ip[6]))))?
+        (ip[9] == 17)
+            .then(|| (address(12), address(16), 20, usize::from(word(2)), Some((word(4), ip[6]))))?
     } else {
-        let address = |at| IpAddr::V6(Ipv6Addr::from(<[u8; 16]>::try_from(&ip[at..at + 16]).unwrap()));
+        let address =
+            |at| IpAddr::V6(Ipv6Addr::from(<[u8; 16]>::try_from(&ip[at..at + 16]).unwrap()));
         (ip[6] == 17).then(|| (address(8), address(24), 40, 40 + usize::from(word(4)), None))?
     };
-    let header = Header { source, source_port: word(start), destination, destination_port: word(start + 2) };
+    let header =
+        Header { source, source_port: word(start), destination, destination_port: word(start + 2) };
     let payload = ip[start + 8..total].to_vec();
     (header.destination_port == 4791).then_some(Datagram { header, identification, payload })
 }
@@ -40,7 +44,9 @@ fn check(datagram: &Datagram, normal: impl FnOnce(&mut Vec<u8>)) -> Result<Packe
     let found = datagram.header.check(covered, 0);
     match datagram.identification {
         // With "do not fragment", the identification is all that is not known beforehand.
-        Some((identification, 0x40)) => assert_eq!(datagram.header.check(covered, identification), check),
+        Some((identification, 0x40)) => {
+            assert_eq!(datagram.header.check(covered, identification), check)
+        }
         Some(_) => assert_ne!(found, check),
         None => assert_eq!(found, check),
     }
@@ -61,7 +67,8 @@ fn check(datagram: &Datagram, normal: impl FnOnce(&mut Vec<u8>)) -> Result<Packe
 fn captures() -> Vec<PathBuf> {
     let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/captures");
     let all = fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
-    let mut all: Vec<_> = all.filter(|path| path.extension().is_some_and(|extension| extension == "pcap")).collect();
+    let mut all: Vec<_> =
+        all.filter(|path| path.extension().is_some_and(|extension| extension == "pcap")).collect();
     all.sort();
     all
 }
@@ -70,7 +77,12 @@ fn captures() -> Vec<PathBuf> {
 fn packets(path: &Path) -> Vec<Vec<u8>> {
     let bytes = fs::read(path).unwrap();
     let word = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap());
-    assert_eq!((word(0), word(20)), (0xa1b2_c3d4, 1), "{}: Ethernet, little-endian", path.display());
+    assert_eq!(
+        (word(0), word(20)),
+        (0xa1b2_c3d4, 1),
+        "{}: Ethernet, little-endian",
+        path.display()
+    );
     let (mut at, mut found) = (24, Vec::new());
     while at + 16 <= bytes.len() {
         let length = word(at + 8) as usize;
@@ -102,7 +114,9 @@ fn captures_are_parsed_and_written_again() {
 }
 
 fn hex(text: &str) -> Vec<u8> {
-    (0..text.len() / 2).map(|at| u8::from_str_radix(&text[at * 2..at * 2 + 2], 16).unwrap()).collect()
+    (0..text.len() / 2)
+        .map(|at| u8::from_str_radix(&text[at * 2..at * 2 + 2], 16).unwrap())
+        .collect()
 }
 
 /// IP header to check: five of SoftRoCE, then one captured on a ConnectX-4 Lx, which is a congestion notification and

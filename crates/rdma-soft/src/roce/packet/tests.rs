@@ -3,7 +3,14 @@
 use super::*;
 
 fn packet(transport: Transport, body: Body) -> Packet {
-    Packet { transport, dest: Qpn(0x11), psn: Psn::new(0x80_0010), solicited: false, ack_request: true, body }
+    Packet {
+        transport,
+        dest: Qpn(0x11),
+        psn: Psn::new(0x80_0010),
+        solicited: false,
+        ack_request: true,
+        body,
+    }
 }
 
 fn emitted(packet: &Packet, payload: &[u8]) -> Vec<u8> {
@@ -13,7 +20,9 @@ fn emitted(packet: &Packet, payload: &[u8]) -> Vec<u8> {
 }
 
 fn hex(text: &str) -> Vec<u8> {
-    (0..text.len() / 2).map(|at| u8::from_str_radix(&text[at * 2..at * 2 + 2], 16).unwrap()).collect()
+    (0..text.len() / 2)
+        .map(|at| u8::from_str_radix(&text[at * 2..at * 2 + 2], 16).unwrap())
+        .collect()
 }
 
 /// Transport headers captured from Linux rxe, without IP, UDP and ICRC.
@@ -23,12 +32,25 @@ fn images_are_those_of_rxe() {
     let reth = Reth { remote: RemoteAddr { addr: 0, rkey: Rkey(0x223) }, length: 0 };
     let none = Tail::None;
     let psn = Psn::new;
-    let rc = |body, at, ack_request| Packet { psn: psn(at), ack_request, ..packet(Transport::Rc, body) };
+    let rc =
+        |body, at, ack_request| Packet { psn: psn(at), ack_request, ..packet(Transport::Rc, body) };
     let cases = [
-        (rc(Body::Send { part: Part::Only, tail: none }, 0x10, true), &[][..], "0400ffff0000001180000010"),
+        (
+            rc(Body::Send { part: Part::Only, tail: none }, 0x10, true),
+            &[][..],
+            "0400ffff0000001180000010",
+        ),
         (rc(Body::Acknowledge(aeth), 0x10, false), &[], "1100ffff00000011000000101f000001"),
-        (rc(Body::Send { part: Part::Only, tail: none }, 0x10, true), &[0xff], "0430ffff0000001180000010ff000000"),
-        (rc(Body::ReadRequest(reth), 0x18, true), &[], "0c00ffff000000118000001800000000000000000000022300000000"),
+        (
+            rc(Body::Send { part: Part::Only, tail: none }, 0x10, true),
+            &[0xff],
+            "0430ffff0000001180000010ff000000",
+        ),
+        (
+            rc(Body::ReadRequest(reth), 0x18, true),
+            &[],
+            "0c00ffff000000118000001800000000000000000000022300000000",
+        ),
     ];
     for (packet, payload, expected) in cases {
         let image = emitted(&packet, payload);
@@ -60,7 +82,9 @@ fn every_kind() -> Vec<Packet> {
         all.push(packet(Transport::Rc, Body::ReadResponse { part, aeth }));
     }
     all.push(packet(Transport::Rc, Body::ReadRequest(reth)));
-    for op in [AtomicOp::CompareSwap { compare: 1, swap: u64::MAX }, AtomicOp::FetchAdd { add: 1 << 63 }] {
+    for op in
+        [AtomicOp::CompareSwap { compare: 1, swap: u64::MAX }, AtomicOp::FetchAdd { add: 1 << 63 }]
+    {
         all.push(packet(Transport::Rc, Body::Atomic { remote, op }));
     }
     for byte in 0..=0x7f {
@@ -68,12 +92,20 @@ fn every_kind() -> Vec<Packet> {
         all.push(packet(Transport::Rc, Body::Acknowledge(aeth)));
         all.push(packet(Transport::Rc, Body::AtomicAcknowledge { aeth, original: 9 }));
     }
-    for body in [Body::Open { key: DcKey(1 << 63 | 5), mtu: Mtu::Mtu512 }, Body::Accept, Body::Gone, Body::Close] {
+    for body in [
+        Body::Open { key: DcKey(1 << 63 | 5), mtu: Mtu::Mtu512 },
+        Body::Accept,
+        Body::Gone,
+        Body::Close,
+    ] {
         all.push(packet(Transport::Dci, body));
     }
     all.push(packet(Transport::Dci, Body::ReadRequest(reth)));
     for imm in [None, Some(imm)] {
-        all.push(packet(Transport::Ud, Body::Datagram { qkey: Qkey(0x8001_0000), source: Qpn(3), imm }));
+        all.push(packet(
+            Transport::Ud,
+            Body::Datagram { qkey: Qkey(0x8001_0000), source: Qpn(3), imm },
+        ));
     }
     all
 }
@@ -95,7 +127,8 @@ fn packets_of_our_own_are_of_a_class_of_their_own() {
     for packet in every_kind() {
         let image = emitted(&packet, &[]);
         assert_eq!(image[0] >> 5 == 6, packet.transport == Transport::Dci, "{packet:?}");
-        let ours = matches!(packet.body, Body::Open { .. } | Body::Accept | Body::Gone | Body::Close);
+        let ours =
+            matches!(packet.body, Body::Open { .. } | Body::Accept | Body::Gone | Body::Close);
         if ours {
             // Of RC there is no such thing.
             let mut image = image;

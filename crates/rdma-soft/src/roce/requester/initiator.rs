@@ -117,7 +117,11 @@ impl Requester {
     /// What packets sent now have besides those of RC; of an initiator.
     pub(crate) fn header(&self) -> Option<Header> {
         let initiator = self.initiator.as_ref()?;
-        Some(Header { source: self.config.qpn, session: initiator.session, cookie: initiator.cookie })
+        Some(Header {
+            source: self.config.qpn,
+            session: initiator.session,
+            cookie: initiator.cookie,
+        })
     }
 
     /// True if an answer belongs to the session that it has now.
@@ -134,7 +138,8 @@ impl Requester {
 
     /// Sees to it that the work request at the cursor, which is not a local one, has a session with its target.
     pub(super) fn face(&mut self, out: &mut impl SendCompletions) -> Facing {
-        let (Some(initiator), Some(head)) = (&mut self.initiator, self.queue.get(self.cursor)) else {
+        let (Some(initiator), Some(head)) = (&mut self.initiator, self.queue.get(self.cursor))
+        else {
             return Facing::Target;
         };
         if head.started {
@@ -207,7 +212,8 @@ impl Requester {
     /// What tells the target that the session is over, if there is one. Nobody waits for it to arrive.
     pub(crate) fn close_session(&mut self) -> Option<Outgoing> {
         let psn = self.next_psn;
-        let initiator = self.initiator.as_mut().filter(|initiator| initiator.phase == Phase::Open)?;
+        let initiator =
+            self.initiator.as_mut().filter(|initiator| initiator.phase == Phase::Open)?;
         initiator.phase = Phase::Closed;
         self.counters.packets += 1;
         Some(initiator.packet(psn, Body::Close))
@@ -237,7 +243,10 @@ impl Requester {
     /// The target has made the session.
     fn on_accept(&mut self, cookie: u32) {
         match &mut self.initiator {
-            Some(initiator) if self.state == QpState::Rts && matches!(initiator.phase, Phase::Opening { .. }) => {
+            Some(initiator)
+                if self.state == QpState::Rts
+                    && matches!(initiator.phase, Phase::Opening { .. }) =>
+            {
                 initiator.phase = Phase::Open;
                 initiator.cookie = cookie;
                 self.counters.responses += 1;

@@ -20,7 +20,9 @@ impl Requester {
         let head = self.queue.front_mut()?;
         let (qpn, pd) = (self.config.qpn, self.config.pd);
         let (done, status) = match (head.op, head.bind.take()) {
-            (SendOp::LocalInvalidate(rkey), _) => (keys.invalidate(rkey, qpn).is_ok(), WcStatus::LOC_QP_OP_ERR),
+            (SendOp::LocalInvalidate(rkey), _) => {
+                (keys.invalidate(rkey, qpn).is_ok(), WcStatus::LOC_QP_OP_ERR)
+            }
             (_, Some(bind)) => (keys.bind_window(qpn, pd, &bind).is_ok(), WcStatus::MW_BIND_ERR),
             _ => (false, WcStatus::MW_BIND_ERR),
         };

@@ -27,8 +27,8 @@ pub(crate) use wqe::Destination;
 use wqe::{SendWqe, body_of, consumes_receive, left_in_request, local_fault};
 
 use rdma_provider::types::{
-    Access, AckTimeout, Data, Mtu, Psn, Qkey, QpState, Qpn, RnrTimer, SendFlags, SendOp, SendWr, Sge, Transport,
-    WcStatus, WorkCompletion,
+    Access, AckTimeout, Data, Mtu, Psn, Qkey, QpState, Qpn, RnrTimer, SendFlags, SendOp, SendWr,
+    Sge, Transport, WcStatus, WorkCompletion,
 };
 
 use crate::device::dma::Gather;
@@ -56,12 +56,18 @@ pub(crate) struct Flow {
 
 impl Flow {
     /// Within the process, where nothing overflows; the window is that of rxe.
-    pub(crate) const MEMORY: Self = Self { window: 64, ack_every: 32, read_packets: u32::MAX, doublings: 0 };
+    pub(crate) const MEMORY: Self =
+        Self { window: 64, ack_every: 32, read_packets: u32::MAX, doublings: 0 };
 
     /// Of `window` packets in flight, where answers must be paced too.
     pub(crate) const fn of(window: u32) -> Self {
         // An acknowledgement for each quarter; of a READ, two halves are on the way.
-        Self { window: window as i32, ack_every: window / 4, read_packets: READ_PACKETS, doublings: 2 }
+        Self {
+            window: window as i32,
+            ack_every: window / 4,
+            read_packets: READ_PACKETS,
+            doublings: 2,
+        }
     }
 }
 
@@ -365,11 +371,12 @@ impl Requester {
         let psn = wqe.first_psn.add(number);
         let underway = psn.distance_from(self.unacked);
         // All answers to a READ are underway as soon as it is asked for.
-        let asked = if matches!(wqe.op, SendOp::Read(_)) && self.config.flow.read_packets != u32::MAX {
-            (wqe.packets - number).min(left_in_request(number, &self.config)) as i32
-        } else {
-            1
-        };
+        let asked =
+            if matches!(wqe.op, SendOp::Read(_)) && self.config.flow.read_packets != u32::MAX {
+                (wqe.packets - number).min(left_in_request(number, &self.config)) as i32
+            } else {
+                1
+            };
         let blocked = reliable && underway > 0 && underway + asked > self.config.flow.window;
         // If no acknowledgement is to come, for the window was larger before, one more packet asks for it.
         let unasked = blocked && self.since_ack_request as i32 >= underway;
@@ -383,7 +390,14 @@ impl Requester {
         } else {
             if len > 0
                 && keys
-                    .gather(wqe.sges(), self.config.pd, offset as usize, len as usize, Access::empty(), gather)
+                    .gather(
+                        wqe.sges(),
+                        self.config.pd,
+                        offset as usize,
+                        len as usize,
+                        Access::empty(),
+                        gather,
+                    )
                     .is_err()
             {
                 gather.clear();
@@ -404,9 +418,15 @@ impl Requester {
             && (whole || unasked || self.since_ack_request >= self.config.flow.ack_every);
         let packet = Packet {
             transport: self.config.transport,
-            dest: if self.config.transport == Transport::Ud { wqe.to.qpn } else { self.config.dest },
+            dest: if self.config.transport == Transport::Ud {
+                wqe.to.qpn
+            } else {
+                self.config.dest
+            },
             psn,
-            solicited: whole && wqe.flags.contains(SendFlags::SOLICITED) && consumes_receive(&wqe.op),
+            solicited: whole
+                && wqe.flags.contains(SendFlags::SOLICITED)
+                && consumes_receive(&wqe.op),
             ack_request,
             body,
         };
@@ -445,7 +465,11 @@ impl Requester {
         let sent = (0..=self.cursor).filter_map(|index| Some((index, self.queue.get(index)?)));
         let reads = sent.filter(|(_, wqe)| wqe.started && wqe.op.reads_back());
         let requests = reads.map(|(index, wqe)| {
-            let from = if index == 0 { self.unacked.distance_from(wqe.first_psn).max(0) as u32 } else { 0 };
+            let from = if index == 0 {
+                self.unacked.distance_from(wqe.first_psn).max(0) as u32
+            } else {
+                0
+            };
             let to = if index == self.cursor { self.cursor_packet } else { wqe.packets };
             if to > from { (to - 1) / each - from / each + 1 } else { 0 }
         });
@@ -455,9 +479,11 @@ impl Requester {
     /// Inline payload of a packet just made.
     pub(crate) fn inline(&self, source: Source) -> &[u8] {
         match source {
-            Source::Inline { index, offset, len } => {
-                self.queue.get(index).and_then(|wqe| wqe.bytes().get(offset..offset + len)).unwrap_or(&[])
-            }
+            Source::Inline { index, offset, len } => self
+                .queue
+                .get(index)
+                .and_then(|wqe| wqe.bytes().get(offset..offset + len))
+                .unwrap_or(&[]),
             Source::Gathered => &[],
         }
     }
@@ -504,7 +530,10 @@ impl Requester {
     #[cold]
     fn settle_slow(&mut self, now: u64) -> Option<u64> {
         let idle = self.paused && self.wait == Wait::None;
-        if idle || !matches!(self.state, QpState::Rts | QpState::Sqd) || self.config.transport != Transport::Rc {
+        if idle
+            || !matches!(self.state, QpState::Rts | QpState::Sqd)
+            || self.config.transport != Transport::Rc
+        {
             self.deadline = None;
         } else if std::mem::take(&mut self.progressed) || self.deadline.is_none() {
             let duration = match self.wait {
@@ -521,7 +550,10 @@ impl Requester {
 
     /// True once, when the queue has drained after the transition to SQD.
     pub(crate) fn take_drained(&mut self) -> bool {
-        if self.drained_reported || self.state != QpState::Sqd || self.queue.front().is_some_and(|wqe| wqe.started) {
+        if self.drained_reported
+            || self.state != QpState::Sqd
+            || self.queue.front().is_some_and(|wqe| wqe.started)
+        {
             return false;
         }
         self.drained_reported = true;
@@ -541,10 +573,9 @@ impl Requester {
     /// True if nothing has been sent since the cursor went back.
     fn at_unacked(&self) -> bool {
         self.cursor == 0
-            && self
-                .queue
-                .front()
-                .is_some_and(|head| head.started && head.first_psn.add(self.cursor_packet) == self.unacked)
+            && self.queue.front().is_some_and(|head| {
+                head.started && head.first_psn.add(self.cursor_packet) == self.unacked
+            })
     }
 
     /// Sends again from the oldest packet that is not acknowledged.
@@ -608,7 +639,8 @@ impl Requester {
             out.complete(position, &completion);
         }
         // A reliable connection fails as a whole; otherwise the receive side goes on (IBTA 10.3.1).
-        let state = if self.config.transport == Transport::Rc { QpState::Err } else { QpState::Sqe };
+        let state =
+            if self.config.transport == Transport::Rc { QpState::Err } else { QpState::Sqe };
         self.flush(state, out);
     }
 

@@ -41,8 +41,10 @@ impl Requester {
         if !matches!(self.state, QpState::Rts | QpState::Sqd) || self.wait != Wait::None {
             return None;
         }
-        let (begins, again) =
-            self.initiator.as_ref().map_or((false, false), |initiator| (initiator.begins(), initiator.opens_again()));
+        let (begins, again) = self
+            .initiator
+            .as_ref()
+            .map_or((false, false), |initiator| (initiator.begins(), initiator.opens_again()));
         if begins || self.unacked != self.sent_end && !self.at_unacked() && !again {
             return None;
         }
@@ -52,8 +54,11 @@ impl Requester {
             at += 1;
         }
         let wqe = self.queue.get(at).filter(|wqe| wqe.started || self.state == QpState::Rts)?;
-        let packets =
-            if wqe.started { wqe.packets } else { wqe.length.div_ceil(self.config.mtu.bytes() as u32).max(1) };
+        let packets = if wqe.started {
+            wqe.packets
+        } else {
+            wqe.length.div_ceil(self.config.mtu.bytes() as u32).max(1)
+        };
         let number = if at == self.cursor { self.cursor_packet } else { 0 };
         let turn = (packets - number).min(left_in_request(number, &self.config));
         Some(match wqe.op {

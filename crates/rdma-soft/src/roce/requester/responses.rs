@@ -19,7 +19,9 @@ impl Requester {
         keys: &Keys,
         out: &mut impl SendCompletions,
     ) {
-        if !matches!(self.state, QpState::Rts | QpState::Sqd) || self.config.transport != Transport::Rc {
+        if !matches!(self.state, QpState::Rts | QpState::Sqd)
+            || self.config.transport != Transport::Rc
+        {
             return;
         }
         self.counters.responses += 1;
@@ -88,7 +90,13 @@ impl Requester {
         self.reset_retries();
     }
 
-    pub(super) fn on_atomic(&mut self, psn: Psn, original: u64, keys: &Keys, out: &mut impl SendCompletions) {
+    pub(super) fn on_atomic(
+        &mut self,
+        psn: Psn,
+        original: u64,
+        keys: &Keys,
+        out: &mut impl SendCompletions,
+    ) {
         if !self.reach(psn, out) {
             return;
         }
@@ -98,7 +106,8 @@ impl Requester {
             return;
         }
         let mut target = Gather::new();
-        if keys.gather(head.sges(), self.config.pd, 0, 8, Access::LOCAL_WRITE, &mut target).is_err() {
+        if keys.gather(head.sges(), self.config.pd, 0, 8, Access::LOCAL_WRITE, &mut target).is_err()
+        {
             drop(target);
             self.fail(WcStatus::LOC_PROT_ERR, out);
             return;
@@ -137,8 +146,14 @@ impl Requester {
         }
         if expected > 0 {
             let mut target = Gather::new();
-            let covered =
-                keys.gather(head.sges(), self.config.pd, offset as usize, expected, Access::LOCAL_WRITE, &mut target);
+            let covered = keys.gather(
+                head.sges(),
+                self.config.pd,
+                offset as usize,
+                expected,
+                Access::LOCAL_WRITE,
+                &mut target,
+            );
             if covered.is_err() {
                 drop(target);
                 self.fail(WcStatus::LOC_PROT_ERR, out);
@@ -188,7 +203,11 @@ impl Requester {
         }
     }
 
-    pub(super) fn on_receiver_not_ready(&mut self, timer: RnrTimer, out: &mut impl SendCompletions) {
+    pub(super) fn on_receiver_not_ready(
+        &mut self,
+        timer: RnrTimer,
+        out: &mut impl SendCompletions,
+    ) {
         if self.wait != Wait::None {
             return;
         }

@@ -33,7 +33,8 @@ impl Requester {
                 length = 8;
             }
             // Whatever is odd about it is found out on the way of packets.
-            if self.config.max_rd_atomic == 0 || head.length == 0 || (head.length as usize) < length {
+            if self.config.max_rd_atomic == 0 || head.length == 0 || (head.length as usize) < length
+            {
                 return None;
             }
         }

@@ -1,8 +1,8 @@
 //! Send work request: its place in the queue, and the packets it is cut into.
 
 use rdma_provider::types::{
-    Access, DcKey, Gid, Psn, Qkey, Qpn, RemoteAddr, SendFlags, SendOp, SendTarget, Sge, Transport, WcOpcode, WcStatus,
-    WindowBind, WorkCompletion, WrId,
+    Access, DcKey, Gid, Psn, Qkey, Qpn, RemoteAddr, SendFlags, SendOp, SendTarget, Sge, Transport,
+    WcOpcode, WcStatus, WindowBind, WorkCompletion, WrId,
 };
 
 use crate::device::dma::Gather;
@@ -25,8 +25,12 @@ impl Destination {
     /// What a work request names.
     pub(super) fn of(target: &SendTarget<'_>) -> Self {
         match target {
-            SendTarget::Datagram(to) => Self { gid: to.address.dgid, qpn: to.qpn, qkey: to.qkey, key: None },
-            SendTarget::Dc(to) => Self { gid: to.address.dgid, qpn: to.number, qkey: Qkey(0), key: Some(to.key) },
+            SendTarget::Datagram(to) => {
+                Self { gid: to.address.dgid, qpn: to.qpn, qkey: to.qkey, key: None }
+            }
+            SendTarget::Dc(to) => {
+                Self { gid: to.address.dgid, qpn: to.number, qkey: Qkey(0), key: Some(to.key) }
+            }
         }
     }
 }
@@ -120,7 +124,14 @@ impl SendWqe {
             SendOp::BindWindow => WcOpcode::BIND_MW,
             SendOp::LocalInvalidate(_) => WcOpcode::LOCAL_INV,
         };
-        WorkCompletion { wr_id: self.wr_id, status, opcode, byte_len: self.length, qpn, ..WorkCompletion::EMPTY }
+        WorkCompletion {
+            wr_id: self.wr_id,
+            status,
+            opcode,
+            byte_len: self.length,
+            qpn,
+            ..WorkCompletion::EMPTY
+        }
     }
 }
 
@@ -130,7 +141,9 @@ pub(super) fn local_fault(wqe: &SendWqe, config: &SendConfig, keys: &Keys) -> Op
         return Some(WcStatus::LOC_LEN_ERR);
     }
     let (len, need) = match wqe.op {
-        SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. } if wqe.length < 8 => return Some(WcStatus::LOC_LEN_ERR),
+        SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. } if wqe.length < 8 => {
+            return Some(WcStatus::LOC_LEN_ERR);
+        }
         SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. } => (8, Access::LOCAL_WRITE),
         SendOp::Read(_) => (wqe.length as usize, Access::LOCAL_WRITE),
         _ => (wqe.length as usize, Access::empty()),
@@ -138,12 +151,20 @@ pub(super) fn local_fault(wqe: &SendWqe, config: &SendConfig, keys: &Keys) -> Op
     if wqe.inline {
         return None;
     }
-    keys.gather(wqe.sges(), config.pd, 0, len, need, &mut Gather::new()).is_err().then_some(WcStatus::LOC_PROT_ERR)
+    keys.gather(wqe.sges(), config.pd, 0, len, need, &mut Gather::new())
+        .is_err()
+        .then_some(WcStatus::LOC_PROT_ERR)
 }
 
 /// Packet `number` of `wqe`, which is `part`, and the sequence number after it and its answers.
 #[inline]
-pub(super) fn body_of(wqe: &SendWqe, part: Part, number: u32, psn: Psn, config: &SendConfig) -> (Body, Psn) {
+pub(super) fn body_of(
+    wqe: &SendWqe,
+    part: Part,
+    number: u32,
+    psn: Psn,
+    config: &SendConfig,
+) -> (Body, Psn) {
     let next = psn.add(1);
     if config.transport == Transport::Ud {
         let imm = if let SendOp::SendWithImm(imm) = wqe.op { Some(imm) } else { None };
@@ -154,13 +175,19 @@ pub(super) fn body_of(wqe: &SendWqe, part: Part, number: u32, psn: Psn, config: 
     let reth = |remote| Reth { remote, length: wqe.length };
     match wqe.op {
         // What is local never comes here.
-        SendOp::Send | SendOp::BindWindow | SendOp::LocalInvalidate(_) => (Body::Send { part, tail: Tail::None }, next),
+        SendOp::Send | SendOp::BindWindow | SendOp::LocalInvalidate(_) => {
+            (Body::Send { part, tail: Tail::None }, next)
+        }
         SendOp::SendWithImm(imm) => {
             (Body::Send { part, tail: if part.ends() { Tail::Imm(imm) } else { Tail::None } }, next)
         }
-        SendOp::SendWithInvalidate(rkey) => {
-            (Body::Send { part, tail: if part.ends() { Tail::Invalidate(rkey) } else { Tail::None } }, next)
-        }
+        SendOp::SendWithInvalidate(rkey) => (
+            Body::Send {
+                part,
+                tail: if part.ends() { Tail::Invalidate(rkey) } else { Tail::None },
+            },
+            next,
+        ),
         SendOp::Write(remote) => (Body::Write { part, reth: reth(remote), imm: None }, next),
         SendOp::WriteWithImm(remote, imm) => {
             (Body::Write { part, reth: reth(remote), imm: part.ends().then_some(imm) }, next)
@@ -169,7 +196,8 @@ pub(super) fn body_of(wqe: &SendWqe, part: Part, number: u32, psn: Psn, config: 
         SendOp::Read(remote) => {
             let mtu = config.mtu.bytes() as u32;
             let offset = number * mtu;
-            let rest = RemoteAddr { addr: remote.addr.wrapping_add(u64::from(offset)), rkey: remote.rkey };
+            let rest =
+                RemoteAddr { addr: remote.addr.wrapping_add(u64::from(offset)), rkey: remote.rkey };
             let packets = (wqe.packets - number).min(left_in_request(number, config));
             let length = (wqe.length - offset).min(packets.saturating_mul(mtu));
             (Body::ReadRequest(Reth { remote: rest, length }), psn.add(packets))
@@ -177,7 +205,9 @@ pub(super) fn body_of(wqe: &SendWqe, part: Part, number: u32, psn: Psn, config: 
         SendOp::CompareSwap { remote, compare, swap } => {
             (Body::Atomic { remote, op: AtomicOp::CompareSwap { compare, swap } }, next)
         }
-        SendOp::FetchAdd { remote, add } => (Body::Atomic { remote, op: AtomicOp::FetchAdd { add } }, next),
+        SendOp::FetchAdd { remote, add } => {
+            (Body::Atomic { remote, op: AtomicOp::FetchAdd { add } }, next)
+        }
     }
 }
 

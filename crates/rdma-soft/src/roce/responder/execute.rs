@@ -1,6 +1,8 @@
 //! Requests of a reliable connection, executed and repeated.
 
-use rdma_provider::types::{Access, Imm, Mtu, Psn, RemoteAddr, WcFlags, WcOpcode, WcStatus, WorkCompletion};
+use rdma_provider::types::{
+    Access, Imm, Mtu, Psn, RemoteAddr, WcFlags, WcOpcode, WcStatus, WorkCompletion,
+};
 
 use crate::device::dma::{self, Payload, Segment};
 use crate::device::keys::Keys;
@@ -21,7 +23,11 @@ impl Responder {
         out: &mut impl Receiver,
     ) -> Result<bool, Refusal> {
         let Piece { psn, solicited, part } = piece;
-        let in_order = if part.begins() { self.message.is_none() } else { self.message == Some(Message::Send) };
+        let in_order = if part.begins() {
+            self.message.is_none()
+        } else {
+            self.message == Some(Message::Send)
+        };
         let len = payload.len();
         if !in_order || !part_fits(part, len, self.config.mtu) {
             return Err(Refusal::INVALID);
@@ -131,7 +137,11 @@ impl Responder {
 
     pub(super) fn on_read(&mut self, psn: Psn, reth: Reth, keys: &Keys) -> Result<bool, Refusal> {
         let allowed = self.config.access.contains(Access::REMOTE_READ);
-        if self.message.is_some() || !allowed || reth.length > MAX_MESSAGE * 2 || !self.has_resource() {
+        if self.message.is_some()
+            || !allowed
+            || reth.length > MAX_MESSAGE * 2
+            || !self.has_resource()
+        {
             return Err(Refusal::INVALID);
         }
         if reth.length > 0 {
@@ -142,7 +152,13 @@ impl Responder {
         self.msn = self.msn.wrapping_add(1);
         let msn = self.msn;
         self.save(Resource::Read { psn, packets, reth, msn });
-        self.replies.push_back(Reply::Read(ReadReply { psn, msn, rest: reth, begun: false, again: false }));
+        self.replies.push_back(Reply::Read(ReadReply {
+            psn,
+            msn,
+            rest: reth,
+            begun: false,
+            again: false,
+        }));
         Ok(false)
     }
 
@@ -154,7 +170,11 @@ impl Responder {
         keys: &Keys,
     ) -> Result<bool, Refusal> {
         let allowed = self.config.access.contains(Access::REMOTE_ATOMIC);
-        if self.message.is_some() || !allowed || !remote.addr.is_multiple_of(8) || !self.has_resource() {
+        if self.message.is_some()
+            || !allowed
+            || !remote.addr.is_multiple_of(8)
+            || !self.has_resource()
+        {
             return Err(Refusal::INVALID);
         }
         let target = self.remote(keys, remote, 8, Access::REMOTE_ATOMIC)?;
@@ -193,7 +213,13 @@ impl Responder {
                 let saved = self.resources.iter().find_map(|resource| match *resource {
                     Resource::Read { psn, packets, reth, msn } => {
                         let into = packet.psn.distance_from(psn);
-                        (0..packets as i32).contains(&into).then_some((into as u32, reth, msn, psn, packets as i32))
+                        (0..packets as i32).contains(&into).then_some((
+                            into as u32,
+                            reth,
+                            msn,
+                            psn,
+                            packets as i32,
+                        ))
                     }
                     Resource::Atomic { .. } => None,
                 });
@@ -205,7 +231,11 @@ impl Responder {
                     && reth.length.checked_sub(offset).is_some_and(|left| again.length <= left)
                 {
                     let of_this = |pending: &Reply| match pending {
-                        Reply::Read(read) if (0..packets).contains(&read.psn.distance_from(first)) => Some(*read),
+                        Reply::Read(read)
+                            if (0..packets).contains(&read.psn.distance_from(first)) =>
+                        {
+                            Some(*read)
+                        }
                         _ => None,
                     };
                     let answered = !self.replies.iter().filter_map(of_this).any(|read| !read.again);
@@ -213,7 +243,13 @@ impl Responder {
                         self.counters.dropped += 1;
                         return;
                     }
-                    let reply = ReadReply { psn: packet.psn, msn, rest: again, begun: false, again: answered };
+                    let reply = ReadReply {
+                        psn: packet.psn,
+                        msn,
+                        rest: again,
+                        begun: false,
+                        again: answered,
+                    };
                     // Whoever asks again ignores what is left of the first answer. Sending it all the same, before
                     // this one, would make it ask again and again, each time for an answer further behind.
                     self.replies.retain(|pending| of_this(pending).is_none());
@@ -224,7 +260,9 @@ impl Responder {
             }
             Body::Atomic { .. } => {
                 let saved = self.resources.iter().find_map(|resource| match *resource {
-                    Resource::Atomic { psn, original, msn } if psn == packet.psn => Some((original, msn)),
+                    Resource::Atomic { psn, original, msn } if psn == packet.psn => {
+                        Some((original, msn))
+                    }
                     _ => None,
                 });
                 let Some((original, msn)) = saved else {
@@ -260,7 +298,9 @@ impl Responder {
             None => (self.expected.sub(1), self.msn),
         };
         // Its response acknowledges what precedes it.
-        let covers = |reply: &Reply| !matches!(reply, Reply::Acknowledge { .. }) && reply.psn().distance_from(psn) > 0;
+        let covers = |reply: &Reply| {
+            !matches!(reply, Reply::Acknowledge { .. }) && reply.psn().distance_from(psn) > 0
+        };
         if !self.replies.iter().any(covers) {
             self.acknowledge_as_of(msn, psn, Syndrome::ACK);
         }
@@ -270,7 +310,8 @@ impl Responder {
     /// a network that does not keep the order of packets, a peer has its answer by then, and has told us so. Whoever still waits
     /// asks once more.
     fn is_late(&mut self, psn: Psn, read: Reth, keys: &Keys) -> bool {
-        let gone = self.remote(keys, read.remote, read.length as usize, Access::REMOTE_READ).is_err();
+        let gone =
+            self.remote(keys, read.remote, read.length as usize, Access::REMOTE_READ).is_err();
         gone && self.late.replace(psn) != Some(psn)
     }
 

@@ -17,8 +17,8 @@ pub(crate) use receive::ReceiveWqe;
 use std::collections::VecDeque;
 
 use rdma_provider::types::{
-    Access, AsyncEvent, Gid, Mtu, Psn, Qkey, QpState, Qpn, RecvWr, RemoteAddr, RnrTimer, Transport, WcOpcode, WcStatus,
-    WorkCompletion, WrId,
+    Access, AsyncEvent, Gid, Mtu, Psn, Qkey, QpState, Qpn, RecvWr, RemoteAddr, RnrTimer, Transport,
+    WcOpcode, WcStatus, WorkCompletion, WrId,
 };
 
 use crate::device::dma::{Gather, Payload};
@@ -114,7 +114,9 @@ enum Reply {
 impl Reply {
     const fn psn(&self) -> Psn {
         match *self {
-            Self::Acknowledge { psn, .. } | Self::Atomic { psn, .. } | Self::Read(ReadReply { psn, .. }) => psn,
+            Self::Acknowledge { psn, .. }
+            | Self::Atomic { psn, .. }
+            | Self::Read(ReadReply { psn, .. }) => psn,
         }
     }
 
@@ -140,7 +142,8 @@ struct Refusal {
 }
 
 impl Refusal {
-    const INVALID: Self = Self { nak: Some(Nak::InvalidRequest), status: WcStatus::REM_INV_REQ_ERR };
+    const INVALID: Self =
+        Self { nak: Some(Nak::InvalidRequest), status: WcStatus::REM_INV_REQ_ERR };
     /// IBTA 9.9.3: a WRITE with immediate that hits protected memory ends its receive so.
     const ACCESS: Self = Self { nak: Some(Nak::RemoteAccess), status: WcStatus::LOC_ACCESS_ERR };
     const TOO_LONG: Self = Self { nak: Some(Nak::InvalidRequest), status: WcStatus::LOC_LEN_ERR };
@@ -297,7 +300,13 @@ impl Responder {
             }
             Reply::Atomic { psn, msn, original, .. } => {
                 self.replies.pop_front();
-                (psn, Body::AtomicAcknowledge { aeth: Aeth { syndrome: Syndrome::ACK, msn }, original })
+                (
+                    psn,
+                    Body::AtomicAcknowledge {
+                        aeth: Aeth { syndrome: Syndrome::ACK, msn },
+                        original,
+                    },
+                )
             }
             Reply::Read(read) => (read.psn, self.read_reply(read, keys, gather, out)),
         };
@@ -329,7 +338,10 @@ impl Responder {
                 // Whoever still waits for the answer fails by this one; others go on, as this end does.
                 Err(_) if again => {
                     self.replies.pop_front();
-                    return Body::Acknowledge(Aeth { syndrome: Syndrome::Nak(Nak::RemoteAccess), msn });
+                    return Body::Acknowledge(Aeth {
+                        syndrome: Syndrome::Nak(Nak::RemoteAccess),
+                        msn,
+                    });
                 }
                 // While it was being read.
                 Err(_) => {
@@ -339,7 +351,10 @@ impl Responder {
                         out.failed();
                     }
                     self.flush(out);
-                    return Body::Acknowledge(Aeth { syndrome: Syndrome::Nak(Nak::RemoteAccess), msn });
+                    return Body::Acknowledge(Aeth {
+                        syndrome: Syndrome::Nak(Nak::RemoteAccess),
+                        msn,
+                    });
                 }
             }
         }
@@ -347,9 +362,13 @@ impl Responder {
         if left == 0 {
             self.replies.pop_front();
         } else {
-            let remote = RemoteAddr { addr: rest.remote.addr.wrapping_add(u64::from(len)), rkey: rest.remote.rkey };
+            let remote = RemoteAddr {
+                addr: rest.remote.addr.wrapping_add(u64::from(len)),
+                rkey: rest.remote.rkey,
+            };
             let rest = Reth { remote, length: left };
-            self.replies[0] = Reply::Read(ReadReply { psn: psn.add(1), msn, rest, begun: true, again });
+            self.replies[0] =
+                Reply::Read(ReadReply { psn: psn.add(1), msn, rest, begun: true, again });
         }
         let part = match (begun, left == 0) {
             (false, false) => Part::First,
@@ -361,7 +380,13 @@ impl Responder {
     }
 
     #[inline]
-    fn on_reliable(&mut self, packet: &Packet, payload: &Payload<'_, '_>, keys: &Keys, out: &mut impl Receiver) {
+    fn on_reliable(
+        &mut self,
+        packet: &Packet,
+        payload: &Payload<'_, '_>,
+        keys: &Keys,
+        out: &mut impl Receiver,
+    ) {
         self.counters.packets += 1;
         let distance = packet.psn.distance_from(self.expected);
         if distance < 0 {
@@ -380,7 +405,9 @@ impl Responder {
         let piece = |part| Piece { psn: packet.psn, solicited: packet.solicited, part };
         let done = match packet.body {
             Body::Send { part, tail } => self.on_send(piece(part), tail, payload, keys, out),
-            Body::Write { part, reth, imm } => self.on_write(piece(part), reth, imm, payload, keys, out),
+            Body::Write { part, reth, imm } => {
+                self.on_write(piece(part), reth, imm, payload, keys, out)
+            }
             Body::ReadRequest(reth) => self.on_read(packet.psn, reth, keys),
             Body::Atomic { remote, op } => self.on_atomic(packet.psn, remote, op, keys),
             _ => {
@@ -400,7 +427,13 @@ impl Responder {
     }
 
     fn completion(&self, wr_id: WrId, status: WcStatus) -> WorkCompletion {
-        WorkCompletion { wr_id, status, qpn: self.config.qpn, opcode: WcOpcode::RECV, ..WorkCompletion::default() }
+        WorkCompletion {
+            wr_id,
+            status,
+            qpn: self.config.qpn,
+            opcode: WcOpcode::RECV,
+            ..WorkCompletion::default()
+        }
     }
 
     /// Queues an acknowledgement; it stands for all before it.
@@ -416,7 +449,9 @@ impl Responder {
         match self.replies.back_mut() {
             // Of two the later says all: a refusal what an acknowledgement of all before it says, and an acknowledgement
             // of what was missing that it is no longer.
-            Some(last @ Reply::Acknowledge { .. }) if psn.distance_from(last.psn()) >= 0 => *last = reply,
+            Some(last @ Reply::Acknowledge { .. }) if psn.distance_from(last.psn()) >= 0 => {
+                *last = reply
+            }
             Some(Reply::Acknowledge { .. }) if syndrome == Syndrome::ACK => {}
             None => self.replies.push_back(reply),
             Some(_) => self.acknowledge_behind(psn, reply),
@@ -428,7 +463,9 @@ impl Responder {
     #[cold]
     fn acknowledge_behind(&mut self, psn: Psn, reply: Reply) {
         self.replies.retain(|before| match before {
-            Reply::Acknowledge { psn: before, syndrome: Syndrome::Ack(_), .. } => psn.distance_from(*before) < 0,
+            Reply::Acknowledge { psn: before, syndrome: Syndrome::Ack(_), .. } => {
+                psn.distance_from(*before) < 0
+            }
             _ => true,
         });
         self.replies.push_back(reply);

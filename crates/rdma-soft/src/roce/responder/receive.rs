@@ -56,7 +56,11 @@ impl Responder {
 
     /// Appends to the receive that is held.
     #[inline]
-    pub(super) fn fill_receive(&mut self, payload: &Payload<'_, '_>, keys: &Keys) -> Result<(), Refusal> {
+    pub(super) fn fill_receive(
+        &mut self,
+        payload: &Payload<'_, '_>,
+        keys: &Keys,
+    ) -> Result<(), Refusal> {
         let len = payload.len();
         if len == 0 {
             return Ok(());
@@ -70,7 +74,9 @@ impl Responder {
         let pd = self.config.receive_pd;
         if let [only] = self.receive.sges.as_slice() {
             let addr = only.addr.checked_add(at as u64).ok_or(Refusal::RECEIVE)?;
-            let target = keys.resolve(only.lkey.0, pd, addr, len, Access::LOCAL_WRITE).map_err(|_| Refusal::RECEIVE)?;
+            let target = keys
+                .resolve(only.lkey.0, pd, addr, len, Access::LOCAL_WRITE)
+                .map_err(|_| Refusal::RECEIVE)?;
             payload.copy_to(std::slice::from_ref(&target));
         } else {
             let mut target = Gather::new();
@@ -83,7 +89,12 @@ impl Responder {
     }
 
     #[inline]
-    pub(super) fn finish_receive(&mut self, completion: &WorkCompletion, solicited: bool, out: &mut impl Receiver) {
+    pub(super) fn finish_receive(
+        &mut self,
+        completion: &WorkCompletion,
+        solicited: bool,
+        out: &mut impl Receiver,
+    ) {
         self.receive_held = false;
         out.complete(self.receive.position, completion, solicited);
     }

@@ -32,7 +32,8 @@ impl Responder {
                     return None;
                 }
                 if whole.length > 0 {
-                    let target = self.remote(keys, remote, whole.length, Access::REMOTE_WRITE).ok()?;
+                    let target =
+                        self.remote(keys, remote, whole.length, Access::REMOTE_WRITE).ok()?;
                     payload.copy_to(std::slice::from_ref(&target));
                 }
                 self.expected = psn.add(1);
@@ -46,7 +47,13 @@ impl Responder {
         };
         self.on_quiet();
         Some(
-            match self.on_send(Piece { psn, solicited: whole.solicited, part: Part::Only }, tail, payload, keys, out) {
+            match self.on_send(
+                Piece { psn, solicited: whole.solicited, part: Part::Only },
+                tail,
+                payload,
+                keys,
+                out,
+            ) {
                 Ok(acknowledged) => acknowledged,
                 Err(refusal) => {
                     self.refuse(psn, refusal, out);
@@ -75,7 +82,9 @@ impl Responder {
             SendOp::CompareSwap { remote, compare, swap } => {
                 (remote, Access::REMOTE_ATOMIC, Some(AtomicOp::CompareSwap { compare, swap }))
             }
-            SendOp::FetchAdd { remote, add } => (remote, Access::REMOTE_ATOMIC, Some(AtomicOp::FetchAdd { add })),
+            SendOp::FetchAdd { remote, add } => {
+                (remote, Access::REMOTE_ATOMIC, Some(AtomicOp::FetchAdd { add }))
+            }
             _ => return None,
         };
         if !self.config.access.contains(need) {

@@ -52,9 +52,13 @@ impl Responder {
             return;
         }
         let done = match packet.body {
-            Body::Send { tail, .. } => {
-                self.on_send(Piece { psn: packet.psn, solicited: packet.solicited, part }, tail, payload, keys, out)
-            }
+            Body::Send { tail, .. } => self.on_send(
+                Piece { psn: packet.psn, solicited: packet.solicited, part },
+                tail,
+                payload,
+                keys,
+                out,
+            ),
             Body::Write { reth, imm, .. } => self.on_write(
                 Piece { psn: packet.psn, solicited: packet.solicited, part },
                 reth,
@@ -104,7 +108,9 @@ impl Responder {
         }
         let header = routing_header(source, self.config.gid, len);
         self.received = 0;
-        let filled = self.fill_receive(&Payload::Bytes(&header), keys).and_then(|()| self.fill_receive(payload, keys));
+        let filled = self
+            .fill_receive(&Payload::Bytes(&header), keys)
+            .and_then(|()| self.fill_receive(payload, keys));
         if let Err(refusal) = filled {
             self.counters.dropped += 1;
             self.fail_receive(refusal.status, out);
@@ -140,7 +146,10 @@ pub(super) fn routing_header(source: Gid, destination: Gid, payload: usize) -> [
             ip[9] = UDP;
             ip[12..16].copy_from_slice(&from.octets());
             ip[16..20].copy_from_slice(&to.octets());
-            let sum: u32 = ip.chunks_exact(2).map(|pair| u32::from(u16::from_be_bytes([pair[0], pair[1]]))).sum();
+            let sum: u32 = ip
+                .chunks_exact(2)
+                .map(|pair| u32::from(u16::from_be_bytes([pair[0], pair[1]])))
+                .sum();
             let folded = (sum & 0xffff) + (sum >> 16);
             let checksum = !((folded & 0xffff) + (folded >> 16)) as u16;
             ip[10..12].copy_from_slice(&checksum.to_be_bytes());
@@ -177,10 +186,13 @@ mod tests {
             assert_eq!(header[..20], [0; 20]);
             let length = (payload as u16 + 52).to_be_bytes();
             assert_eq!(header[20..30], [0x45, 0, length[0], length[1], 0, 0, 0x40, 0, 64, 17]);
-            let address = |at: usize| std::net::Ipv4Addr::from(*header[at..].first_chunk::<4>().unwrap()).to_string();
+            let address = |at: usize| {
+                std::net::Ipv4Addr::from(*header[at..].first_chunk::<4>().unwrap()).to_string()
+            };
             assert_eq!([address(32), address(36)], [from, to]);
             // RFC 1071: the sum in ones' complement of a header with its checksum.
-            let words = header[20..].chunks(2).map(|word| u64::from(word[0]) * 256 + u64::from(word[1]));
+            let words =
+                header[20..].chunks(2).map(|word| u64::from(word[0]) * 256 + u64::from(word[1]));
             assert_eq!(words.sum::<u64>() % 0xffff, 0, "{from} to {to}");
         }
     }

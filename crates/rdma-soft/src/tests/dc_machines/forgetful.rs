@@ -9,9 +9,17 @@ struct Slow {
 }
 
 impl Slow {
-    fn send(&mut self, now: u64, random: &mut fastrand::Rng, who: usize, forth: bool, packet: (Packet, Header)) {
+    fn send(
+        &mut self,
+        now: u64,
+        random: &mut fastrand::Rng,
+        who: usize,
+        forth: bool,
+        packet: (Packet, Header),
+    ) {
         for _ in 0..[0, 1, 1, 1, 1, 1, 2, 3][random.usize(..8)] {
-            let delay = if random.u8(..8) == 0 { random.u64(..30 * SECOND) } else { random.u64(..20_000) };
+            let delay =
+                if random.u8(..8) == 0 { random.u64(..30 * SECOND) } else { random.u64(..20_000) };
             self.underway.push((now + delay, who, forth, packet.0, packet.1));
         }
     }
@@ -59,7 +67,8 @@ fn forgetful(seed: u64) -> Done {
     let mut originals = vec![Vec::new(); PEERS];
     let (mut failed, mut sends) = ([0_u64; PEERS], [0_u64; 2]);
     loop {
-        let timers = (0..PEERS).filter_map(|at| peers[at].deadline.map(|deadline| (deadline, at, 1)));
+        let timers =
+            (0..PEERS).filter_map(|at| peers[at].deadline.map(|deadline| (deadline, at, 1)));
         let wakes = (0..PEERS).filter(|&at| posted[at] < 2 * ROUNDS).map(|at| (wake[at], at, 0));
         let arrival = network.next().map(|at| (network.underway[at].0, at, 2));
         let Some((time, at, kind)) = timers.chain(wakes).chain(arrival).min() else { break };
@@ -69,7 +78,9 @@ fn forgetful(seed: u64) -> Done {
         let who = match kind {
             0 => {
                 let it = &mut peers[at];
-                wake[at] = now + [1_000, 100_000, SECOND, 15 * SECOND][random.usize(..4)] + random.u64(..1_000_000);
+                wake[at] = now
+                    + [1_000, 100_000, SECOND, 15 * SECOND][random.usize(..4)]
+                    + random.u64(..1_000_000);
                 if it.machine.state() == QpState::Err {
                     if random.bool()
                         && let Some(header) = it.machine.header()
@@ -85,9 +96,13 @@ fn forgetful(seed: u64) -> Done {
                     let local = [Sge { addr: it.base + 64, length: 8, lkey: Lkey(it.key) }];
                     let remote = target.remote(8 * at as u64);
                     let address = AddressVector::new(PortNum(1), 0, Gid::default());
-                    for (op, sges) in [(SendOp::FetchAdd { remote, add: 1 }, &local[..]), (SendOp::Send, &[])] {
-                        let to = DctTarget { address: &address, handle: 0, number: NUMBER, key: KEY };
-                        let (wr_id, flags, data) = (WrId(posted[at]), SendFlags::SIGNALED, Data::Sges(sges));
+                    for (op, sges) in
+                        [(SendOp::FetchAdd { remote, add: 1 }, &local[..]), (SendOp::Send, &[])]
+                    {
+                        let to =
+                            DctTarget { address: &address, handle: 0, number: NUMBER, key: KEY };
+                        let (wr_id, flags, data) =
+                            (WrId(posted[at]), SendFlags::SIGNALED, Data::Sges(sges));
                         let wr = SendWr { wr_id, op, flags, data, target: Some(to.into()) };
                         it.machine.post(&wr, if sges.is_empty() { 0 } else { 8 }, &mut it.side);
                         posted[at] += 1;
@@ -106,19 +121,35 @@ fn forgetful(seed: u64) -> Done {
                 if forth {
                     let framed = (&packet, &header);
                     let it = &mut target;
-                    match it.machine.on_request(framed, Gid::default(), &payload, &it.keys, &mut it.side) {
+                    match it.machine.on_request(
+                        framed,
+                        Gid::default(),
+                        &payload,
+                        &it.keys,
+                        &mut it.side,
+                    ) {
                         Outcome::Nothing => {}
-                        Outcome::Answer(answer) => network.send(now, &mut random, who, false, answer),
+                        Outcome::Answer(answer) => {
+                            network.send(now, &mut random, who, false, answer)
+                        }
                         Outcome::Session(key) => {
                             let mut gather = Gather::new();
-                            while let Some(reply) = it.machine.next_reply(&key, &it.keys, &mut gather, &mut it.side) {
+                            while let Some(reply) =
+                                it.machine.next_reply(&key, &it.keys, &mut gather, &mut it.side)
+                            {
                                 network.send(now, &mut random, who, false, reply);
                             }
                         }
                     }
                 } else {
                     let it = &mut peers[who];
-                    it.machine.on_answer((&packet, &header), Gid::default(), &payload, &it.keys, &mut it.side);
+                    it.machine.on_answer(
+                        (&packet, &header),
+                        Gid::default(),
+                        &payload,
+                        &it.keys,
+                        &mut it.side,
+                    );
                 }
                 who
             }
@@ -148,24 +179,36 @@ fn forgetful(seed: u64) -> Done {
         // SAFETY: of the leaked buffer; nothing runs beside the test.
         let word = unsafe { ((target.base + 8 * at as u64) as *const u64).read_volatile() };
         let (least, most) = (originals.len() as u64, originals.len() as u64 + failed[at]);
-        assert!((least..=most).contains(&word), "{word} additions, {least} succeeded and {} failed", failed[at]);
+        assert!(
+            (least..=most).contains(&word),
+            "{word} additions, {least} succeeded and {} failed",
+            failed[at]
+        );
         done.succeeded += originals.len();
         done.failed += failed[at] as usize;
     }
     let arrived = target.side.completions.len() as u64;
-    assert!((sends[0]..=sends[0] + sends[1]).contains(&arrived), "{arrived} messages arrived of {sends:?}");
+    assert!(
+        (sends[0]..=sends[0] + sends[1]).contains(&arrived),
+        "{arrived} messages arrived of {sends:?}"
+    );
     done
 }
 
 #[test]
 fn nothing_is_executed_twice_though_its_session_was_forgotten() {
-    let seeds = std::env::var("TOKIO_RDMA_SEEDS").ok().and_then(|text| text.parse().ok()).unwrap_or(20);
+    let seeds =
+        std::env::var("TOKIO_RDMA_SEEDS").ok().and_then(|text| text.parse().ok()).unwrap_or(20);
     let mut all = Done::default();
     for seed in 0..seeds {
-        let done = std::panic::catch_unwind(|| forgetful(seed)).unwrap_or_else(|_| panic!("seed {seed} fails"));
+        let done = std::panic::catch_unwind(|| forgetful(seed))
+            .unwrap_or_else(|_| panic!("seed {seed} fails"));
         all.given_up += done.given_up;
         all.succeeded += done.succeeded;
         all.failed += done.failed;
     }
-    assert!(all.given_up > seeds && all.succeeded > 1000 && all.failed > 20, "{all:?} show nothing");
+    assert!(
+        all.given_up > seeds && all.succeeded > 1000 && all.failed > 20,
+        "{all:?} show nothing"
+    );
 }

@@ -113,6 +113,8 @@ fn bar(pages: u64) -> ProgressBar {
     if !std::io::stderr().is_terminal() {
         return ProgressBar::hidden();
     }
-    let style = ProgressStyle::with_template("{bar:40} {pos} of {len} pages verified, {per_sec}, {eta} left");
+    let style = ProgressStyle::with_template(
+        "{bar:40} {pos} of {len} pages verified, {per_sec}, {eta} left",
+    );
     ProgressBar::new(pages).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
 }

@@ -11,7 +11,9 @@ use crate::args::{Demo, Work};
 use crate::{PATIENCE, Result};
 
 pub(crate) async fn run(options: &Demo) -> Result<()> {
-    let [a, b, client] = options.addresses[..] else { return Err("three addresses are needed".into()) };
+    let [a, b, client] = options.addresses[..] else {
+        return Err("three addresses are needed".into());
+    };
     println!("--- two owners, one of them the other's replica, which is killed on the way");
     if !act(options, a, Some(b), client).await? {
         return Err("the client has failed, though there was a replica".into());
@@ -26,7 +28,8 @@ pub(crate) async fn run(options: &Demo) -> Result<()> {
 
 /// Whether the client was content.
 async fn act(options: &Demo, a: IpAddr, b: Option<IpAddr>, client: IpAddr) -> Result<bool> {
-    let mut coordinator = Process::start("coordinator", &["coordinator", "--listen", "127.0.0.1:0"])?;
+    let mut coordinator =
+        Process::start("coordinator", &["coordinator", "--listen", "127.0.0.1:0"])?;
     let said = coordinator.wait_for("coordinator at ").await?;
     let url = said.trim_start_matches("coordinator at ");
     let (memory, a, client) = (options.memory.to_string(), a.to_string(), client.to_string());
@@ -71,7 +74,8 @@ struct Process {
 impl Process {
     fn start(name: &'static str, arguments: &[&str]) -> Result<Self> {
         let mut command = Command::new(std::env::current_exe()?);
-        let mut child = command.args(arguments).stdout(Stdio::piped()).kill_on_drop(true).spawn()?;
+        let mut child =
+            command.args(arguments).stdout(Stdio::piped()).kill_on_drop(true).spawn()?;
         let said = child.stdout.take().ok_or("it has no output")?;
         Ok(Self { name, child, lines: BufReader::new(said).lines() })
     }
@@ -85,7 +89,9 @@ impl Process {
                     return Ok(line);
                 }
             }
-            Err::<_, crate::Failure>(format!("{} ends without having said {what:?}", self.name).into())
+            Err::<_, crate::Failure>(
+                format!("{} ends without having said {what:?}", self.name).into(),
+            )
         };
         timeout(PATIENCE * 20, found()).await.map_err(|_| "it takes too long")?
     }

@@ -81,8 +81,15 @@ async fn own(options: &args::Owner) -> Result<()> {
         replica,
         content: Content { seed: options.common.seed },
     };
-    let owner = pager::Owner::start(&Device::open_default_at(options.address)?, &directory, &config).await?;
-    println!("{} lends pages {first} to {} at {}", options.name, first + pages - 1, owner.share().address);
+    let owner =
+        pager::Owner::start(&Device::open_default_at(options.address)?, &directory, &config)
+            .await?;
+    println!(
+        "{} lends pages {first} to {} at {}",
+        options.name,
+        first + pages - 1,
+        owner.share().address
+    );
     tokio::select! {
         stopped = tokio::signal::ctrl_c() => stopped?,
         () = confirm(&options.name, &owner, &directory) => {}

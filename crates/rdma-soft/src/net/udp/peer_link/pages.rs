@@ -33,7 +33,8 @@ impl Pages {
     /// Bytes that count, and of how many queue pairs.
     pub(super) fn total(&self) -> (u32, u32) {
         let all = [self.entered, self.sent[0], self.sent[1]];
-        let (bytes, pairs) = all.iter().fold((0, 0), |(bytes, pairs), sum| (bytes + sum.bytes, pairs + sum.pairs));
+        let (bytes, pairs) =
+            all.iter().fold((0, 0), |(bytes, pairs), sum| (bytes + sum.bytes, pairs + sum.pairs));
         (u32::try_from(bytes).unwrap_or(u32::MAX), pairs)
     }
 

@@ -92,7 +92,11 @@ fn who_finds_no_room_waits_for_the_shares_of_the_others_to_shrink() {
     assert_eq!(second.begin(false), Some(Flow::of(12)));
     second.send(12);
     first.hear(4);
-    assert_eq!((first.go_on(), second.go_on()), (Flow::of(16), Flow::of(16)), "no more than its equal share");
+    assert_eq!(
+        (first.go_on(), second.go_on()),
+        (Flow::of(16), Flow::of(16)),
+        "no more than its equal share"
+    );
     drop(first);
     assert_eq!(second.go_on(), Flow::of(32));
     second.place.rest(true);
@@ -105,7 +109,8 @@ fn crowd_takes_turns_in_order_and_the_bound_is_kept() {
     const PAIRS: usize = 1000;
     let link = link();
     // Some READ.
-    let mut pairs: Vec<_> = (0..PAIRS).map(|at| Pair::asking(&link, if at % 7 == 0 { 8 } else { 1 })).collect();
+    let mut pairs: Vec<_> =
+        (0..PAIRS).map(|at| Pair::asking(&link, if at % 7 == 0 { 8 } else { 1 })).collect();
     let mut served = vec![0; PAIRS];
     // In the order in which the peer takes them, and who waits, in the order in which they came.
     let (mut sent, mut waiting) = (VecDeque::new(), VecDeque::new());
@@ -131,7 +136,10 @@ fn crowd_takes_turns_in_order_and_the_bound_is_kept() {
             pair.send(pair.asks);
             sent.push_back(first);
         }
-        assert!(waiting.iter().all(|at| !pairs[*at].place.is_on()), "nobody is let in before who came first");
+        assert!(
+            waiting.iter().all(|at| !pairs[*at].place.is_on()),
+            "nobody is let in before who came first"
+        );
     }
     assert!(served.iter().all(|times| (49..=51).contains(times)), "{served:?}");
     drop(pairs);
@@ -148,7 +156,10 @@ fn who_has_waited_has_a_turn_of_several_packets() {
         pair.send(1);
     }
     crowd.push(Pair::new(&link));
-    assert!(crowd.iter().rev().all(|pair| pair.place.go(asks, true, MTU).is_none()), "the last was one too many");
+    assert!(
+        crowd.iter().rev().all(|pair| pair.place.go(asks, true, MTU).is_none()),
+        "the last was one too many"
+    );
     assert_eq!(crowd.iter().filter(|pair| pair.place.is_on()).count() as u32, FULL / 8);
     let last = crowd.last_mut().unwrap();
     assert_eq!(last.place.go(asks, false, MTU), Some(Flow::of(8)));
